@@ -298,6 +298,24 @@ class ServeConfig(BaseModel):
     )
     mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake moves values.")
     mooncake_device: str = Field("", description="RDMA devices for Mooncake, separated by commas. Empty: all.")
+    spill: bool = Field(
+        True,
+        description="Save computed blocks of the pool in the block store, if there is one, and load them from there.",
+    )
+    weights: str = Field(
+        "",
+        max_length=256,
+        description="Name of the model's weights, for blocks of the pool in tiers that outlive the daemon: daemons "
+        "with the same name share them. Empty: the revision, if model is in a snapshot directory of Hugging Face; "
+        "otherwise these blocks stay in memory.",
+    )
+    prefill_tokens_per_s: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="Tokens of prompts that the engine computes in a second. Blocks are loaded only if that is faster. "
+        "0: as measured for engines that use the scheduler, or an estimate.",
+    )
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
@@ -379,6 +397,13 @@ class ServeConfig(BaseModel):
         elif self.head_size % 16:
             raise ValueError(f"kv_cache_dtype: FP8 needs a head_size that is a multiple of 16, not {self.head_size}")
         return self
+
+    @field_validator("weights")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError("must be printable")
+        return value
 
     @field_validator("store_gib")
     @classmethod

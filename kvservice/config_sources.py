@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.errors import InvalidArgumentError
-from kvservice.model_shape import read_pool_options
+from kvservice.model_shape import read_pool_options, snapshot_name
 
 # Variables that are not fields of the configuration. The kernels, the command line, the build, the client commands and
 # daemons that a keeper has started read them.
@@ -43,7 +43,7 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Pa
         values.update(found)
         origin.update(dict.fromkeys(found, source))
     if model := values.get("model"):
-        found = asdict(read_pool_options(Path(str(model))))
+        found = asdict(read_pool_options(Path(str(model)))) | {"weights": snapshot_name(Path(str(model)))}
         values = found | values
         origin = dict.fromkeys(found, str(model)) | origin
     config = checked_config(values, origin)

@@ -7,6 +7,7 @@ whose file omits a value for which the library has a default per model type.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,3 +236,13 @@ def _optional(config: Config, *names: str) -> int | None:
             raise InvalidArgumentError(f"{name} is {value!r:.60}, not a number above 0", field="config")
         return value
     return None
+
+
+def snapshot_name(path: Path) -> str:
+    """Return "NAME@REVISION" for a model in a snapshot directory of Hugging Face, models--NAME/snapshots/REVISION, and
+    "" for any other path. Files of a snapshot never change."""
+    directory = Path(os.path.abspath(path.parent if path.name == FILE_NAME else path))
+    repository = directory.parent.parent.name
+    if directory.parent.name != "snapshots" or not repository.startswith("models--"):
+        return ""
+    return f"{repository.removeprefix('models--').replace('--', '/')}@{directory.name}"

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_n
 from kvservice.blocks.namespaces import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SessionNamespace
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.sequences import SCHEDULED
-from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, in_turn
+from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, in_turn
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
 
@@ -38,6 +38,11 @@ class NewSequence(NamedTuple):
     num_blocks: int
     required: int
     num_held: int = 0
+
+
+# Called with new sequences before they are allocated. Returns what to wait for, or None. More of their blocks may be
+# cached then.
+BeforeAllocation: TypeAlias = Callable[[list[NewSequence]], Awaitable[object] | None]
 
 
 class FoundPrompt(NamedTuple):
@@ -82,9 +87,14 @@ class Allocator:
         plan = yield from self._plan(namespace, requests)
         return plan.status
 
-    def allocate(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[list[Allocation]]:
-        """See BlockManager.allocate. The last slice creates all sequences."""
+    def allocate(
+        self, namespace: SessionNamespace, requests: Sequence[AllocationRequest], before: BeforeAllocation | None
+    ) -> Waits[list[Allocation]]:
+        """See BlockManager.allocate_in_slices. The last slice creates all sequences."""
         plan = yield from self._plan(namespace, requests)
+        if before is not None and (event := before(plan.sequences)) is not None:
+            yield event
+            plan = yield from self._plan(namespace, requests)
         self._execute(namespace, plan)
         return [
             Allocation(new.sequence_id, len(new.tokens), len(new.found) << self._shift, new.num_blocks)

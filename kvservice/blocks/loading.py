@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from kvservice.blocks.arguments import extra_keys_by_block, int32_array
 from kvservice.blocks.block_pool import NOT_COPIED
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.prefix import block_hashes, token_bytes
@@ -65,7 +67,7 @@ class PoolCopy:
 
 
 class Loader:
-    """Fills blocks of the pool from outside, and tells which blocks a copy is right for. All methods raise nothing."""
+    """Fills blocks of the pool from outside, and tells which blocks a copy is right for."""
 
     def __init__(self, state: BlockState) -> None:
         self._state, self._config, self._device = state, state.config, state.device
@@ -88,6 +90,15 @@ class Loader:
         assert parent is not None, "the index has just found this block"
         part = np.asarray(tokens[first * size : (first + count) * size], np.int32).reshape(count, size)
         return MissingBlocks(found, parent, block_hashes(parent, part, extra, first), part)
+
+    def missing_prefix(
+        self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]], most: int
+    ) -> MissingBlocks | None:
+        """Return the missing blocks of a prefix, of which every full block counts. Raises InvalidArgumentError."""
+        tokens, limit = int32_array(token_ids, "token_ids"), self._config.max_sequence_tokens
+        extra = extra_keys_by_block(extra_keys, "extra_keys", self._config.block_size, limit)
+        found = np.array(self._device.index.match(tokens, extra), np.int64)
+        return self.missing(np.append(tokens, np.int32(0)), extra, found, most)
 
     def missing_of(self, tokens: Int32Array, chain_hashes: list[bytes], most: int) -> MissingBlocks | None:
         """Return the same for a prompt whose chain hashes are known."""
@@ -157,10 +168,11 @@ class Loader:
 
     # ---- out of the pool
 
-    def coldest(self, count: int) -> Int64Array:
+    def coldest(self, count: int, *, never_copied: bool = False) -> Int64Array:
         """Return those of the `count` blocks that are evicted first, int64[n], that nothing is known to have copies of,
-        in this order."""
-        return self._uncopied(self._device.evictable.peek(min(count, len(self._device.evictable))))
+        in this order. With `never_copied`, those with forgotten copies are left out, too."""
+        blocks = self._device.evictable.peek(min(count, len(self._device.evictable)))
+        return blocks[self._device.copied[blocks] == NOT_COPIED] if never_copied else self._uncopied(blocks)
 
     def find(self, chain_hashes: Sequence[bytes]) -> Int64Array:
         """Return those of the blocks that these chain hashes find, int64[n], that nothing is known to have copies

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 import numpy.typing as npt
 
 from kvservice.blocks.advancing import Advancer
-from kvservice.blocks.allocation import Allocator, FoundPrompt, NewSequence
+from kvservice.blocks.allocation import Allocator, BeforeAllocation, FoundPrompt, NewSequence
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.freeing import Reclaimer
@@ -42,7 +42,7 @@ from kvservice.blocks.reopening import Reopener
 from kvservice.blocks.restoring import RestoredBlocks, Restorer, SavedSequences, SavedTables
 from kvservice.blocks.saved_steps import save_steps
 from kvservice.blocks.sharing import Forker
-from kvservice.blocks.slices import Slices, finish
+from kvservice.blocks.slices import Slices, Waits, finish
 from kvservice.blocks.state import BlockState
 from kvservice.blocks.stats import BlocksStats
 from kvservice.blocks.steps import StepPlanner
@@ -169,11 +169,14 @@ class BlockManager:
         return finish(self.allocate_in_slices(namespace, requests))
 
     def allocate_in_slices(
-        self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
-    ) -> Slices[list[Allocation]]:
-        """`allocate` in slices; the last slice creates all sequences. Raises UnknownSessionError if the namespace is
-        closed in the meantime."""
-        return self._allocator.allocate(namespace, requests)
+        self,
+        namespace: SessionNamespace,
+        requests: Sequence[AllocationRequest],
+        before: BeforeAllocation | None = None,
+    ) -> Waits[list[Allocation]]:
+        """`allocate` in slices; the last slice creates all sequences. `before` may load missing blocks first. Raises
+        UnknownSessionError if the namespace is closed in the meantime."""
+        return self._allocator.allocate(namespace, requests, before)
 
     def find_prompt(
         self,

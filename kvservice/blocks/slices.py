@@ -6,7 +6,7 @@ and cannot fail afterwards. The state is consistent at each `yield`. `finish` ru
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Awaitable, Generator, Iterable, Iterator
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,6 +15,8 @@ from kvservice.blocks.plans import Int64Array
 
 T = TypeVar("T")
 Slices: TypeAlias = Generator[None, None, T]
+# Slices, some of which yield what the caller has to wait for before the next one.
+Waits: TypeAlias = Generator[Awaitable[object] | None, None, T]
 
 # Table entries, or blocks, per slice. A slice takes a few milliseconds.
 SLICE_BLOCKS: Final = 16384
@@ -24,11 +26,12 @@ SLICE_SEQUENCES: Final = 128
 _BLOCKS_PER_ROW: Final = 16
 
 
-def finish(slices: Slices[T]) -> T:
-    """Run all slices without a pause. Returns the operation's result."""
+def finish(slices: Waits[T]) -> T:
+    """Run all slices without a pause. Returns the operation's result. Nothing has to be waited for."""
     while True:
         try:
-            next(slices)
+            event = next(slices)
+            assert event is None, "the caller asked for an operation that does not wait"
         except StopIteration as end:
             result: T = end.value
             return result

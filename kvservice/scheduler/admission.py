@@ -151,11 +151,13 @@ class Admission:
             draft.add_chunk(state, self._config.long_prefill_tokens, others)
 
     def _is_held_back(self, state: RequestState, prompt: FoundPrompt, num_long: int) -> bool:
-        """Return whether others may pass this request, because its next block is being computed, or because it is one
-        long prompt too many."""
+        """Return whether others may pass this request, because its next block is being computed or loaded, or because
+        it is one long prompt too many."""
         limit, found = self._config.max_long_prefills, prompt.num_found
         pending = len(state.tokens) - found * self._blocks_config.block_size
         if limit and num_long >= limit and self._is_long(pending):
+            return True
+        if self._queues.loading and found < len(state.hashes) and state.hashes[found] in self._queues.loading:
             return True
         shares = self._config.share_prefixes and found < len(state.hashes)
         return shares and state.hashes[found] in self._queues.computing

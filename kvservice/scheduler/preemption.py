@@ -162,7 +162,7 @@ class Preemptor:
                 state.resumes, state.next_token = state.group.request.beams, int(tokens[-1])
                 state.continue_with(tokens[:-1] if state.resumes else tokens, self._manager.config)
             state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
-            state.lost = computed
+            state.lost, state.looked_up = computed, False
             draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
         self._manager.free(self._namespace, [state.sequence_id for state in unit])
         queues.waiting.add(unit[0], len(unit))

@@ -87,6 +87,7 @@ class RequestState:
     tokens of a prefill that are not computed, `blocks` the blocks of its table. `next_token` is appended after a
     swap-in. With `resumes` it is also appended after the prefill, at whose end no token is sampled. `preempted` says
     that its `lost` computed tokens may be in the prefix cache. `token_at_s` is when its latest token was reported.
+    `looked_up` says that its missing blocks were looked up below the pool since it waits.
     """
 
     group: RequestGroup
@@ -106,6 +107,7 @@ class RequestState:
     resumes: bool = False
     lost: int = 0
     token_at_s: float = 0.0
+    looked_up: bool = False
 
     @property
     def unit(self) -> list[RequestState]:

@@ -80,7 +80,7 @@ class Samples:
                 beam.next_token = self._queues.leave_decodes(beam)
                 self._manager.free(self._namespace, [beam.sequence_id])
             beam.phase, beam.blocks, beam.resumes = Phase.WAITING, 0, True
-            beam.preempted, beam.lost = True, len(beam.tokens)
+            beam.preempted, beam.lost, beam.looked_up = True, len(beam.tokens), False
         self._queues.waiting.add(beams[0], len(beams))
 
     def rearrange(self, parents: dict[int, int]) -> None:

@@ -20,7 +20,8 @@ class EngineQueues:
 
     `flight` are the batches that are not reported, the oldest first. `aborted` are the ids of aborted requests of which
     some samples are in one of them. `reserved` has the request of each sequence id that is not the first of its
-    request. `computing` are the chain hashes of the blocks that running prefills compute.
+    request. `computing` are the chain hashes of the blocks that running prefills compute, and `loading` those that are
+    being loaded into the pool.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EngineQueues:
         self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
+        self.loading: set[bytes] = set()
         self.speeds = Speeds(config.swap_block_s, config.compute_token_s)
         self.flight: list[InFlight] = []
         self.aborted: list[int] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from kvservice.blocks import Allocation, AllocationRequest, AllocStatus, SessionNamespace, Slices
-from kvservice.blocks.slices import in_turn
+from kvservice.blocks.slices import Waits, in_turn
 from kvservice.errors import KVServiceError
 from kvservice.server.codec import extra_keys
 from kvservice.v1 import blocks_pb2
@@ -33,10 +33,10 @@ def allocation_requests(
 
 
 def allocating(
-    allocate: Callable[[SessionNamespace, list[AllocationRequest]], Slices[T]],
+    allocate: Callable[[SessionNamespace, list[AllocationRequest]], Waits[T]],
     namespace: SessionNamespace,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
-) -> Slices[T]:
+) -> Waits[T]:
     """Call `allocate` with the sequences of a request."""
     requests = yield from allocation_requests(request.sequences, request.lookahead)
     with _allocation_fields():

@@ -7,13 +7,14 @@ import functools
 import numpy as np
 
 from kvservice.blocks import SequenceSnapshot, Slices, StepPlan
-from kvservice.blocks.slices import in_turn
+from kvservice.blocks.slices import Waits, in_turn
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.pool_tier import PoolTier
 from kvservice.server.server_session import ServerSession
 from kvservice.server.slices import After, Finished
 from kvservice.v1 import blocks_pb2
@@ -21,9 +22,12 @@ from kvservice.wire.tensors import Array, to_ints, token_array
 
 
 class BlockCalls:
-    def __init__(self, config: ServeConfig, engine: CacheEngine) -> None:
+    def __init__(self, config: ServeConfig, engine: CacheEngine, tier: PoolTier | None = None) -> None:
+        """`tier` loads missing blocks, if there is one."""
         self._engine = engine
         self._manager = engine.manager
+        self._tier = tier
+        self._before = None if tier is None else tier.before_allocation
         self._max_request_sequences = config.max_request_sequences
         self._max_response_bytes = codec.max_response_bytes(config)
 
@@ -52,16 +56,17 @@ class BlockCalls:
 
     def allocate(
         self, session: ServerSession, request: blocks_pb2.AllocateRequest
-    ) -> Slices[blocks_pb2.AllocateResponse]:
+    ) -> Waits[blocks_pb2.AllocateResponse]:
         ids = [sequence.sequence_id for sequence in request.sequences]
         session.check_unscheduled(ids, "sequences[{}].sequence_id")
         with session.allocating(ids):
-            allocations = yield from allocating(self._manager.allocate_in_slices, session.namespace, request)
+            allocate = functools.partial(self._manager.allocate_in_slices, before=self._before)
+            allocations = yield from allocating(allocate, session.namespace, request)
         return allocate_response(allocations)
 
     def can_allocate(
         self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
-    ) -> Slices[blocks_pb2.CanAllocateResponse]:
+    ) -> Waits[blocks_pb2.CanAllocateResponse]:
         status = yield from allocating(self._manager.can_allocate_in_slices, session.namespace, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
@@ -160,9 +165,11 @@ class BlockCalls:
         tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))
         return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
 
-    def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
-        token_ids = token_array(request)
-        pin = self._manager.pin(session.namespace, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
+    def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
+        token_ids, extra_keys = token_array(request), codec.extra_keys(request.extra_keys)
+        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra_keys)) is not None:
+            yield event
+        pin = self._manager.pin(session.namespace, token_ids, extra_keys, ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
 
     def unpin(self, session: ServerSession, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
@@ -171,8 +178,9 @@ class BlockCalls:
 
     def reset_prefix_cache(
         self, _: ServerSession, __: blocks_pb2.ResetPrefixCacheRequest
-    ) -> Slices[blocks_pb2.ResetPrefixCacheResponse]:
-        yield from self._manager.reset_prefix_cache_in_slices()
+    ) -> Waits[blocks_pb2.ResetPrefixCacheResponse]:
+        reset = self._manager.reset_prefix_cache_in_slices()
+        yield from reset if self._tier is None else self._tier.reset(reset)
         return blocks_pb2.ResetPrefixCacheResponse()
 
     def common_prefix(

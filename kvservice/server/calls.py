@@ -8,6 +8,7 @@ from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
+from kvservice.server.pool_tier import PoolTier
 from kvservice.server.region_calls import RegionCalls
 from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.scheduler_calls import SchedulerCalls
@@ -17,14 +18,18 @@ from kvservice.server.store_copy_calls import StoreCopyCalls
 
 
 def session_handlers(
-    config: ServeConfig, engine: CacheEngine, store: ServerStore | None, saved: SavedSessions
+    config: ServeConfig,
+    engine: CacheEngine,
+    store: ServerStore | None,
+    saved: SavedSessions,
+    tier: PoolTier | None = None,
 ) -> tuple[Handler, ...]:
     return (
-        *BlockCalls(config, engine).handlers(),
+        *BlockCalls(config, engine, tier).handlers(),
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
-        *SchedulerCalls(config, engine).handlers(),
+        *SchedulerCalls(config, engine, tier).handlers(),
         *StoreCalls(store).handlers(),
         *StoreCopyCalls(config, store).handlers(),
         *saved.handlers(),

@@ -44,6 +44,7 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
         "max_labels",
         "store_gib",
         "max_store_namespaces",
+        "weights",
     )
     return {
         **asdict(config.layout),

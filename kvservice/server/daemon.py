@@ -54,6 +54,7 @@ from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
+from kvservice.server.pool_tier import open_pool_tier
 from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.services import Services
 from kvservice.server.slots import Slots, max_rpcs
@@ -103,7 +104,8 @@ class KVServer:
         open_calls = OpenCalls(
             config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
         )
-        handlers = (*session_handlers(config, self.engine, self.store, core.saved), *open_calls.handlers())
+        self.pool_tier = tier = open_pool_tier(config, self.engine, self.store)
+        handlers = (*session_handlers(config, self.engine, self.store, core.saved, tier), *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers: Callable[[], Sequence[TierStats]] = tuple if self.chain is None else self.chain.stats
@@ -156,6 +158,7 @@ class KVServer:
                 self._connections.run(),
                 self.integrity.run(self._config.integrity_interval_s),
                 self.core.saved.run(),
+                *(() if self.pool_tier is None else (self.pool_tier.run(),)),
             )
             self.observing.report_restart(self._report_restart())
             unmapping.start()
@@ -182,6 +185,8 @@ class KVServer:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            if self.pool_tier is not None:
+                await self.pool_tier.close()
             loop.remove_reader(self.sessions.lanes.descriptor)
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)

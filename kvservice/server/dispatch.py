@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import Message
 
-from kvservice.blocks import Slices
+from kvservice.blocks.slices import Waits
 from kvservice.errors import (
     DrainingError,
     InternalError,
@@ -34,7 +34,7 @@ from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
 from kvservice.server.server_session import ServerSession
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.slices import After, Answer, in_slices
+from kvservice.server.slices import After, Answer, Finished, in_slices
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:
@@ -160,8 +160,14 @@ class Dispatcher:
             session.replies.remember(request_id, handler.method, reply)
         return cast(Started[Response], reply)
 
-    def _ending(self, slices: Slices[Message], method: str, session: ServerSession, request_id: int) -> Slices[Message]:
+    def _ending(
+        self, slices: Waits[Finished[Message]], method: str, session: ServerSession, request_id: int
+    ) -> Waits[Message]:
         reply = yield from slices
+        if isinstance(reply, After):
+            self._end(method, session, request_id, reply.answer)
+            yield reply.event
+            return reply.answer
         self._end(method, session, request_id, reply)
         return reply
 

@@ -4,7 +4,7 @@ There is one handler per RPC, named like the RPC and like the field of a stream'
 RPCs and calls on a session's stream. Handlers are of three kinds:
 
     sync     def f(session, request) -> Response | After  has finished when it returns
-    sliced   def f(session, request) -> Slices            runs its first slice, then a task runs the others
+    sliced   def f(session, request) -> Slices | Waits    runs its first slice, then a task runs the others
     async    async def f(session, request) -> Response    moves bytes, and ends with its caller
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from kvservice.blocks import Slices
+from kvservice.blocks.slices import Slices, Waits
 from kvservice.server.server_session import ServerSession
 from kvservice.server.slices import Answer, Finished
 from kvservice.wire.encoded import Encoded
@@ -28,7 +28,13 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Response)
 # A response; slices; a response that has to wait; a task that completes even if its caller goes away; or the coroutine
 # of an async handler.
-Started: TypeAlias = Answer[ResponseT] | Finished[ResponseT] | Slices[ResponseT] | Coroutine[Any, Any, ResponseT]
+Started: TypeAlias = (
+    Answer[ResponseT]
+    | Finished[ResponseT]
+    | Slices[ResponseT]
+    | Waits[Finished[ResponseT]]
+    | Coroutine[Any, Any, ResponseT]
+)
 
 
 class WhileDraining(enum.Enum):

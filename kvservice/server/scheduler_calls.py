@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from kvservice.blocks import Slices
+from kvservice.blocks.slices import Slices, Waits
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.pool_tier import PoolTier
 from kvservice.server.scheduler_values import PageLimits, QueueTotals
 from kvservice.server.scheduling import SessionScheduler
 from kvservice.server.server_session import ServerSession
@@ -21,9 +22,15 @@ from kvservice.v1 import scheduler_pb2
 class SchedulerCalls:
     """Handles the calls of SchedulerService for all sessions."""
 
-    def __init__(self, config: ServeConfig, engine: CacheEngine, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns the time of the policies, in seconds."""
-        self._config, self._engine, self._clock = config, engine, clock
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: CacheEngine,
+        tier: PoolTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tier` loads missing blocks, if there is one. `clock` returns the time of the policies, in seconds."""
+        self._config, self._engine, self._tier, self._clock = config, engine, tier, clock
         self._limits = PageLimits(config.max_request_sequences, config.request_limits.max_request_tokens)
         self._max_response_bytes = codec.max_response_bytes(config)
         self._totals = QueueTotals(config.max_queued_requests, config.max_queued_tokens)
@@ -66,6 +73,19 @@ class SchedulerCalls:
         return scheduler_pb2.AbortRequestsResponse(finished_ids=ended)
 
     def schedule(
+        self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
+    ) -> Finished[scheduler_pb2.ScheduleResponse] | Waits[Finished[scheduler_pb2.ScheduleResponse]]:
+        if self._tier is not None and (event := scheduler_of(session).load_ahead(self._tier)) is not None:
+            return self._schedule_after(event, session, request)
+        return self._schedule(session, request)
+
+    def _schedule_after(
+        self, event: Awaitable[object], session: ServerSession, request: scheduler_pb2.ScheduleRequest
+    ) -> Waits[Finished[scheduler_pb2.ScheduleResponse]]:
+        yield event
+        return self._schedule(session, request)
+
+    def _schedule(
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
     ) -> Finished[scheduler_pb2.ScheduleResponse]:
         ended, batch = scheduler_of(session).step(scheduler_codec.step_request(request), self._clock())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from typing import Final
 
 from kvservice.blocks import SessionNamespace, Slices
@@ -24,6 +26,7 @@ from kvservice.errors import (
 )
 from kvservice.scheduler import EngineScheduler, Request, RequestSnapshot, ScheduledBatch
 from kvservice.scheduler.requests import PreparedRequest, RequestState
+from kvservice.server.pool_tier import PoolTier, PromptLoad
 from kvservice.server.scheduler_values import PageLimits, QueueTotals, SchedulerSettings, StepRequest
 from kvservice.server.step_speeds import SpeedMeter
 from kvservice.wire.tensors import Array
@@ -31,6 +34,8 @@ from kvservice.wire.tensors import Array
 # Tokens of prompts in one slice, and the fixed cost of a request in tokens. A slice takes a few milliseconds.
 _SLICE_TOKENS: Final = 32768
 _REQUEST_TOKENS: Final = 256
+# Waiting requests whose missing blocks are loaded ahead of their admission.
+_LOADED_AHEAD: Final = 8
 # Fields of the scheduler that have another name in the contract.
 _FIELDS: Final = {"finished": "finished_ids", "parents": "parent_ids"}
 
@@ -52,6 +57,8 @@ class SessionScheduler:
         self._requests: dict[int, int] = {}
         # Aborted requests that end with a report.
         self._aborted: set[int] = set()
+        # The loads of blocks for waiting requests, by their sequence ids.
+        self._loads: dict[int, PromptLoad] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -113,6 +120,28 @@ class SessionScheduler:
         self._aborted.update(set(request_ids).difference(ended))
         self._forget(ended)
         return ended
+
+    def load_ahead(self, tier: PoolTier) -> Awaitable[object] | None:
+        """Begin to load missing blocks of the requests that are admitted next. They are not admitted until then.
+        Returns what to wait for if nothing else can run meanwhile."""
+        queues = self.scheduler.queues
+        for state in itertools.islice(queues.waiting, _LOADED_AHEAD):
+            if not state.looked_up:
+                state.looked_up = True
+                load = tier.before_admission(state.tokens, state.hashes, queues.speeds.compute_token_s)
+                if load is not None:
+                    self._loads[state.sequence_id] = load
+                    queues.loading.add(load.chain_hash)
+                    load.done.add_done_callback(functools.partial(self._loaded, state.sequence_id))
+        if not self._loads or not len(queues.waiting) or queues.num_running or queues.flight or len(queues.swapped):
+            return None
+        first = self._loads.get(next(iter(queues.waiting)).sequence_id)
+        return None if first is None else asyncio.wait([first.done])
+
+    def _loaded(self, sequence_id: int, _done: asyncio.Future[object]) -> None:
+        load = self._loads.pop(sequence_id)
+        if all(one.chain_hash != load.chain_hash for one in self._loads.values()):
+            self.scheduler.queues.loading.discard(load.chain_hash)
 
     def step(self, request: StepRequest, now_s: float) -> tuple[list[int], ScheduledBatch]:
         """Apply the reports, then make a batch. Returns the ids of the requests that the reports have ended, and the

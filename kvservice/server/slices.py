@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from kvservice.blocks import Slices
+from kvservice.blocks.slices import Waits
 
 AnswerT = TypeVar("AnswerT")
 
@@ -35,17 +35,18 @@ class After(Generic[AnswerT]):
 Finished: TypeAlias = AnswerT | After[AnswerT]
 
 
-def in_slices(slices: Slices[AnswerT]) -> Answer[AnswerT]:
-    """Run the first slice now. If there are more, return a task that runs them with pauses for other calls.
+def in_slices(slices: Waits[AnswerT]) -> Answer[AnswerT]:
+    """Run the first slice now. If there are more, return a task that runs them with pauses for other calls, and waits
+    for what they yield.
 
     Errors of the first slice are raised here, later ones by the task.
     """
     try:
-        next(slices)
+        event = next(slices)
     except StopIteration as end:
         answer: AnswerT = end.value
         return answer
-    return to_the_end(_rest(slices))
+    return to_the_end(_rest(slices, event))
 
 
 def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
@@ -61,11 +62,11 @@ def _look_at(task: asyncio.Task[AnswerT]) -> None:
         task.exception()
 
 
-async def _rest(slices: Slices[AnswerT]) -> AnswerT:
+async def _rest(slices: Waits[AnswerT], event: Awaitable[object] | None) -> AnswerT:
     while True:
-        await asyncio.sleep(PAUSE_S)
+        await (asyncio.sleep(PAUSE_S) if event is None else event)
         try:
-            next(slices)
+            event = next(slices)
         except StopIteration as end:
             answer: AnswerT = end.value
             return answer

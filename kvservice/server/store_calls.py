@@ -21,6 +21,7 @@ from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.slices import Answer, to_the_end
 from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace
+from kvservice.store.namespaces import POOL_KEYS
 from kvservice.store.session import Reservation
 from kvservice.store.store import check_keys
 from kvservice.v1 import store_pb2
@@ -210,6 +211,8 @@ def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIden
             raise InvalidArgumentError(
                 f"more than {MAX_TEXT_LENGTH} characters, or unprintable ones", field=f"namespace.{name}"
             )
+    if message.key_algorithm == POOL_KEYS:
+        raise InvalidArgumentError("is the daemon's own", field="namespace.key_algorithm")
     tp_size, pp_size = max(message.tp_size, 1), max(message.pp_size, 1)
     for name, rank, size in (("tp_rank", message.tp_rank, tp_size), ("pp_rank", message.pp_rank, pp_size)):
         if rank >= size:

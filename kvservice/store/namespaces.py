@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from kvservice.store.figures import NamespaceCounters
+
+# The key algorithm of blocks of the daemon's pool. Clients cannot open namespaces with it.
+POOL_KEYS: Final = "kvservice pool"
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,12 @@ class NamespaceIdentity:
     pp_size: int
     key_algorithm: str
     tenant: str
+
+    @property
+    def outlives_daemon(self) -> bool:
+        """Whether values may go to tiers that outlive the daemon: blocks of the pool only if their weights have a
+        name."""
+        return bool(self.weights) or self.key_algorithm != POOL_KEYS
 
 
 @dataclass(eq=False)

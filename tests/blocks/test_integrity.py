@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace, Slices
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
 from kvservice.blocks import integrity as integrity_module
 from kvservice.blocks.integrity import MAX_TRIES, check_in_slices
 from kvservice.blocks.invariants import parts, pieces, windows
 from kvservice.blocks.sequences import NAMESPACE, NUM_BLOCKS, SEQUENCE_ID, STEP, SWAPPED
-from kvservice.blocks.slices import finish
+from kvservice.blocks.slices import Waits, finish
 from kvservice.blocks.state import BlockState
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -277,7 +277,7 @@ class Operations:
             clock=lambda: self.now,
         )  # fmt: skip
         self.spaces = [self.manager.open_namespace(n + 1) for n in range(3)]
-        self.under_way: list[Slices[Any]] = []
+        self.under_way: list[Waits[Any]] = []
         # Steps whose layers are all marked, as lanes do, but which are not committed yet.
         self.marked: list[tuple[SessionNamespace, int]] = []
         self.done = 0
@@ -308,7 +308,7 @@ class Operations:
             raise InvalidArgumentError("there is none")
         return self.random.sample(names, self.random.randint(1, min(3, len(names))))
 
-    def go_on(self, slices: Slices[Any]) -> None:
+    def go_on(self, slices: Waits[Any]) -> None:
         with contextlib.suppress(OutOfBlocksError, QuotaExceededError, DuplicateSequenceError, UnknownSessionError):
             if next(slices, self) is not self:
                 self.under_way.append(slices)

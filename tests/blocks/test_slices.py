@@ -10,7 +10,7 @@ import pytest
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SessionNamespace
 from kvservice.blocks.events import Cleared, RemovedBlocks
-from kvservice.blocks.slices import SLICE_BLOCKS, SLICE_SEQUENCES, Slices, cut, cut_rows, finish, in_turn
+from kvservice.blocks.slices import SLICE_BLOCKS, SLICE_SEQUENCES, Waits, cut, cut_rows, finish, in_turn
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
@@ -39,7 +39,7 @@ def add(
     manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
 
 
-def run(slices: Slices[Any], between: Callable[[int], object]) -> tuple[int, Any]:
+def run(slices: Waits[Any], between: Callable[[int], object]) -> tuple[int, Any]:
     """Return the number of slices and the result. `between` is called with the slice number after each but the last."""
     count = 1
     while True:
