@@ -128,5 +128,4 @@ __attribute__((visibility("default"))) int accept4(int fd, sockaddr* address, so
   if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
   return original<int(int, sockaddr*, socklen_t*, int)>("accept4")(fd, address, length, flags);
 }
-
 }
