@@ -62,22 +62,24 @@ bool is_wildcard(const sockaddr_storage& address) {
   return IN6_IS_ADDR_UNSPECIFIED(&any);
 }
 
-// Replaces the wildcard in `address`. Returns false if its family has no such address.
+// Replaces the wildcard in `address`. A socket of IPv4 gets the loopback address if another family is wanted: the
+// library reserves ports with such sockets. Returns false if `wanted` is no address.
 bool replace_wildcard(sockaddr_storage& address, const char* wanted) {
-  const bool loopback = strcmp(wanted, kNone) == 0;
   in_addr v4{};
-  const bool is_v4 = loopback || inet_pton(AF_INET, wanted, &v4) == 1;
-  if (loopback) v4.s_addr = htonl(INADDR_LOOPBACK);
+  in6_addr v6{};
+  const bool is_v4 = inet_pton(AF_INET, wanted, &v4) == 1;
+  const bool is_v6 = inet_pton(AF_INET6, wanted, &v6) == 1;
+  if (!is_v4) v4.s_addr = htonl(INADDR_LOOPBACK);
   if (address.ss_family == AF_INET) {
     reinterpret_cast<sockaddr_in&>(address).sin_addr = v4;
-    return is_v4;
+  } else if (is_v6) {
+    reinterpret_cast<sockaddr_in6&>(address).sin6_addr = v6;
+  } else {  // ::ffff:a.b.c.d
+    in6_addr& mapped = reinterpret_cast<sockaddr_in6&>(address).sin6_addr;
+    mapped.s6_addr[10] = mapped.s6_addr[11] = 0xFF;
+    memcpy(&mapped.s6_addr[12], &v4, sizeof(v4));
   }
-  in6_addr& v6 = reinterpret_cast<sockaddr_in6&>(address).sin6_addr;
-  if (!is_v4) return inet_pton(AF_INET6, wanted, &v6) == 1;
-  memset(&v6, 0, sizeof(v6));  // ::ffff:a.b.c.d
-  v6.s6_addr[10] = v6.s6_addr[11] = 0xFF;
-  memcpy(&v6.s6_addr[12], &v4, sizeof(v4));
-  return true;
+  return is_v4 || is_v6 || strcmp(wanted, kNone) == 0;
 }
 
 // Returns what a call to `accept` returns that has found no connection: on a blocking socket after its timeout.

@@ -16,7 +16,7 @@ from typing import Final
 KEY_BYTES: Final = 32
 DIGEST_BYTES: Final = 16
 # The bytes of an offset or a checksum.
-NUMBER_BYTES: Final = 8
+WORD_BYTES: Final = 8
 # Limits on one request. A request has at least one value, whatever its size.
 REQUEST_VALUES: Final = 256
 REQUEST_BYTES: Final = 64 << 20
@@ -64,7 +64,7 @@ class MooncakeRequest:
     @classmethod
     def decode(cls, frame: bytes) -> MooncakeRequest:
         operation, request_id, digest, block_bytes, num_values = _REQUEST.unpack_from(frame)
-        keys, numbers = num_values * KEY_BYTES, num_values * NUMBER_BYTES
+        keys, numbers = num_values * KEY_BYTES, num_values * WORD_BYTES
         at = _REQUEST.size
         ends = (at + keys, at + keys + numbers)
         return cls(

@@ -18,8 +18,8 @@ from kvservice.mooncake.library import MooncakeError, check_codes
 from kvservice.mooncake.messages import (
     KEY_BYTES,
     LENGTH,
-    NUMBER_BYTES,
     REQUEST_VALUES,
+    WORD_BYTES,
     MooncakeReply,
     MooncakeRequest,
     Operation,
@@ -113,7 +113,7 @@ class Client:
     def _verified(self, request: MooncakeRequest, outcomes: list[Outcome], trailers: bytes) -> bytes:
         """Return the reply's body: outcomes, of which those of damaged values are CORRUPT, and checksums."""
         there = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
-        offsets = b"".join(_part(request.offsets, i, NUMBER_BYTES) for i in there)
+        offsets = b"".join(_part(request.offsets, i, WORD_BYTES) for i in there)
         actual = _numbers(
             _ext.store_checksums(self._memory.address, offsets, request.block_bytes, _CHECKSUM_THREADS)
             if there
@@ -177,7 +177,7 @@ def _names(request: MooncakeRequest) -> list[str]:
 
 
 def _numbers(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // NUMBER_BYTES}Q", packed)
+    return struct.unpack(f"<{len(packed) // WORD_BYTES}Q", packed)
 
 
 def _part(packed: bytes, index: int, size: int) -> bytes:

@@ -17,9 +17,9 @@ from typing import Any, Final
 from kvservice.mooncake.listening import NOWHERE, listening_environment
 from kvservice.mooncake.messages import (
     KEY_BYTES,
-    NUMBER_BYTES,
     REQUEST_BYTES,
     REQUEST_VALUES,
+    WORD_BYTES,
     MooncakeRequest,
     Operation,
     Outcome,
@@ -84,7 +84,7 @@ class MooncakeTier:
         replies = await self._transfer(Operation.GET, self._gets, space, values)
         outcomes, checksums = [], []
         for reply in replies:
-            num_values = len(reply) // (1 + NUMBER_BYTES)
+            num_values = len(reply) // (1 + WORD_BYTES)
             outcomes.append(self._count(reply[:num_values]))
             checksums.append(reply[num_values:])
         return GetResult(b"".join(outcomes).translate(_IS_THERE), b"".join(checksums))
@@ -140,8 +140,8 @@ class MooncakeTier:
                         space.digest,
                         space.block_bytes,
                         _part(values.keys, at, KEY_BYTES),
-                        _part(values.offsets, at, NUMBER_BYTES),
-                        _part(values.checksums, at, NUMBER_BYTES),
+                        _part(values.offsets, at, WORD_BYTES),
+                        _part(values.checksums, at, WORD_BYTES),
                     ),
                     TRANSFER_S,
                 )

@@ -55,7 +55,7 @@ class Process:
     """A process that can be frozen, killed and started again with the same command."""
 
     def __init__(self, *command: str, environment: dict[str, str] | None = None) -> None:
-        self._command, self._environment = command, os.environ | (environment or {})
+        self.command, self._environment = command, os.environ | (environment or {})
         self._running: subprocess.Popen[bytes] | None = None
 
     @property
@@ -65,7 +65,7 @@ class Process:
 
     def start(self) -> None:
         nothing = subprocess.DEVNULL
-        self._running = subprocess.Popen(self._command, env=self._environment, stdout=nothing, stderr=nothing)
+        self._running = subprocess.Popen(self.command, env=self._environment, stdout=nothing, stderr=nothing)
 
     @property
     def runs(self) -> bool:

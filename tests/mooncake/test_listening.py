@@ -1,0 +1,181 @@
+"""A process with the preloaded library listens where it was told, or nowhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mooncake_rig import MooncakeCluster, Process, mooncake_cluster
+from ports import free_port
+from waiting import until
+
+from kvservice.mooncake import listening
+from kvservice.mooncake.listening import NOWHERE, ListeningError, check_listening, listening_environment
+
+# Binds a socket to a host, listens, says where, and accepts a connection if there is one.
+LISTENER = """
+import socket, sys
+family, host = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET, sys.argv[1]
+listening = socket.socket(family)
+if family == socket.AF_INET6:
+    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+listening.bind((host, 0))
+listening.listen()
+listening.setblocking(False)
+try:
+    listening.accept()
+except BlockingIOError:
+    print(*listening.getsockname()[:2], flush=True)
+from kvservice.mooncake.listening import check_listening
+check_listening(sys.argv[2])
+listening.setblocking(True)
+listening.settimeout(None)
+sys.stdin.read()
+"""
+
+
+def listener(host: str, told: str, checked: str | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", LISTENER, host, checked or told],
+        env=os.environ | listening_environment(told),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def address_of(process: subprocess.Popen[str]) -> tuple[str, int]:
+    assert process.stdout is not None
+    host, port = process.stdout.readline().split()
+    return host, int(port)
+
+
+def can_connect(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "bound"),
+    [
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.2", "127.0.0.2"),
+        ("::", "127.0.0.1", "::ffff:127.0.0.1"),
+        ("::", "::1", "::1"),
+    ],
+)
+def test_the_wildcard_is_replaced_by_the_address(host: str, told: str, bound: str) -> None:
+    with listener(host, told) as process:
+        found, port = address_of(process)
+        assert found == bound
+        assert can_connect(told, port)
+        process.communicate()
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_nowhere_reserves_a_port_that_cannot_be_reached(host: str) -> None:
+    with listener(host, NOWHERE) as process:
+        found, port = address_of(process)
+        assert found.removeprefix("::ffff:") == "127.0.0.1"
+        assert not can_connect("127.0.0.1", port)
+        process.communicate()
+        assert process.returncode == 0
+
+
+def test_a_listener_of_the_other_family_is_noticed() -> None:
+    with listener("0.0.0.0", "::1") as process:
+        assert address_of(process)[0] == "127.0.0.1"
+        _, errors = process.communicate()
+        assert "ListeningError: Mooncake listens on 127.0.0.1 port" in errors
+
+
+def test_what_is_no_address_fails() -> None:
+    with listener("0.0.0.0", "everywhere") as process:
+        _, errors = process.communicate()
+        assert "Cannot assign requested address" in errors
+
+
+def test_other_addresses_are_left_alone_and_noticed() -> None:
+    with listener("127.0.0.3", "127.0.0.2") as process:
+        assert address_of(process)[0] == "127.0.0.3"
+        _, errors = process.communicate()
+        assert "ListeningError: Mooncake listens on 127.0.0.3 port" in errors
+
+
+def test_the_check_finds_the_wildcard() -> None:
+    with socket.create_server(("0.0.0.0", 0)), pytest.raises(ListeningError, match=r"on 0\.0\.0\.0 port"):
+        check_listening("127.0.0.1")
+
+
+def test_the_check_notices_any_listener_if_there_should_be_none() -> None:
+    check_listening(NOWHERE)
+    with socket.create_server(("127.0.0.1", 0)), pytest.raises(ListeningError, match=r"on 127\.0\.0\.1 port"):
+        check_listening(NOWHERE)
+    check_listening(NOWHERE)
+
+
+def test_another_preloaded_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "libother.so")
+    assert listening_environment("::1") == {
+        "LD_PRELOAD": f"{listening.PRELOADED}:libother.so",
+        "KVSERVICE_LISTEN_ADDRESS": "::1",
+        "MC_USE_IPV6": "1",
+    }
+
+
+def listeners_of(pid: int) -> list[str]:
+    """Return the local addresses, as the kernel prints them, on which a process listens."""
+    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets]
+
+
+def test_a_node_listens_on_its_address_only(tmp_path: Path) -> None:
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+    with mooncake_cluster(tmp_path) as cluster:
+        found = listeners_of(cluster.node.pid)
+        assert len(found) >= 2
+        assert set(found) <= loopback
+
+
+def test_a_node_on_ipv6(tmp_path: Path) -> None:
+    with mooncake_cluster(tmp_path) as cluster:
+        ready = tmp_path / "ready"
+        node = node_of(cluster, "::1", ready)
+        node.start()
+        try:
+            until(lambda: ready.exists() or not node.runs)
+            assert set(listeners_of(node.pid)) == {"00000000000000000000000001000000"}
+        finally:
+            node.kill()
+
+
+def test_a_node_says_what_is_wrong(tmp_path: Path) -> None:
+    with mooncake_cluster(tmp_path) as cluster:
+        command = node_of(cluster, "no-such-host.invalid", tmp_path / "ready").command
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "--address no-such-host.invalid: " in done.stderr
+        cluster.address = f"127.0.0.1:{free_port()}"
+        command = node_of(cluster, "127.0.0.1", tmp_path / "ready").command
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"the master {cluster.address} cannot be reached" in done.stderr
+
+
+def node_of(cluster: MooncakeCluster, address: str, ready_file: Path) -> Process:
+    return Process(
+        *(sys.executable, "-P", "-m", "kvservice.mooncake.node", "--master", cluster.address),
+        *("--address", address, "--segment-gib", "0.0625", "--ready-file", str(ready_file)),
+    )

@@ -1,0 +1,197 @@
+"""The client process, with a store in its place that fails in every way that Mooncake's does."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import numpy as np
+import pytest
+from mooncake_rig import Blocks, keys_of
+
+from kvservice.mooncake.messages import MooncakeRequest, Operation, Outcome, Status
+from kvservice.mooncake.objects import TRAILER_BYTES, object_key
+from kvservice.mooncake.serving import Client, SharedMemory
+
+DIGEST = b"digest of a name"
+
+
+class FakeStore:
+    """The calls of the library that the client makes. `codes` replaces what they return, by key."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.codes: dict[str, int] = {}
+        self.registered: list[tuple[int, int]] = []
+        self.refuses_memory = False
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.registered.append((address, size))
+        return -600 if self.refuses_memory else 0
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [self.codes.get(key, int(key in self.objects)) for key in keys]
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        for key, parts, part_sizes in zip(keys, addresses, sizes, strict=True):
+            if key not in self.codes:
+                self.objects[key] = b"".join(map(ctypes.string_at, parts, part_sizes))
+        return [self.codes.get(key, 0) for key in keys]
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        codes = []
+        for key, parts, part_sizes in zip(keys, addresses, sizes, strict=True):
+            found = self.objects.get(key, b"")
+            for address, size in zip(parts, part_sizes, strict=True):
+                ctypes.memmove(address, found[:size], min(size, len(found)))
+                found = found[size:]
+            codes.append(self.codes.get(key, len(self.objects[key]) if key in self.objects else -704))
+        return codes
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        assert force
+        return [self.codes.get(key, 0 if self.objects.pop(key, None) else -704) for key in keys]
+
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        assert force
+        return self.codes.get(pattern, 0)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.blocks = Blocks(num_blocks=16)
+        self.store = FakeStore()
+        memory = SharedMemory(self.blocks.memory.fd, self.blocks.memory.num_bytes)
+        self.client = Client(self.store, memory)
+
+    def serve(self, operation: Operation, *places: int, keys: bytes | None = None) -> tuple[Status, bytes]:
+        values = self.blocks.values(*places, keys=keys)
+        arrays = (values.offsets, values.checksums) if operation in (Operation.GET, Operation.PUT) else ()
+        reply = self.client.serve(MooncakeRequest(operation, 5, DIGEST, self.blocks.block_bytes, values.keys, *arrays))
+        assert reply.request_id == 5
+        return reply.status, reply.body
+
+    def get(self, *places: int, keys: bytes) -> tuple[bytes, tuple[int, ...]]:
+        """Return outcomes and checksums."""
+        status, body = self.serve(Operation.GET, *places, keys=keys)
+        assert status is Status.OK
+        return body[: len(places)], struct.unpack(f"<{len(places)}Q", body[len(places) :])
+
+    def key(self, number: int) -> str:
+        return object_key(DIGEST, keys_of(number))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.blocks.fill(0, 1, 2)
+    assert rig.serve(Operation.PUT, 0, 1, 2) == (Status.OK, bytes([Outcome.DONE] * 3))
+    return rig
+
+
+def test_values_travel_without_other_memory(rig: Rig) -> None:
+    checksums = struct.unpack("<3Q", rig.blocks.values(0, 1, 2).checksums)
+    assert rig.get(10, 11, 12, keys=keys_of(0, 1, 2)) == (bytes([Outcome.DONE] * 3), checksums)
+    assert (rig.blocks.bytes[10:13] == rig.blocks.bytes[:3]).all()
+    assert rig.store.registered[0][1] == rig.blocks.memory.num_bytes
+
+
+def test_objects_are_the_value_and_its_trailer(rig: Rig) -> None:
+    found = rig.store.objects[rig.key(1)]
+    assert found[:-TRAILER_BYTES] == rig.blocks.bytes[1].tobytes()
+    assert len(found) == rig.blocks.block_bytes + TRAILER_BYTES
+
+
+@pytest.mark.parametrize("at", [0, 1000, -1, -TRAILER_BYTES, -TRAILER_BYTES + 16, -TRAILER_BYTES + 30])
+def test_damage_anywhere_is_noticed(rig: Rig, at: int) -> None:
+    damaged = bytearray(rig.store.objects[rig.key(1)])
+    damaged[at] ^= 1
+    rig.store.objects[rig.key(1)] = bytes(damaged)
+    outcomes, checksums = rig.get(10, 11, 12, keys=keys_of(0, 1, 2))
+    assert outcomes == bytes([Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
+    assert checksums[1] == 0
+    assert 0 not in (checksums[0], checksums[2])
+
+
+def test_an_object_under_the_key_of_another_is_corrupt(rig: Rig) -> None:
+    rig.store.objects[rig.key(1)] = rig.store.objects[rig.key(2)]
+    assert rig.get(10, keys=keys_of(1)) == (bytes([Outcome.CORRUPT]), (0,))
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(0, Outcome.MISS), (-704, Outcome.MISS), (100, Outcome.CORRUPT), (-800, Outcome.BROKEN), (-707, Outcome.BROKEN)],
+)
+def test_objects_that_do_not_arrive(rig: Rig, code: int, outcome: Outcome) -> None:
+    """0 is Mooncake's answer for an object whose bytes it has lost."""
+    rig.store.codes[rig.key(1)] = code
+    assert rig.get(10, 11, keys=keys_of(1, 2))[0] == bytes([outcome, Outcome.DONE])
+
+
+def test_an_old_trailer_is_not_taken_for_a_new_one(rig: Rig) -> None:
+    """The store says that the object has arrived, but nothing was written."""
+    size = rig.blocks.block_bytes + TRAILER_BYTES
+    for _ in range(16):  # every trailer's place has been used
+        assert rig.get(0, keys=keys_of(0))[0] == bytes([Outcome.DONE])
+    del rig.store.objects[rig.key(0)]
+    rig.store.codes[rig.key(0)] = size
+    assert rig.get(0, keys=keys_of(0))[0] == bytes([Outcome.CORRUPT])
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(0, Outcome.DONE), (-705, Outcome.DONE), (-200, Outcome.REFUSED), (-101, Outcome.REFUSED), (-800, Outcome.BROKEN)],
+)
+def test_values_that_are_not_stored(rig: Rig, code: int, outcome: Outcome) -> None:
+    rig.store.codes[rig.key(1)] = code
+    assert rig.serve(Operation.PUT, 1, 2) == (Status.OK, bytes([outcome, Outcome.DONE]))
+
+
+def test_lookups_and_removals(rig: Rig) -> None:
+    rig.store.codes[rig.key(2)] = -1
+    there = bytes([Outcome.DONE, Outcome.MISS, Outcome.BROKEN])
+    assert rig.serve(Operation.EXIST, 0, 9, 2) == (Status.OK, there)
+    assert rig.serve(Operation.REMOVE, 0, 9, 2) == (Status.OK, there)
+    assert rig.serve(Operation.EXIST, 0) == (Status.OK, bytes([Outcome.MISS]))
+    assert rig.serve(Operation.CLEAR) == (Status.OK, b"")
+
+
+@pytest.mark.parametrize("operation", [Operation.EXIST, Operation.GET, Operation.PUT, Operation.REMOVE])
+def test_a_master_that_does_not_answer_fails_the_request(rig: Rig, operation: Operation) -> None:
+    rig.store.codes |= {rig.key(0): -900, rig.key(1): -901}
+    assert rig.serve(operation, 0, 1) == (Status.FAILED, b"the master does not answer (code -900)")
+    assert rig.serve(operation, 0, 2)[0] is Status.OK, "only one value failed"
+
+
+def test_a_clear_that_fails(rig: Rig) -> None:
+    rig.store.codes[f"^kvs/{DIGEST.hex()}/"] = -900
+    assert rig.serve(Operation.CLEAR) == (Status.FAILED, b"the master does not clear (code -900)")
+
+
+def test_offsets_outside_the_memory_fail(rig: Rig) -> None:
+    last = rig.blocks.memory.num_bytes - rig.blocks.block_bytes
+    for offset, status in ((last, Status.OK), (last + 1, Status.FAILED)):
+        packed = struct.pack("<Q", offset)
+        request = MooncakeRequest(Operation.PUT, 5, DIGEST, rig.blocks.block_bytes, keys_of(1), packed, packed)
+        assert rig.client.serve(request).status is status
+
+
+def test_memory_that_cannot_be_registered() -> None:
+    blocks, store = Blocks(num_blocks=1), FakeStore()
+    store.refuses_memory = True
+    with pytest.raises(Exception, match=r"cannot be registered \(code -600\)"):
+        Client(store, SharedMemory(blocks.memory.fd, blocks.memory.num_bytes))
+
+
+def test_values_of_no_whole_words() -> None:
+    rig = Rig()
+    rig.blocks = Blocks(num_blocks=4, block_bytes=4097)
+    rig.client = Client(rig.store, SharedMemory(rig.blocks.memory.fd, rig.blocks.memory.num_bytes))
+    rig.blocks.bytes[0] = np.arange(4097) % 251
+    assert rig.serve(Operation.PUT, 0) == (Status.OK, bytes([Outcome.DONE]))
+    assert rig.get(1, keys=keys_of(0))[0] == bytes([Outcome.DONE])
+    assert (rig.blocks.bytes[1] == rig.blocks.bytes[0]).all()

@@ -1,0 +1,234 @@
+"""Child processes are kept running; what they were asked ends with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from mooncake_rig import keys_of
+from waiting import PATIENCE_S
+
+from kvservice.mooncake.messages import MooncakeRequest, Operation
+from kvservice.tiers import TierError, child
+from kvservice.tiers.child import BACKOFF_MAX_S, BACKOFF_MIN_S, STEADY_S, Child, ChildKeeper
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LIMIT_S = 60.0
+
+
+def start(behaviour: str) -> Child:
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
+    return Child("fake_mooncake_child", [behaviour], [], {"PYTHONPATH": path})
+
+
+def request(number: int = 0) -> Callable[[int], MooncakeRequest]:
+    return lambda request_id: MooncakeRequest(Operation.EXIST, request_id, bytes(16), 4096, keys_of(number))
+
+
+class Pauses:
+    """The pauses of a keeper, each of which ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.lengths: list[float] = []
+        self._ends = asyncio.Semaphore(0)
+
+    async def __call__(self, seconds: float) -> None:
+        self.lengths.append(seconds)
+        await self._ends.acquire()
+
+    def end(self) -> None:
+        self._ends.release()
+
+    async def begins(self, count: int) -> None:
+        """Wait until so many pauses have begun."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.lengths) < count:
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(behaviour: str) -> AsyncIterator[Child]:
+    one = start(behaviour)
+    try:
+        yield one
+    finally:
+        one.kill("the test ends")
+        await one.ended()
+
+
+def test_requests_are_answered_in_any_order() -> None:
+    async def work() -> None:
+        async with running("serve") as one:
+            await one.ready
+            bodies = await asyncio.gather(*(one.ask(request(number), LIMIT_S) for number in range(20)))
+            assert bodies == [keys_of(number) for number in range(20)]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("die", "has ended"),
+        ("refuse", "failed to start: it has no wish to"),
+    ],
+)
+def test_a_child_that_does_not_start_says_why(behaviour: str, reason: str) -> None:
+    async def work() -> None:
+        async with running(behaviour) as one:
+            with pytest.raises(TierError):
+                await one.ready
+            assert await one.ended() == reason
+            with pytest.raises(TierError, match=reason):
+                await one.ask(request(), LIMIT_S)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "limit_s", "reason"),
+    [
+        ("hang", 0.05, r"did not answer within 0\.05 s and was killed"),
+        ("crash", LIMIT_S, "has ended"),
+        ("long", LIMIT_S, "sent a reply that is too long"),
+    ],
+)
+def test_requests_fail_when_the_process_has_ended(behaviour: str, limit_s: float, reason: str) -> None:
+    async def work() -> None:
+        async with running(behaviour) as one:
+            await one.ready
+            with pytest.raises(TierError, match=reason):
+                await one.ask(request(), limit_s)
+            assert not Path(f"/proc/{one.pid}").exists()
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_request_ends_with_the_process() -> None:
+    async def work() -> None:
+        async with running("hang") as one:
+            await one.ready
+            asked = asyncio.ensure_future(one.ask(request(), LIMIT_S))
+            await asyncio.sleep(0)
+            for _ in range(3):
+                asked.cancel()
+                await asyncio.sleep(0)
+            assert not asked.done()
+            one.kill("the test says so")
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert not Path(f"/proc/{one.pid}").exists()
+
+    asyncio.run(work())
+
+
+def test_pauses_double_while_children_end_early() -> None:
+    async def work() -> None:
+        pauses = Pauses()
+        keeper = ChildKeeper("the child", lambda: start("die"), pauses, lambda: 0.0)
+        assert keeper.state == "opening"
+        wanted = [BACKOFF_MIN_S]
+        while wanted[-1] < BACKOFF_MAX_S:
+            wanted.append(min(2 * wanted[-1], BACKOFF_MAX_S))
+        for count in range(1, len(wanted) + 2):
+            await pauses.begins(count)
+            assert keeper.state == "failed"
+            with pytest.raises(TierError, match="the child has ended"):
+                keeper.child()
+            pauses.end()
+        assert pauses.lengths[: len(wanted) + 1] == [*wanted, BACKOFF_MAX_S]
+        assert keeper.num_deaths >= len(wanted)
+        await keeper.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("lived_s", "pause_s"), [(STEADY_S, BACKOFF_MIN_S), (STEADY_S - 1, 2 * BACKOFF_MIN_S)])
+def test_a_child_that_lived_long_is_replaced_soon(lived_s: float, pause_s: float) -> None:
+    async def work() -> None:
+        pauses, now = Pauses(), [0.0]
+        behaviours = iter(["die", "serve", "serve"])
+        keeper = ChildKeeper("the child", lambda: start(next(behaviours)), pauses, lambda: now[0])
+        await pauses.begins(1)
+        pauses.end()
+        async with asyncio.timeout(PATIENCE_S):
+            while keeper.state != "open":
+                await asyncio.sleep(0.005)
+        now[0] += lived_s
+        keeper.child().kill("the test says so")
+        await pauses.begins(2)
+        assert pauses.lengths[1] == pause_s
+        await keeper.close()
+
+    asyncio.run(work())
+
+
+def test_a_child_that_is_never_ready_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "START_S", 0.05)
+
+    async def work() -> None:
+        pauses = Pauses()
+        keeper = ChildKeeper("the child", lambda: start("silent"), pauses)
+        await pauses.begins(1)
+        with pytest.raises(TierError, match=r"was not ready within 0\.05 s"):
+            keeper.child()
+        await keeper.close()
+
+    asyncio.run(work())
+
+
+def test_a_child_that_cannot_be_started_is_tried_again() -> None:
+    async def work() -> None:
+        def fail() -> Child:
+            raise OSError(11, "no more processes")
+
+        pauses = Pauses()
+        keeper = ChildKeeper("the child", fail, pauses)
+        await pauses.begins(1)
+        with pytest.raises(TierError, match="cannot be started"):
+            keeper.child()
+        await keeper.close()
+
+    asyncio.run(work())
+
+
+def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        pauses = Pauses()
+        behaviours = iter(["die", "die", "refuse", "serve", "serve"])
+        keeper = ChildKeeper("the child", lambda: start(next(behaviours)), pauses)
+        for count in (1, 2, 3):
+            await pauses.begins(count)
+            pauses.end()
+        async with asyncio.timeout(PATIENCE_S):
+            while keeper.state != "open":
+                await asyncio.sleep(0.005)
+        await keeper.close()
+
+    with caplog.at_level("INFO", logger="kvservice.tiers.child"):
+        asyncio.run(work())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the child has ended; another is started in 0.5 s",
+        "the child failed to start: it has no wish to; another is started in 2 s",
+        "the child runs again",
+    ]
+
+
+def test_a_keeper_that_is_dropped_at_once_starts_nothing() -> None:
+    started = []
+
+    def begin() -> Child:
+        started.append(1)
+        return start("serve")
+
+    async def work() -> None:
+        ChildKeeper("the child", begin)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(work())
+    assert not started
