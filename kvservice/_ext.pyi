@@ -392,8 +392,10 @@ class DiskStats:
     def errors(self) -> int:
         """Reads and writes that failed."""
     @property
-    def errors_in_row(self) -> int:
-        """Reads and writes that failed since the last one that did not."""
+    def read_errors_in_row(self) -> int:
+        """Reads that failed since the last one that did not."""
+    @property
+    def write_errors_in_row(self) -> int: ...
 
 class DiskFiles:
     """Values in files in a directory, for one event loop. csrc/disk/format.h specifies the files.
@@ -437,10 +439,10 @@ class DiskFiles:
         """Remove all values of a space, likewise."""
     def cancel(self, operation: int) -> None:
         """Let an operation complete as soon as none of its values is being read or written."""
-    def take_completed(self) -> list[tuple[int, bytes, bytes, int, int, bool]]:
+    def take_completed(self) -> list[tuple[int, bytes, bytes, int, bool]]:
         """Return the operations that have completed since the last call: (operation, a byte per key: 1 if it was read
-        or is stored, the checksums of values read, how many values were removed, how many failed to be read or
-        written, whether a remove or clear is not on disk)."""
+        or is stored, the checksums of values read, how many values were removed, whether a remove or clear is not on
+        disk)."""
     def stats(self) -> DiskStats: ...
     def close(self) -> None:
         """Complete all operations, the ones in progress after their end, flush the files and unlock the directory."""

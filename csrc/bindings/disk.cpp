@@ -90,7 +90,7 @@ py::list take_completed(DiskFiles& files) {
   py::list completed;
   for (const auto& operation : files.take_completed()) {
     completed.append(py::make_tuple(operation->id, to_flags(operation->found), to_bytes(operation->checksums),
-                                    operation->count, operation->num_errors, operation->failed));
+                                    operation->count, operation->failed));
   }
   return completed;
 }
@@ -129,7 +129,8 @@ void define_disk(py::module_& m) {
       .def_readonly("refused", &Stats::refused)
       .def_readonly("dropped", &Stats::dropped)
       .def_readonly("errors", &Stats::errors)
-      .def_readonly("errors_in_row", &Stats::errors_in_row);
+      .def_readonly("read_errors_in_row", &Stats::read_errors_in_row)
+      .def_readonly("write_errors_in_row", &Stats::write_errors_in_row);
   const py::arg digest("digest"), value_bytes("value_bytes"), keys("keys"), offsets("offsets");
   py::class_<DiskFiles>(m, "DiskFiles")
       .def(py::init(&make_files), py::arg("directory"), py::arg("capacity_bytes"), py::arg("slab_bytes"),

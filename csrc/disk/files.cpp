@@ -164,7 +164,7 @@ Stats DiskFiles::stats() {
   stats.state = state_;
   stats.direct = direct_;
   stats.capacity_bytes = geometry_.num_slabs * geometry_.slab_bytes;
-  if (state_ == State::kOpen) stats.counts = index_->counts();
+  if (opened_files_ && state_ != State::kOpening) stats.counts = index_->counts();
   stats.read_values = read_values_;
   stats.read_bytes = read_bytes_;
   stats.written_values = written_values_;
@@ -172,7 +172,8 @@ Stats DiskFiles::stats() {
   stats.refused = refused_;
   stats.dropped = dropped_;
   stats.errors = errors_;
-  stats.errors_in_row = errors_in_row_;
+  stats.read_errors_in_row = read_errors_in_row_;
+  stats.write_errors_in_row = write_errors_in_row_;
   return stats;
 }
 

@@ -45,7 +45,7 @@ struct Stats {
   IndexCounts counts;
   uint64_t read_values, read_bytes, written_values, written_bytes;
   uint64_t refused, dropped, errors;
-  uint64_t errors_in_row;  // since the last transfer without an error
+  uint64_t read_errors_in_row, write_errors_in_row;  // since the last one without an error
 };
 
 enum class Kind { kGet, kPut, kRemove, kClear };
@@ -62,10 +62,9 @@ struct Operation : std::enable_shared_from_this<Operation> {
   size_t begun = 0;         // values whose memory is in use
   bool cancelled = false;
   bool completed = false;
-  bool failed = false;     // a remove or clear that is not on disk
-  int64_t num_errors = 0;  // of input and output
-  int64_t count = 0;       // values removed
-  uint64_t change = 0;     // a remove or clear waits for it
+  bool failed = false;  // a remove or clear that is not on disk
+  int64_t count = 0;    // values removed
+  uint64_t change = 0;  // a remove or clear waits for it
 
   Key key(size_t i) const { return Key::load(keys.data() + i * kKeyBytes); }
 };
@@ -142,7 +141,7 @@ class DiskFiles {
   void write_value(Worker& worker, Lock& lock);
   void answer(Slot& slot, bool stored);
   void requeue_waiting();
-  void count_transfer(bool done);
+  void count_errors(bool done, uint64_t& errors_in_row);
   bool read_into(Worker& worker, const Slot& slot, char* memory, int64_t num_bytes) const;
   bool write_from(Worker& worker, const Slot& slot, const char* memory, int64_t num_bytes) const;
   int file_of(const Slot& slot) const { return data_[slot.slab % kDataFiles].fd(); }
@@ -173,7 +172,8 @@ class DiskFiles {
   bool opened_files_ = false;
   std::atomic<bool> stopping_{false};
   uint64_t read_values_ = 0, read_bytes_ = 0, written_values_ = 0, written_bytes_ = 0;
-  uint64_t refused_ = 0, dropped_ = 0, errors_ = 0, errors_in_row_ = 0;
+  uint64_t refused_ = 0, dropped_ = 0, errors_ = 0;
+  uint64_t read_errors_in_row_ = 0, write_errors_in_row_ = 0;
 
   std::atomic<uint32_t> next_slab_{0};
   int num_recovering_ = 0;

@@ -156,7 +156,7 @@ void DiskFiles::write_sector(Worker& worker, Lock& lock) {
   lock.unlock();
   const bool done = transfer(Direction::kWrite, records_.fd(), {{image, {}}, at});
   lock.lock();
-  count_transfer(done);
+  count_errors(done, write_errors_in_row_);
   worker.recorded.clear();
   index_->end_sector(write, done, worker.recorded);
   for (const Recorded& recorded : worker.recorded) answer(*recorded.slot, recorded.stored);
@@ -200,8 +200,7 @@ void DiskFiles::read_value(Worker& worker, Lock& lock) {
   using Read = DiskIndex::Read;
   index_->unpin(*slot, right ? Read::kRight : done ? Read::kCorrupt : Read::kFailed);
   --num_reading_;
-  count_transfer(done);
-  if (!done) ++operation.num_errors;
+  count_errors(done, read_errors_in_row_);
   if (right) {
     operation.checksums[task.i] = expected;
     ++read_values_;
@@ -237,12 +236,10 @@ void DiskFiles::write_value(Worker& worker, Lock& lock) {
   const bool done = write_from(worker, *begin.slot, options_.memory + operation.offsets[task.i], num_bytes);
   lock.lock();
   --num_writing_;
-  count_transfer(done);
+  count_errors(done, write_errors_in_row_);
   if (done) {
     ++written_values_;
     written_bytes_ += static_cast<uint64_t>(num_bytes);
-  } else {
-    ++operation.num_errors;
   }
   end_use(operation);
   if (!index_->end_write(*begin.slot, done)) answer(*begin.slot, false);
@@ -289,8 +286,8 @@ void DiskFiles::requeue_waiting() {
   }
 }
 
-void DiskFiles::count_transfer(bool done) {
-  errors_in_row_ = done ? 0 : errors_in_row_ + 1;
+void DiskFiles::count_errors(bool done, uint64_t& errors_in_row) {
+  errors_in_row = done ? 0 : errors_in_row + 1;
   if (!done) ++errors_;
 }
 

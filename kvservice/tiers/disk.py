@@ -42,7 +42,6 @@ class _Completed(NamedTuple):
     found: bytes
     checksums: bytes
     num_removed: int
-    num_errors: int
     failed: bool
 
 
@@ -89,12 +88,17 @@ class DiskTier:
     async def get(self, space: Space, values: Values) -> GetResult:
         self._check()
         result = await self._result(self._files.get(space.digest, space.block_bytes, values.keys, values.offsets))
+        if 0 in result.found and self._files.stats().read_errors_in_row >= MOST_ERRORS_IN_ROW:
+            raise TierError("the disk cannot be read")
         return GetResult(result.found, result.checksums)
 
     async def put(self, space: Space, values: Values) -> bytes:
         self._check()
         operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)
-        return (await self._result(operation)).found
+        stored = (await self._result(operation)).found
+        if 0 in stored and self._files.stats().write_errors_in_row >= MOST_ERRORS_IN_ROW:
+            raise TierError("the disk cannot be written")
+        return stored
 
     async def remove(self, space: Space, keys: bytes) -> int:
         await self.opened()
@@ -171,6 +175,4 @@ class DiskTier:
         completed = future.result()
         if completed.failed:
             raise TierError("the disk could not be written, so that removed values may be back after a crash")
-        if completed.num_errors > 0 and self._files.stats().errors_in_row >= MOST_ERRORS_IN_ROW:
-            raise TierError("the disk fails")
         return completed
