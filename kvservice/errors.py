@@ -32,7 +32,8 @@
     │   ├── SavedSessionsOffError                        the daemon has no disk for sessions
     │   ├── SessionBusyError                             the session is being saved
     │   ├── SessionNotRestoredError                      it does not fit this daemon, or its file is damaged
-    │   └── RegionShrunkError                            the client has truncated its shared-memory object
+    │   ├── RegionShrunkError                            the client has truncated its shared-memory object
+    │   └── TransferOffError                             the daemon has no transfer engine
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
     │   ├── QuotaExceededError                           carries the limit's name and value
@@ -41,6 +42,7 @@
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     │   └── RestartingError                              a new process takes over; the call was not executed
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
+    ├── TransferFailedError         UNAVAILABLE          a transfer engine did not start, or did not move the bytes
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
     │   ├── DaemonAwayError                              the connection is known to be down; nothing was sent
     │   ├── NoDaemonError                                no daemon of a cluster can be used
@@ -217,6 +219,10 @@ class RegionShrunkError(FailedPreconditionError):
     reason = "REGION_SHRUNK"
 
 
+class TransferOffError(FailedPreconditionError):
+    reason = "TRANSFER_OFF"
+
+
 class ResourceExhaustedError(KVServiceError):
     status = "RESOURCE_EXHAUSTED"
     reason = "RESOURCE_EXHAUSTED"
@@ -272,6 +278,13 @@ class RestartingError(DrainingError):
 class ObserverUnavailableError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "OBSERVER_UNAVAILABLE"
+
+
+class TransferFailedError(KVServiceError):
+    """The transfer engine could not be started, or could not move bytes. Messages still can."""
+
+    status = "UNAVAILABLE"
+    reason = "TRANSFER_FAILED"
 
 
 class ConnectionLostError(KVServiceError):

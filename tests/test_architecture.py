@@ -116,11 +116,14 @@ ROOMS: dict[str, set[str]] = {
         "telemetry",
         "telemetry.arrays",
         "tiers",
+        "transfer",
         "pool.available",
         "pool.sealed",
         "v1",
         "wire",
     },
+    # Runs Mooncake's Transfer Engine, at both ends.
+    "transfer": {"errors", "mooncake"},
     # On the daemon's host it computes on the pool itself, or uses the native end of a lane.
     "client": {
         "_cuda",
@@ -132,6 +135,7 @@ ROOMS: dict[str, set[str]] = {
         "errors",
         "ops",
         "pool.layout",
+        "transfer",
         "v1",
         "wire",
     },
@@ -310,7 +314,7 @@ def test_no_module_is_in_an_import_cycle() -> None:
 CLIENT_LAYERS = [
     {"batches", "cuda", "process", "requests", "scheduler_values", "sequences", "tensors", "tracing", "values"},
     {"channel", "connection", "fd_passing", "messages", "tasks", "threads", "waiting"},
-    {"calls", "context", "region_memory", "regions"},
+    {"calls", "context", "region_memory", "regions", "remote"},
     {"pools"},
     {"transports"},
     {"contents", "events", "scheduler", "selection", "session", "session_calls", "step", "store"},
@@ -485,8 +489,9 @@ def test_requests_of_a_session_name_it(method: MethodDescriptor) -> None:
     assert (token.number, token.type) == (number, FieldDescriptor.TYPE_BYTES)
 
 
-# Calls of the store that have the same effect when they are repeated.
+# Calls that have the same effect when they are repeated.
 REPEATED_WITHOUT_AN_ID = {
+    "create_remote_region", "remove_remote_region",
     "store_lookup", "store_renew", "store_release", "store_abort", "store_batch_get", "store_batch_put", "store_touch",
     "detach",
 }  # fmt: skip
@@ -507,6 +512,7 @@ def test_while_the_daemon_drains_no_work_begins(handlers: dict[str, Handler]) ->
     refused = {method for method, rule in rules.items() if rule is WhileDraining.REFUSED}
     assert refused == {
         "open", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin", "create_region", "open_lane",
+        "create_remote_region",
         "map_pool", "open_scheduler", "add_requests", "schedule",
         "store_open_namespace", "store_reserve", "store_batch_put", "store_map_store",
     }  # fmt: skip

@@ -5,12 +5,16 @@
 // address is bound to this address instead. With "none" it is bound to the loopback interface, which reserves its port,
 // and it never listens: `listen` succeeds without effect, and `accept` finds no connection. Sockets that are bound to
 // another address, and other kinds of sockets, are not changed. Without the variable nothing is changed.
+//
+// KVSERVICE_PEER_ADDRESS is a numeric IPv4 or IPv6 address. A connection from another address is closed as soon as it
+// is accepted, and `accept` fails with ECONNABORTED. Without the variable all connections are accepted.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
@@ -20,6 +24,7 @@
 namespace {
 
 constexpr char kVariable[] = "KVSERVICE_LISTEN_ADDRESS";
+constexpr char kPeerVariable[] = "KVSERVICE_PEER_ADDRESS";
 constexpr char kNone[] = "none";
 // How long `accept` takes on a blocking socket without a timeout.
 constexpr timeval kAcceptTime{1, 0};
@@ -82,6 +87,42 @@ bool replace_wildcard(sockaddr_storage& address, const char* wanted) {
   return is_v4 || is_v6 || strcmp(wanted, kNone) == 0;
 }
 
+// Writes an address as IPv6, an IPv4 address as ::ffff:a.b.c.d. Returns false for other texts.
+bool parse_address(const char* text, in6_addr& address) {
+  sockaddr_storage v6{};
+  v6.ss_family = AF_INET6;
+  if (!replace_wildcard(v6, text)) return false;
+  address = reinterpret_cast<sockaddr_in6&>(v6).sin6_addr;
+  return true;
+}
+
+bool is_wanted_peer(int fd) {
+  const char* const wanted = getenv(kPeerVariable);
+  if (wanted == nullptr) return true;
+  sockaddr_storage peer{};
+  socklen_t length = sizeof(peer);
+  in6_addr expected{}, found{};
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0 || !parse_address(wanted, expected))
+    return false;
+  if (peer.ss_family == AF_INET6) {
+    found = reinterpret_cast<sockaddr_in6&>(peer).sin6_addr;
+  } else if (peer.ss_family == AF_INET) {
+    found.s6_addr[10] = found.s6_addr[11] = 0xFF;
+    memcpy(&found.s6_addr[12], &reinterpret_cast<sockaddr_in&>(peer).sin_addr, sizeof(in_addr));
+  } else {
+    return true;  // not of the network
+  }
+  return memcmp(&expected, &found, sizeof(found)) == 0;
+}
+
+// Returns an accepted connection, unless its peer is not wanted.
+int checked(int fd) {
+  if (fd < 0 || is_wanted_peer(fd)) return fd;
+  close(fd);
+  errno = ECONNABORTED;
+  return -1;
+}
+
 // Returns what a call to `accept` returns that has found no connection: on a blocking socket after its timeout.
 int accept_nothing(int fd) {
   timeval time{};
@@ -123,11 +164,11 @@ __attribute__((visibility("default"))) int listen(int fd, int backlog) noexcept 
 
 __attribute__((visibility("default"))) int accept(int fd, sockaddr* address, socklen_t* length) {
   if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
-  return original<int(int, sockaddr*, socklen_t*)>("accept")(fd, address, length);
+  return checked(original<int(int, sockaddr*, socklen_t*)>("accept")(fd, address, length));
 }
 
 __attribute__((visibility("default"))) int accept4(int fd, sockaddr* address, socklen_t* length, int flags) {
   if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
-  return original<int(int, sockaddr*, socklen_t*, int)>("accept4")(fd, address, length, flags);
+  return checked(original<int(int, sockaddr*, socklen_t*, int)>("accept4")(fd, address, length, flags));
 }
 }

@@ -40,6 +40,7 @@ class PoolInfo:
     share_pool: str
     store_bytes: int
     share_store: str
+    transfer_protocol: str
 
 
 @dataclass(frozen=True)

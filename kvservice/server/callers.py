@@ -12,6 +12,7 @@ from kvservice.auth import CALLER, Identity, Reloading, Tokens
 from kvservice.auth.tokens import UNKNOWN
 from kvservice.errors import UnauthenticatedError
 from kvservice.server.audit import Audit
+from kvservice.server.remote_memory import PEER, peer_address
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -79,6 +80,7 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
     def admit(self, context: Context, *, is_check: bool = False) -> None:
         if self._named_by_certificate:
             CALLER.set(Identity(_certificate_name(context.auth_context())))
+        PEER.set(peer_address(context.peer()))
         self._audit.accepted(context.peer(), CALLER.get(), is_check=is_check)
 
     def check(self, caller: Identity) -> None:

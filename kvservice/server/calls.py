@@ -15,6 +15,7 @@ from kvservice.server.scheduler_calls import SchedulerCalls
 from kvservice.server.server_store import ServerStore
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copy_calls import StoreCopyCalls
+from kvservice.server.transfer_calls import TransferCalls
 
 
 def session_handlers(
@@ -28,6 +29,7 @@ def session_handlers(
         *BlockCalls(config, engine, tier).handlers(),
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
+        *TransferCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
         *SchedulerCalls(config, engine, tier).handlers(),
         *StoreCalls(store).handlers(),

@@ -18,6 +18,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
+from kvservice.transfer import is_installed
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
@@ -54,13 +55,20 @@ def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int
     return to_ints(repeated, dtype) if repeated else None
 
 
-def shares_memory(request: Message) -> bool:
-    """Return whether a request uses shared memory: by its type, or because its blocks or a tensor are in a region."""
-    return isinstance(request, HOST_REQUESTS) or any(
-        isinstance(value, tensor_pb2.SharedMemoryPlace | store_pb2.Scatter)
-        or (isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"))
-        for _, value in request.ListFields()
-    )
+def is_for_this_host(request: Message) -> bool:
+    """Return whether only clients on the daemon's host may send requests of this type."""
+    return isinstance(request, HOST_REQUESTS)
+
+
+def named_regions(request: Message) -> list[str]:
+    """Return the names of the regions that the blocks or tensors of a request are in."""
+    names = []
+    for _, value in request.ListFields():
+        if isinstance(value, tensor_pb2.SharedMemoryPlace | store_pb2.Scatter):
+            names.append(value.region)
+        elif isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"):
+            names.append(value.shared_memory.region)
+    return names
 
 
 def place_of(message: tensor_pb2.SharedMemoryPlace) -> Place:
@@ -203,6 +211,7 @@ def info_response(config: ServeConfig, device: Device, store_bytes: int, version
         share_pool=config.share_pool,
         store_bytes=store_bytes,
         share_store=config.shares_store,
+        transfer_protocol=config.transfer_protocol if config.transfer_address and is_installed() else "",
     )
 
 

@@ -17,6 +17,7 @@ from kvservice.v1 import (
     session_pb2,
     shared_memory_pb2,
     store_pb2,
+    transfer_pb2,
 )
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
@@ -28,6 +29,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         shared_memory_pb2,
         host_pb2,
         store_pb2,
+        transfer_pb2,
         scheduler_pb2,
         pool_pb2,
         inspect_pb2,
@@ -41,7 +43,15 @@ ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
 
 # Services whose calls belong to a session. They can also be sent over the session's stream.
 SESSION_SERVICES = frozenset(
-    ("BlockService", "AttentionService", "SharedMemoryService", "HostService", "StoreService", "SchedulerService")
+    (
+        "BlockService",
+        "AttentionService",
+        "SharedMemoryService",
+        "HostService",
+        "StoreService",
+        "TransferService",
+        "SchedulerService",
+    )
 )
 
 

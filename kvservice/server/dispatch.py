@@ -29,7 +29,7 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     RestartingError,
 )
-from kvservice.server.codec import shares_memory
+from kvservice.server.codec import is_for_this_host, named_regions
 from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
 from kvservice.server.server_session import ServerSession
@@ -94,8 +94,8 @@ class Dispatcher:
         self.in_flight += 1
         self.num_begun += 1
         try:
-            if not local and shares_memory(request):
-                raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
+            if not local:
+                self._check_remote(request, session)
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, CoroutineType):
                 return cast(Response, await started)
@@ -126,6 +126,16 @@ class Dispatcher:
         """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""
         if self.draining:
             raise self._draining_error("")
+
+    def _check_remote(self, request: Message, session: ServerSession | None) -> None:
+        """Raise RegionsNotAllowedError for a request over TCP that shares memory of this host."""
+        names = named_regions(request)
+        if names and not is_for_this_host(request):
+            session = session or self._sessions.find(getattr(request, "session_token", b""))
+            if session is not None and session.regions.are_remote(names):
+                return
+        if names or is_for_this_host(request):
+            raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
 
     def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
         if isinstance(handler, OpenHandler):

@@ -24,6 +24,7 @@ from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import FdServer, OnFetch
 from kvservice.server.lanes import Lanes
+from kvservice.server.remote_memory import Transfers
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
 from kvservice.telemetry.sessions import LANE, SessionRow
@@ -46,6 +47,7 @@ class Sharing:
     lanes: Lanes
     mappings: PoolMappings
     clock: Clock
+    transfers: Transfers
 
 
 class HostAccess:
@@ -66,6 +68,7 @@ class HostAccess:
         self._namespace = namespace
         self.budget, self._fd_server, self._lanes = sharing.budget, sharing.fd_server, sharing.lanes
         self._mappings = sharing.mappings
+        self.transfers = sharing.transfers
         self._lane_number = sharing.lanes.new_number()
         self._row = row
         self.user = SessionUser(sharing.trust, sharing.clock)

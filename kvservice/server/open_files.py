@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 _BASE = 128
 # Open descriptors per lane, pool mapping and region, including those offered on the fd-passing socket.
 _OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 3
+# Open descriptors per remote region: its memory, the socket of its engine, and those of its start.
+_OF_TRANSFER = 8
 # The offers of the store that a session may have pending.
 _OF_STORE = MAX_OFFERS_OF_SESSION
 # Connections to the fd-passing socket.
@@ -31,6 +33,8 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
     if config.allow_client_shm != "off":
         needed["max_lanes"] = _OF_LANE * config.max_lanes
         needed["max_regions"] = _OF_REGION * config.max_regions * config.max_sessions
+    if config.transfer_address:
+        needed["max_transfers"] = _OF_TRANSFER * config.max_transfers
     if config.share_pool != "off":
         needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
     if config.shares_store != "off":

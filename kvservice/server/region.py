@@ -12,10 +12,12 @@ import numpy as np
 from kvservice.telemetry.sessions import REGION_BYTES, REGIONS, SessionRow
 
 Array = np.ndarray[Any, Any]
-# Whether a region is host memory or GPU memory. Each kind has its own calls.
-Kind = Literal["host", "gpu"]
+# Whether a region is host memory or GPU memory of a client on this host, or memory for a client on another host. Each
+# kind has its own calls.
+Kind = Literal["host", "gpu", "remote"]
 HOST: Kind = "host"
 GPU: Kind = "gpu"
+REMOTE: Kind = "remote"
 
 
 class Memory(Protocol):

@@ -7,8 +7,9 @@ region belongs to a session, and its name can be used again as soon as it is unr
 
 from __future__ import annotations
 
+import asyncio
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,8 +28,11 @@ from kvservice.errors import (
 )
 from kvservice.server.host_access import HostAccess
 from kvservice.server.made_memory import MadeMemory
-from kvservice.server.region import GPU, HOST, Array, Kind, Place, Region, RegionTotals
+from kvservice.server.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals
+from kvservice.server.remote_memory import RemoteMemory
 from kvservice.server.shm_object import ShmObject
+from kvservice.server.slices import in_slices
+from kvservice.transfer import TransferProcess
 
 MAX_NAME_LENGTH = 256
 
@@ -110,22 +114,65 @@ class Regions:
         InvalidArgumentError naming name or byte_size, and FailedPreconditionError if the regions of the session are
         closed in the meantime.
         """
-        self._check_new(name)
+        self._access.user.check_may_share()
+        self._check_name(name)
+        byte_size = self._rounded(byte_size)
+        memory = yield from self._make(name, byte_size)
+        self._regions[name] = Region(memory, byte_size, self._totals, HOST)
+        return memory.token, memory.number
+
+    async def create_remote(self, name: str, byte_size: int) -> tuple[Region, TransferProcess]:
+        """Create a region of at least `byte_size` bytes for the client of this call, on another host. Returns it with
+        its engine. Must not be cancelled.
+
+        Raises TransferOffError, TransferFailedError, and the errors of `create_in_slices` except
+        RegionsNotAllowedError.
+        """
+        if (known := self._regions.get(name)) is not None and isinstance(known.memory, RemoteMemory):
+            return known, known.memory.process  # the call is repeated
+        transfers = self._access.transfers
+        transfers.check()
+        self._check_name(name)
+        byte_size = self._rounded(byte_size)
+        num_closings = self._num_closings
+        self._making_bytes += byte_size
+        try:
+            made = in_slices(self._access.make_memory("kvservice-remote", byte_size, "byte_size"))
+            memory = await made if isinstance(made, asyncio.Task) else made
+            try:
+                remote = await transfers.open(memory)
+            except BaseException:
+                memory.close()
+                raise
+        finally:
+            self._making_bytes -= byte_size
+        try:
+            if self._num_closings != num_closings:
+                raise FailedPreconditionError("the session's regions were closed meanwhile")
+            self._check_name(name)
+        except BaseException:
+            remote.close()
+            raise
+        self._regions[name] = Region(remote, byte_size, self._totals, REMOTE)
+        return self._regions[name], remote.process
+
+    def _rounded(self, byte_size: int) -> int:
+        """Return the size of a region to be made, in whole pages. Raises InvalidArgumentError, QuotaExceededError."""
         if byte_size == 0:
             raise InvalidArgumentError("is 0", field="byte_size")
         byte_size = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
         limit = self._config.max_region_mib
         made = self._making_bytes + sum(
-            region.byte_size for region in self._regions.values() if isinstance(region.memory, MadeMemory)
+            region.byte_size
+            for region in self._regions.values()
+            if isinstance(region.memory, MadeMemory | RemoteMemory)
         )
         if made + byte_size > limit << 20:
             raise QuotaExceededError(
                 f"{byte_size} bytes, the session has {made} of {limit} MiB", field="byte_size", limit="max_region_mib",
                 value=limit,
             )  # fmt: skip
-        memory = yield from self._make(name, byte_size)
-        self._regions[name] = Region(memory, byte_size, self._totals, HOST)
-        return memory.token, memory.number
+        return byte_size
 
     def _make(self, name: str, byte_size: int) -> Slices[MadeMemory]:
         num_closings = self._num_closings
@@ -145,6 +192,9 @@ class Regions:
 
     def _check_new(self, name: str) -> None:
         self._access.user.check_may_share()
+        self._check_name(name)
+
+    def _check_name(self, name: str) -> None:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise InvalidArgumentError(f"has {len(name)} characters, not 1 to {MAX_NAME_LENGTH}", field="name")
         if name in self._regions:
@@ -155,7 +205,8 @@ class Regions:
 
     def unregister(self, name: str, kind: Kind) -> None:
         """Remove a region, or all regions of this kind if `name` is empty. Unknown names are ignored."""
-        self.check_allowed()
+        if kind != REMOTE:
+            self.check_allowed()
         for one in [*self._regions] if name == "" else [name]:
             if (region := self._regions.get(one)) is not None and region.kind == kind:
                 del self._regions[one]
@@ -190,9 +241,9 @@ class Regions:
     def host_region(self, name: str, field: str) -> Iterator[Region]:
         """Yield a region of host memory, which stays open meanwhile. Errors name `field`: RegionsNotAllowedError,
         UnknownRegionError, InvalidArgumentError for memory of a GPU."""
-        self.check_allowed()
+        self._check_named()
         region = self._get(name, field)
-        if region.kind != HOST:
+        if region.kind == GPU:
             raise InvalidArgumentError("is memory of a GPU, and this call needs host memory", field=field)
         with region.in_use():
             yield region
@@ -207,8 +258,19 @@ class Regions:
         if not self._config.shares_memory:
             raise RegionsNotAllowedError(f"the daemon runs with --allow-client-shm {self._config.allow_client_shm}")
 
+    def are_remote(self, names: Iterable[str]) -> bool:
+        """Return whether a client on another host may name these regions: they are for such clients, or are unknown."""
+        if not self._config.transfer_address:
+            return False
+        return all(region.kind == REMOTE for name in names if (region := self._regions.get(name)) is not None)
+
+    def _check_named(self) -> None:
+        """Raise RegionsNotAllowedError if no session can have a region."""
+        if not self._config.transfer_address:
+            self.check_allowed()
+
     def _find(self, place: Place, field: str) -> Region:
-        self.check_allowed()
+        self._check_named()
         region = self._get(place.region, f"{field}.region")
         if place.offset >= region.byte_size:
             raise InvalidArgumentError(

@@ -18,18 +18,21 @@ from kvservice.config import ServeConfig
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.region import REMOTE
 from kvservice.server.scatter import Places, places_of
 from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.slices import to_the_end
 from kvservice.server.store_calls import Bits, bits_of, namespace_of, opened, own_store
 from kvservice.store import StoredNamespace
-from kvservice.store.index import DONE, KEY_BYTES
+from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
 from kvservice.store.store import Pinned
+from kvservice.store.store import chosen as chosen_items
 from kvservice.v1 import store_pb2
 from kvservice.wire.encoded import Encoded
 
 _FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
+_CHECKSUMS = store_pb2.BatchGetResponse.CHECKSUMS_FIELD_NUMBER
 
 
 @dataclass
@@ -69,13 +72,17 @@ class StoreCopyCalls:
     ) -> store_pb2.BatchPutResponse:
         namespace = namespace_of(session, request)
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
+        if request.checksums and len(request.checksums) != WORD_BYTES * num_keys:
+            raise InvalidArgumentError(f"{len(request.checksums)} bytes for {num_keys} keys", field="checksums")
         copies = self._store.copies
         if request.HasField("region"):
             if request.data:
                 raise InvalidArgumentError("there is a region, too", field="data")
             with session.regions.host_region(request.region.region, "region.region") as region:
                 places = places_of(request.region, num_keys, block_bytes, region.byte_size)
-                with self._reserved(session, namespace, request.keys, caller) as room:
+                if region.kind == REMOTE and not request.checksums:
+                    raise InvalidArgumentError("is empty, and the region is a remote one", field="checksums")
+                with self._reserved(session, namespace, request, caller) as room:
                     chosen = places.of(room.chosen)
                     room.checksums = await copies.write_from(room.offsets, block_bytes, region, chosen)
         else:
@@ -84,19 +91,20 @@ class StoreCopyCalls:
                 raise InvalidArgumentError(
                     f"{len(data)} bytes, {num_keys} blocks have {num_keys * block_bytes}", field="data"
                 )
-            with self._reserved(session, namespace, request.keys, caller) as room:
+            with self._reserved(session, namespace, request, caller) as room:
                 chosen = Places.packed(num_keys, block_bytes).of(room.chosen)
                 room.checksums = await copies.write(room.offsets, block_bytes, data, chosen)
         return store_pb2.BatchPutResponse(statuses=room.statuses)
 
     @contextlib.contextmanager
     def _reserved(
-        self, session: ServerSession, namespace: StoredNamespace, keys: bytes, caller: Caller
+        self, session: ServerSession, namespace: StoredNamespace, request: store_pb2.BatchPutRequest, caller: Caller
     ) -> Iterator[Room]:
-        """Reserve room for blocks; publish them at the end, or free it if the copy failed or nobody wants it."""
+        """Reserve room for blocks; publish those with the right checksums at the end, or free it if the copy failed or
+        nobody wants it."""
         blocks = self._store.blocks
         opening = own_store(session).opening
-        reserved = blocks.reserve(namespace, keys)
+        reserved = blocks.reserve(namespace, request.keys)
         room = Room(reserved.statuses, reserved.offsets)
         try:
             yield room
@@ -105,7 +113,13 @@ class StoreCopyCalls:
         except BaseException:
             blocks.abort(reserved.slots)
             raise
-        blocks.commit(namespace, reserved.slots, reserved.keys, room.checksums)
+        slots, keys = reserved.slots, reserved.keys
+        right = room.compare(request.checksums)
+        if not right.all():
+            blocks.abort(chosen_items(slots, WORD_BYTES, ~right))
+            slots, keys = chosen_items(slots, WORD_BYTES, right), chosen_items(keys, KEY_BYTES, right)
+            room.checksums = chosen_items(room.checksums, WORD_BYTES, right)
+        blocks.commit(namespace, slots, keys, room.checksums)
 
     # ---- get
 
@@ -127,7 +141,10 @@ class StoreCopyCalls:
                 chosen = places.of(bits_of(pinned.found, num_keys))
                 good = await self._store.copies.read_into(pinned.offsets, block_bytes, region, chosen, checksums)
                 found = self._without_corrupt(namespace, request.keys, pinned, good)
-        return store_pb2.BatchGetResponse(found=np.packbits(found, bitorder="little").tobytes())
+        response = store_pb2.BatchGetResponse(found=np.packbits(found, bitorder="little").tobytes())
+        if request.return_checksums:
+            response.checksums = chosen_items(checksums, WORD_BYTES, bits_of(good, pinned.num_blocks))
+        return response
 
     async def _get_inline(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Encoded:
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
@@ -140,16 +157,18 @@ class StoreCopyCalls:
         whole = bits_of(good, pinned.num_blocks)
         if not whole.all():
             data = data[whole]
-        bitmap = Encoded((np.packbits(found, bitorder="little").tobytes(),))
-        return bitmap.inside(_FOUND) + Encoded((data.reshape(-1).data,)).inside(_DATA)
+        encoded = Encoded((np.packbits(found, bitorder="little").tobytes(),)).inside(_FOUND)
+        if request.return_checksums:
+            encoded += Encoded((chosen_items(checksums, WORD_BYTES, whole),)).inside(_CHECKSUMS)
+        return encoded + Encoded((data.reshape(-1).data,)).inside(_DATA)
 
     @contextlib.contextmanager
     def _pinned(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Iterator[tuple[Pinned, bytes]]:
-        """Pin the blocks that are there. Yields them with the checksums to compare, none without `verify`."""
+        """Pin the blocks that are there. Yields them with the checksums to compare, none unless they are wanted."""
         blocks = self._store.blocks
         pinned = blocks.acquire(namespace, request.keys)
         try:
-            yield pinned, blocks.checksums(pinned.slots) if request.verify else b""
+            yield pinned, blocks.checksums(pinned.slots) if request.verify or request.return_checksums else b""
         finally:
             blocks.release(pinned.slots)
 
@@ -178,3 +197,16 @@ class Room:
         """Which keys have room, bool `[num_keys]`."""
         chosen: Bits = np.frombuffer(self.statuses, np.uint8) == DONE
         return chosen
+
+    def compare(self, expected: bytes) -> Bits:
+        """Return which of the blocks copied have the expected checksums, one for each key, or all if there are none.
+        The status of the others changes."""
+        right = np.ones(len(self.offsets) // WORD_BYTES, np.bool_)
+        if expected:
+            wanted = np.frombuffer(expected, np.uint64)[self.chosen]
+            right = np.frombuffer(self.checksums, np.uint64) == wanted
+        if not right.all():
+            statuses = np.frombuffer(self.statuses, np.uint8).copy()
+            statuses[np.flatnonzero(self.chosen)[~right]] = store_pb2.PUT_STATUS_DAMAGED
+            self.statuses = statuses.tobytes()
+        return right

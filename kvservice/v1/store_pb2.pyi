@@ -14,11 +14,13 @@ class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUT_STATUS_PRESENT: _ClassVar[PutStatus]
     PUT_STATUS_BEING_WRITTEN: _ClassVar[PutStatus]
     PUT_STATUS_NO_ROOM: _ClassVar[PutStatus]
+    PUT_STATUS_DAMAGED: _ClassVar[PutStatus]
 PUT_STATUS_UNSPECIFIED: PutStatus
 PUT_STATUS_DONE: PutStatus
 PUT_STATUS_PRESENT: PutStatus
 PUT_STATUS_BEING_WRITTEN: PutStatus
 PUT_STATUS_NO_ROOM: PutStatus
+PUT_STATUS_DAMAGED: PutStatus
 
 class StoreNamespace(_message.Message):
     __slots__ = ("model", "weights", "dtype", "layout", "block_bytes", "tp_rank", "tp_size", "pp_rank", "pp_size", "key_algorithm")
@@ -215,40 +217,46 @@ class Scatter(_message.Message):
     def __init__(self, region: _Optional[str] = ..., piece_bytes: _Optional[_Iterable[int]] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class BatchGetRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "region", "verify")
+    __slots__ = ("session_token", "namespace_id", "keys", "region", "verify", "return_checksums")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    RETURN_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     region: Scatter
     verify: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., verify: bool = ...) -> None: ...
+    return_checksums: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., verify: bool = ..., return_checksums: bool = ...) -> None: ...
 
 class BatchGetResponse(_message.Message):
-    __slots__ = ("found", "data")
+    __slots__ = ("found", "data", "checksums")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     found: bytes
     data: bytes
-    def __init__(self, found: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, found: _Optional[bytes] = ..., data: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class BatchPutRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "region", "data")
+    __slots__ = ("session_token", "namespace_id", "keys", "region", "data", "checksums")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     region: Scatter
     data: bytes
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., data: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class BatchPutResponse(_message.Message):
     __slots__ = ("statuses",)

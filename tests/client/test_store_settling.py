@@ -150,7 +150,8 @@ class Rig:
         connection: Any = SimpleNamespace(holder=HOLDER, close=self._close)
         unused: Any = None
         writes = Writes(self.waiting.signal())
-        self.link = StoreLink(unused, connection, b"", 1, 1, unused, unused, unused, 1, writes)
+        remote: Any = SimpleNamespace(close=lambda: None)
+        self.link = StoreLink(unused, connection, b"", 1, 1, unused, unused, remote, unused, 1, writes)
 
     async def _close(self) -> None:
         self.closed_at = self.waiting.now

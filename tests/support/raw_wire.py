@@ -32,6 +32,7 @@ from kvservice.v1 import (
     shared_memory_pb2_grpc,
     store_pb2_grpc,
     tensor_pb2,
+    transfer_pb2_grpc,
 )
 
 # Far above the duration of any call, and far below the time limit of a test.
@@ -121,6 +122,7 @@ class Wire:
             "HostService": host_pb2_grpc.HostServiceStub(self.channel),
             "SchedulerService": scheduler_pb2_grpc.SchedulerServiceStub(self.channel),
             "StoreService": store_pb2_grpc.StoreServiceStub(self.channel),
+            "TransferService": transfer_pb2_grpc.TransferServiceStub(self.channel),
             "InspectService": inspect_pb2_grpc.InspectServiceStub(self.channel),
             "EventService": events_pb2_grpc.EventServiceStub(self.channel),
         }

@@ -95,6 +95,10 @@ class Store:
         return self._core.transport
 
     @property
+    def num_transfer_failures(self) -> int:
+        return self._core.num_transfer_failures
+
+    @property
     def memory(self) -> MappedStore | None:
         return self._core.memory
 

@@ -73,8 +73,13 @@ class StoreCore(Generic[LeaseT, ReservationT]):
 
     @property
     def transport(self) -> str:
-        """How `get` copies now: "mapped", "region" or "inline"; "" while the daemon is away."""
+        """How `get` copies now: "mapped", "region", "transfer" or "inline"; "" while the daemon is away."""
         return "" if (link := self._access.answering) is None else link.transport
+
+    @property
+    def num_transfer_failures(self) -> int:
+        """How often blocks took messages because Transfer Engines failed, over the present link to the daemon."""
+        return 0 if (link := self._access.link) is None else link.remote.num_failures
 
     @property
     def memory(self) -> MappedStore | None:

@@ -13,6 +13,7 @@ from kvservice.client.connection import SessionConnection
 from kvservice.client.fd_passing import FdPassing
 from kvservice.client.region_memory import HostRegion
 from kvservice.client.regions import RegionTable
+from kvservice.client.remote import RemoteStaging, region_bytes
 from kvservice.client.requests import build, whole
 from kvservice.client.store.mapping import StoreMapper
 from kvservice.client.store.memory import Geometry, MappedStore
@@ -29,6 +30,8 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     ResourceExhaustedError,
     StoreNotSharedError,
+    TransferFailedError,
+    TransferOffError,
 )
 from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 
@@ -38,7 +41,7 @@ OPEN_S = 5.0
 WRITES_S = 10.0
 # In CloseRequest: the session is closed without the promise of its holder.
 ANY_HOLDER = 0
-STORE_TRANSPORTS = ("auto", "mapped", "region", "inline")
+STORE_TRANSPORTS = ("auto", "mapped", "region", "transfer", "inline")
 GIB = 1 << 30
 # Largest quota of a namespace, in GiB.
 MAX_QUOTA_GIB = 1 << 20
@@ -137,6 +140,7 @@ class StoreLink:
     block_bytes: int
     regions: RegionTable
     staging: StoreStaging
+    remote: RemoteStaging
     memory: MappedStore | None
     copy_threads: int
     writes: Writes
@@ -195,7 +199,9 @@ class StoreLink:
         """The way that `get` takes now."""
         if self.memory is not None:
             return "mapped"
-        return "region" if self.staging.allowed else "inline"
+        if self.staging.allowed:
+            return "region"
+        return "transfer" if self.remote.is_open else "inline"
 
     async def close(self, dialer: Dialer, *, lost: bool = False) -> None:
         """Close the session, so that its leases and reservations end. Arrays over the mapped memory stay valid.
@@ -203,6 +209,7 @@ class StoreLink:
         The holder that closes a session promises that nobody writes to the room of its reservations, which the daemon
         uses again. Without that, the daemon keeps it while this process lives. The caller has promised nothing if the
         link is `lost`: it may be writing to its reservations now."""
+        self.remote.close()
         is_done = await self.writes.end(WRITES_S) and not (lost and self.reservations)
         await self.connection.close()
         await dialer.close_session(self.token, self.connection.holder if is_done else ANY_HOLDER)
@@ -253,6 +260,7 @@ async def _open_namespace(
         await staging.check(block_bytes, limit_s)
     if options.transport == "region" and not staging.allowed:
         raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
+    remote = await _open_remote(options, info, connection, is_local=fds.path is not None)
     return StoreLink(
         info=info,
         connection=connection,
@@ -261,7 +269,27 @@ async def _open_namespace(
         block_bytes=block_bytes,
         regions=regions,
         staging=staging,
+        remote=remote,
         memory=memory,
         copy_threads=options.copy_threads,
         writes=Writes(dialer.waiting.signal()),
     )
+
+
+async def _open_remote(
+    options: StoreOptions, info: PoolInfo, connection: SessionConnection, *, is_local: bool
+) -> RemoteStaging:
+    """Open the remote region of a link over TCP. Raises TransferOffError and TransferFailedError if only that is
+    wanted."""
+    is_wanted = options.transport == "transfer" or (options.transport == "auto" and not is_local)
+    remote = RemoteStaging(connection, connection.lock(), info.transfer_protocol if is_wanted else "")
+    num_bytes = region_bytes(options.namespace.block_bytes)
+    if options.transport == "transfer":
+        if not info.transfer_protocol:
+            raise TransferOffError("the daemon has no Transfer Engine")
+        if not remote.allowed:
+            raise TransferFailedError("there is no Transfer Engine here: install kvservice[mooncake]")
+        await remote.open(num_bytes)
+    elif remote.allowed:
+        await remote.try_open(num_bytes)
+    return remote

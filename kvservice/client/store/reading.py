@@ -1,4 +1,4 @@
-"""Reads of blocks: from the mapped memory, through a region, or in messages.
+"""Reads of blocks: from the mapped memory, through a region, by a Transfer Engine, or in messages.
 
 The daemon never writes into memory that the caller sees. A call that was given up may be executed later, when the
 caller uses the memory for something else.
@@ -13,6 +13,7 @@ from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.splits import blocks_in_message, blocks_in_request, parts
+from kvservice.client.store.transferring import BlockTransfer, is_worth_it
 from kvservice.client.store.values import Flags, chosen_keys, flags_of, num_keys, some_keys
 from kvservice.errors import InternalError
 from kvservice.v1 import store_pb2
@@ -32,7 +33,7 @@ class BlockReader:
         if self._link.memory is not None:
             await self._by_mapping(self._link.memory)
         elif not (self._link.staging.allowed and await self._by_staging()):
-            await self._by_messages()
+            await self._by_messages(await self._by_transfer())
 
     async def _by_mapping(self, memory: MappedStore) -> None:
         link = self._link
@@ -86,8 +87,19 @@ class BlockReader:
                 await self._unpack(region.address, places[found], part, found)
         return True
 
-    async def _by_messages(self) -> None:
+    async def _by_transfer(self) -> Flags:
+        """Returns which blocks need no messages any more."""
+        count = num_keys(self._keys)
+        if not is_worth_it(self._link, count):
+            return np.zeros(count, np.bool_)
+        transfer = BlockTransfer(self._link, self._keys, self._target, self._timeout_s)
+        await transfer.get(lambda part, region: self._batch_get(part, region, return_checksums=True), self._found)
+        return transfer.done
+
+    async def _by_messages(self, done: Flags) -> None:
         for part in parts(num_keys(self._keys), blocks_in_message(self._link)):
+            if done[part].all():
+                continue
             response = await self._batch_get(part, None)
             found = flags_of(response.found, part.stop - part.start)
             data = np.frombuffer(response.data, np.uint8)
@@ -105,12 +117,15 @@ class BlockReader:
         )
         self._found[part] = found
 
-    async def _batch_get(self, part: slice, region: store_pb2.Scatter | None) -> store_pb2.BatchGetResponse:
+    async def _batch_get(
+        self, part: slice, region: store_pb2.Scatter | None, *, return_checksums: bool = False
+    ) -> store_pb2.BatchGetResponse:
         request = store_pb2.BatchGetRequest(
             namespace_id=self._link.namespace_id,
             keys=some_keys(self._keys, part),
             region=region,
             verify=self._verify,
+            return_checksums=return_checksums,
         )
         response: store_pb2.BatchGetResponse = await self._link.call("store_batch_get", request, self._timeout_s)
         return response

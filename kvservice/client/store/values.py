@@ -80,6 +80,10 @@ class PutStatus(enum.IntEnum):
     """The daemon did not answer. It may still have stored the block."""
 
 
+# The status of a block that did not arrive as it was sent. It is sent again in a message, so no caller sees it.
+DAMAGED = store_pb2.PUT_STATUS_DAMAGED
+
+
 @dataclass(frozen=True, eq=False)
 class Lookup:
     """Result of a lookup: `found` has a flag per key, `num_leading` counts the keys before the first missing one."""

@@ -1,4 +1,4 @@
-"""Writes of blocks: into the mapped memory, from a region, or in messages."""
+"""Writes of blocks: into the mapped memory, from a region, by a Transfer Engine, or in messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.splits import blocks_in_message, blocks_in_request, parts
-from kvservice.client.store.values import PutStatus, Statuses, num_keys, some_keys, statuses_of
+from kvservice.client.store.transferring import BlockTransfer, is_worth_it
+from kvservice.client.store.values import Flags, PutStatus, Statuses, num_keys, some_keys, statuses_of
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import store_pb2
 from kvservice.wire.encoded import Encoded
@@ -33,7 +34,7 @@ class BlockWriter:
         elif memory is not None and memory.writable:
             await self._by_mapping(memory)
         elif not (self._link.staging.allowed and await self._by_staging()):
-            await self._by_messages()
+            await self._by_messages(await self._by_transfer())
 
     async def _by_mapping(self, memory: MappedStore) -> None:
         link = self._link
@@ -96,8 +97,19 @@ class BlockWriter:
                     raise
         return True
 
-    async def _by_messages(self) -> None:
+    async def _by_transfer(self) -> Flags:
+        """Returns which blocks need no messages any more."""
+        count = num_keys(self._keys)
+        if not is_worth_it(self._link, count):
+            return np.zeros(count, np.bool_)
+        transfer = BlockTransfer(self._link, self._keys, self._source, self._timeout_s)
+        await transfer.put(self._send, self._statuses)
+        return transfer.done
+
+    async def _by_messages(self, done: Flags) -> None:
         for part in parts(num_keys(self._keys), blocks_in_message(self._link)):
+            if done[part].all():
+                continue
             source = self._source.part(part)
             if (data := source.view()) is None:
                 places = copies.packed(len(source.addresses), self._link.block_bytes)
@@ -117,11 +129,23 @@ class BlockWriter:
         self, part: slice, region: store_pb2.Scatter | None = None, data: memoryview | None = None
     ) -> None:
         """Store the blocks at their places in the region, or those in `data`."""
+        response = await self._send(part, region, b"", data)
+        statuses = statuses_of(response.statuses, part.stop - part.start)
+        # A block that was stored before, in this call, is there now.
+        stored = (self._statuses[part] == PutStatus.DONE) & (statuses == PutStatus.PRESENT)
+        self._statuses[part] = np.where(stored, self._statuses[part], statuses)
+
+    async def _send(
+        self, part: slice, region: store_pb2.Scatter | None, checksums: bytes, data: memoryview | None = None
+    ) -> store_pb2.BatchPutResponse:
         request = store_pb2.BatchPutRequest(
-            namespace_id=self._link.namespace_id, keys=some_keys(self._keys, part), region=region
+            namespace_id=self._link.namespace_id,
+            keys=some_keys(self._keys, part),
+            region=region,
+            checksums=checksums,
         )
         encoded = Encoded((request.SerializeToString(),))
         if data is not None:
             encoded += Encoded((data,)).inside(store_pb2.BatchPutRequest.DATA_FIELD_NUMBER)
-        response = await self._link.call("store_batch_put", encoded, self._timeout_s)
-        self._statuses[part] = statuses_of(response.statuses, part.stop - part.start)
+        response: store_pb2.BatchPutResponse = await self._link.call("store_batch_put", encoded, self._timeout_s)
+        return response

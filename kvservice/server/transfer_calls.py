@@ -1,0 +1,39 @@
+"""The handlers of TransferService: regions for clients on other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.region import REMOTE
+from kvservice.server.server_session import ServerSession
+from kvservice.server.slices import to_the_end
+from kvservice.v1 import transfer_pb2
+
+
+class TransferCalls:
+    def handlers(self) -> tuple[Handler, ...]:
+        return (
+            SessionHandler(
+                "create_remote_region",
+                transfer_pb2.CreateRemoteRegionRequest,
+                self.create_remote_region,
+                WhileDraining.REFUSED,
+            ),
+            SessionHandler("remove_remote_region", transfer_pb2.RemoveRemoteRegionRequest, self.remove_remote_region),
+        )
+
+    async def create_remote_region(
+        self, session: ServerSession, request: transfer_pb2.CreateRemoteRegionRequest
+    ) -> transfer_pb2.CreateRemoteRegionResponse:
+        making = to_the_end(session.regions.create_remote(request.name, request.byte_size))
+        region, engine = await asyncio.shield(making)
+        return transfer_pb2.CreateRemoteRegionResponse(
+            segment=engine.segment, address=engine.address, byte_size=region.byte_size
+        )
+
+    def remove_remote_region(
+        self, session: ServerSession, request: transfer_pb2.RemoveRemoteRegionRequest
+    ) -> transfer_pb2.RemoveRemoteRegionResponse:
+        session.regions.unregister(request.name, REMOTE)
+        return transfer_pb2.RemoveRemoteRegionResponse()

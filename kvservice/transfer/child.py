@@ -1,0 +1,127 @@
+"""The process of the engine: `python -m kvservice.transfer.child CONTROL MEMORY NUM_BYTES HOST LISTEN PROTOCOL SHARED`.
+
+It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL until that ends.
+With SHARED the memory is registered, so that engines on other hosts can read and write it.
+
+    ◀─ {"segment", "address"}     first of all: the name of this engine, and the address of its memory
+    ◀─ {"failed"}                 in place of that: why there is no engine
+    ─▶ {"id", "operation", "segment", "address", "ranges"}
+                                  starts a transfer with the memory at `address` of `segment`
+    ◀─ {"id", "done"}             a transfer has ended; nobody touches its ranges any more
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from mooncake.engine import TransferEngine, TransferOpcode
+
+from kvservice.mooncake.listening import ListeningError, check_listening
+from kvservice.transfer import protocol
+
+# The engine has no descriptor that becomes readable when a transfer ends. It is asked this often, in seconds.
+POLL_S: Final = 1e-4
+# The engine's answers about a transfer.
+_ENDED, _RUNNING = 1, 0
+_OPCODES: Final = {protocol.READ: TransferOpcode.Read, protocol.WRITE: TransferOpcode.Write}
+
+
+@dataclass
+class Transfer:
+    """A transfer in parts, one for each range. `running` are those that have not ended, by their numbers."""
+
+    number: int
+    running: list[int]
+    is_good: bool = True
+
+
+class EngineServer:
+    """Serves one control socket. `address` is the address of the memory."""
+
+    def __init__(self, control: socket.socket, engine: Any, address: int, num_bytes: int) -> None:
+        self._control, self._engine = control, engine
+        self._address, self._num_bytes = address, num_bytes
+        self._transfers: list[Transfer] = []
+
+    def serve(self) -> None:
+        """Serve until the other side ends."""
+        while True:
+            timeout_s = POLL_S if self._transfers else None
+            if select.select([self._control], [], [], timeout_s)[0]:
+                message = protocol.receive(self._control)
+                if message is None:
+                    return
+                self._transfers.append(self._start(message))
+            for transfer in list(self._transfers):
+                if self._has_ended(transfer):
+                    self._transfers.remove(transfer)
+                    protocol.send(self._control, {"id": transfer.number, "done": transfer.is_good})
+
+    def _start(self, message: dict[str, Any]) -> Transfer:
+        transfer = Transfer(message["id"], [])
+        for local, remote, num_bytes in message["ranges"]:
+            if not 0 <= local <= local + num_bytes <= self._num_bytes:
+                raise ValueError(f"{num_bytes} bytes from {local} on are not inside the memory")
+            part = self._engine.batch_transfer_async(
+                message["segment"],
+                [self._address + local],
+                [message["address"] + remote],
+                [num_bytes],
+                _OPCODES[message["operation"]],
+            )
+            if part:
+                transfer.running.append(part)
+            else:
+                transfer.is_good = False
+        return transfer
+
+    def _has_ended(self, transfer: Transfer) -> bool:
+        """A part that failed does not end the transfer: the others still use its memory."""
+        running = []
+        for part in transfer.running:
+            found = self._engine.transfer_check_status(part)
+            if found == _RUNNING:
+                running.append(part)
+            elif found != _ENDED:
+                transfer.is_good = False
+        transfer.running = running
+        return not running
+
+
+def _open(engine: Any, host: str, listens_at: str, network: str, address: int, shared_bytes: int) -> str:
+    """Start the engine, and register so much memory. Returns why that failed, or nothing."""
+    if engine.initialize(host, "P2PHANDSHAKE", network, "") != 0:
+        return f"it cannot listen on {host}"
+    try:
+        check_listening(listens_at)
+    except ListeningError as error:
+        return str(error)
+    if shared_bytes and engine.register_memory(address, shared_bytes) != 0:
+        return "it cannot register its memory"
+    return ""
+
+
+def main() -> None:
+    control_fd, memory_fd, num_bytes, host, listens_at, network, shared = sys.argv[1:]
+    control = socket.socket(fileno=int(control_fd))
+    mapping = mmap.mmap(int(memory_fd), int(num_bytes))
+    os.close(int(memory_fd))
+    address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+    engine = TransferEngine()
+    if (failed := _open(engine, host, listens_at, network, address, len(mapping) if shared == "1" else 0)) != "":
+        protocol.send(control, {"failed": failed})
+        os._exit(1)
+    protocol.send(control, {"segment": f"{host}:{engine.get_rpc_port()}", "address": address})
+    EngineServer(control, engine, address, len(mapping)).serve()
+    os._exit(0)  # the engine's threads may still be at work
+
+
+if __name__ == "__main__":
+    main()

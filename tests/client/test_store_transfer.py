@@ -1,0 +1,304 @@
+"""Blocks that travel by Transfer Engines, and by messages when these fail, at each stage and at either end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from both_faces import Face
+from ports import free_port
+from store_daemons import blocks_of, keys_of, new_namespace, store_of
+from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
+from waiting import until
+
+pytest.importorskip("mooncake.engine")
+
+from kvservice.client import KVClient, PutStatus, Scatter, remote
+from kvservice.client.store.copies import packed
+from kvservice.client.store.transferring import MAX_SPANS, spans_of
+from kvservice.errors import TransferFailedError, TransferOffError
+from kvservice.launch import Daemon
+
+DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
+BLOCK_BYTES = 64 << 10
+SLOT_BYTES = 256 << 10
+# Blocks of four slots, the last of which is not full.
+COUNT = 3 * SLOT_BYTES // BLOCK_BYTES + 2
+NUMBERS = range(COUNT)
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        asyncio.run(test(**arguments))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(remote, "TRANSFER_S", 2.0)
+    # A failure is not followed by another attempt, unless a test waits for it.
+    monkeypatch.setattr(remote, "RETRY_S", 3600.0)
+    monkeypatch.setattr(remote, "MAX_RETRY_S", 3600.0)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[tuple[Daemon, str]]:
+    address = f"{LOOPBACK}:{free_port()}"
+    with Daemon(**TRANSFERS, tcp_address=address) as running:
+        yield running, address
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def face(request: pytest.FixtureRequest) -> Face:
+    return request.param
+
+
+def content(*numbers: int) -> np.ndarray:
+    return blocks_of(*numbers, block_bytes=BLOCK_BYTES)
+
+
+def engines(daemon: tuple[Daemon, str]) -> dict[str, int]:
+    """Return the processes of the engines at both ends."""
+    (near,) = engines_of(os.getpid())
+    (far,) = engines_of(daemon[0].process.pid)
+    return {"client's": near, "daemon's": far}
+
+
+@in_a_loop
+async def test_blocks_go_and_come_by_engines(face: Face, daemon: tuple[Daemon, str]) -> None:
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES), transport="transfer") as store:
+        assert store.transport == "transfer"
+        statuses = await store.put(keys_of(*NUMBERS), content(*NUMBERS))
+        assert set(statuses.tolist()) == {DONE}
+        out = np.zeros((COUNT + 2, BLOCK_BYTES), np.uint8)
+        found = await store.get(keys_of(77, *NUMBERS, 78), out)
+        assert found.tolist() == [False] + [True] * COUNT + [False]
+        np.testing.assert_array_equal(out[1:-1], content(*NUMBERS))
+        assert set((await store.put(keys_of(*NUMBERS), content(*NUMBERS))).tolist()) == {PRESENT}
+        assert (store.transport, store.num_transfer_failures) == ("transfer", 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@in_a_loop
+async def test_random_sizes_and_pieces(seed: int, daemon: tuple[Daemon, str]) -> None:
+    choice = random.Random(seed)
+    pieces = tuple(choice.choice((64, 4096, 4097, 40000)) for _ in range(3))
+    size, count = sum(pieces), choice.randrange(30, 60)
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 256, (count, size), np.uint8)
+    async with store_of("blocking", daemon[1], new_namespace(size)) as store:
+        assert store.transport == "transfer"
+        assert set((await store.put(keys_of(*range(count)), values)).tolist()) == {DONE}
+        removed = [number for number in range(count) if choice.random() < 0.3]
+        await store.remove(keys_of(*removed))
+        base = np.zeros(count * size, np.uint8)
+        order = rng.permutation(count)
+        begins = np.cumsum((0, *pieces[:-1]))
+        offsets = order[:, None] * size + begins[None, :]
+        found = await store.get(keys_of(*range(count)), Scatter(base, offsets, pieces))
+        assert found.tolist() == [number not in removed for number in range(count)]
+        got = base.reshape(count, size)[order]
+        np.testing.assert_array_equal(got[found], values[found])
+        assert not got[~found].any(), "the places of missing blocks are unchanged"
+        assert store.num_transfer_failures == 0
+
+
+@in_a_loop
+async def test_small_calls_travel_in_messages(daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = remote.RemoteRegion.start
+
+    def count(region: Any, *args: Any) -> Any:
+        started.append(1)
+        return start(region, *args)
+
+    monkeypatch.setattr(remote.RemoteRegion, "start", count)
+    enough = remote.LEAST_BYTES // BLOCK_BYTES
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        await store.put(keys_of(*range(enough - 1)), content(*range(enough - 1)))
+        assert not started
+        await store.put(keys_of(*range(enough)), content(*range(enough)))
+        assert started
+
+
+def at_the(monkeypatch: pytest.MonkeyPatch, stage: str, nth: int, act: Callable[[], object]) -> None:
+    """Call `act` before the nth start of a transfer, or before the nth wait for its end."""
+    method, calls = getattr(remote.RemoteRegion, stage), iter(range(1000))
+
+    def before(region: Any, *args: Any) -> Any:
+        if next(calls) == nth:
+            act()
+        return method(region, *args)
+
+    monkeypatch.setattr(remote.RemoteRegion, stage, before)
+
+
+async def both_ways(store: Any) -> None:
+    """Put blocks and get them, and check every byte."""
+    statuses = await store.put(keys_of(*NUMBERS), content(*NUMBERS))
+    assert set(statuses.tolist()) == {DONE}
+    out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
+    assert (await store.get(keys_of(*NUMBERS), out)).all()
+    np.testing.assert_array_equal(out, content(*NUMBERS))
+
+
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("stage", ["start", "wait"])
+@pytest.mark.parametrize("nth", [0, 2, 5])
+@in_a_loop
+async def test_a_killed_engine_costs_no_block(
+    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, stage: str, nth: int
+) -> None:
+    """The first four transfers of `both_ways` are those of the put."""
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        engine = engines(daemon)[whose]
+
+        def kill() -> None:
+            os.kill(engine, signal.SIGKILL)
+            until(lambda: is_gone(engine))
+
+        at_the(monkeypatch, stage, nth, kill)
+        await both_ways(store)
+        assert (store.transport, store.num_transfer_failures) == ("inline", 1)
+        until(lambda: not engines_of(daemon[0].process.pid))
+
+
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("nth", [0, 6])
+@in_a_loop
+async def test_a_frozen_engine_costs_no_block(
+    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, nth: int
+) -> None:
+    monkeypatch.setattr(remote, "TRANSFER_S", 0.3)
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        engine = engines(daemon)[whose]
+        freezing = frozen(engine)
+        at_the(monkeypatch, "start", nth, freezing.__enter__)
+        await both_ways(store)
+        assert (store.transport, store.num_transfer_failures) == ("inline", 1)
+        until(lambda: is_gone(engine))
+
+
+@pytest.mark.parametrize("way", ["put", "get"])
+@in_a_loop
+async def test_bytes_that_change_on_the_way_are_sent_again(
+    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A put is damaged before it leaves, after its checksums were computed; a get when it has arrived."""
+    regions: list[Any] = []
+    start, wait = remote.RemoteRegion.start, remote.RemoteRegion.wait
+
+    def damage(region: Any) -> None:
+        region.array(0, SLOT_BYTES)[BLOCK_BYTES + 5] ^= 1
+        regions.append(region)
+
+    def before(region: Any, operation: Any, spans: Any) -> Any:
+        if way == "put" and operation == "write" and not regions:
+            damage(region)
+        return start(region, operation, spans)
+
+    async def after(region: Any, ticket: Any, timeout_s: Any) -> None:
+        await wait(region, ticket, timeout_s)
+        if way == "get" and len(regions) < 1 and store_has_all:
+            damage(region)
+
+    store_has_all: list[int] = []
+    monkeypatch.setattr(remote.RemoteRegion, "start", before)
+    monkeypatch.setattr(remote.RemoteRegion, "wait", after)
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        assert set((await store.put(keys_of(*NUMBERS), content(*NUMBERS))).tolist()) == {DONE}
+        store_has_all.append(1)
+        out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
+        assert (await store.get(keys_of(*NUMBERS), out)).all()
+        np.testing.assert_array_equal(out, content(*NUMBERS))
+        assert len(regions) == 1
+        assert (store.transport, store.num_transfer_failures) == ("inline", 1)
+
+
+@in_a_loop
+async def test_another_attempt_is_made_in_the_background(
+    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "RETRY_S", 0.0)
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        engine = engines(daemon)["daemon's"]
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: is_gone(engine))
+        await both_ways(store)
+        for _ in range(1000):
+            await store.remove(keys_of(*NUMBERS))
+            await both_ways(store)
+            if store.transport == "transfer":
+                break
+        assert (store.transport, store.num_transfer_failures) == ("transfer", 1)
+
+
+@in_a_loop
+async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) -> None:
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as one:
+        async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as other:
+            assert len(engines_of(daemon[0].process.pid)) == 2
+            await both_ways(one)
+            await both_ways(other)
+            assert (one.num_transfer_failures, other.num_transfer_failures) == (0, 0)
+        until(lambda: len(engines_of(daemon[0].process.pid)) == 1)
+        await one.remove(keys_of(*NUMBERS))
+        await both_ways(one)
+        assert one.transport == "transfer"
+    until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
+
+
+@in_a_loop
+async def test_messages_carry_blocks_when_the_daemon_has_no_room_for_another_region() -> None:
+    address = f"{LOOPBACK}:{free_port()}"
+    with Daemon(**TRANSFERS | {"max_transfers": 1}, tcp_address=address):
+        stores = [store_of("blocking", address, new_namespace(BLOCK_BYTES)) for _ in range(2)]
+        async with stores[0] as one, stores[1] as other:
+            assert (one.transport, other.transport) == ("transfer", "inline")
+            await both_ways(other)
+            assert other.num_transfer_failures == 1
+
+
+@in_a_loop
+async def test_messages_carry_blocks_of_daemons_without_engines() -> None:
+    address = f"{LOOPBACK}:{free_port()}"
+    with Daemon(**TRANSFERS | {"transfer_address": ""}, tcp_address=address):
+        async with store_of("blocking", address, new_namespace(BLOCK_BYTES)) as store:
+            assert (store.transport, store.num_transfer_failures) == ("inline", 0)
+            await both_ways(store)
+        with KVClient(address) as client, pytest.raises(TransferOffError):
+            client.store(new_namespace(BLOCK_BYTES), transport="transfer", unreachable="raise")
+
+
+@in_a_loop
+async def test_messages_carry_blocks_without_the_library(
+    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "is_installed", lambda: False)
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        assert (store.transport, store.num_transfer_failures) == ("inline", 0)
+        await both_ways(store)
+    with KVClient(daemon[1]) as client, pytest.raises(TransferFailedError, match="mooncake"):
+        client.store(new_namespace(BLOCK_BYTES), transport="transfer", unreachable="raise")
+
+
+def test_spans_of_places() -> None:
+    places = packed(5, 10)
+    assert spans_of(places, 10) == [(0, 50)]
+    assert spans_of(places[[0, 1, 3]], 10) == [(0, 20), (30, 10)]
+    assert spans_of(places[:0], 10) == []
+    every_other = packed(4 * MAX_SPANS, 10)[::2]
+    assert len(spans_of(every_other[:MAX_SPANS], 10)) == MAX_SPANS
+    assert spans_of(every_other[: MAX_SPANS + 1], 10) == [(0, 20 * MAX_SPANS + 10)]
