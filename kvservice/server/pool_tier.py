@@ -40,7 +40,7 @@ class PromptLoad(NamedTuple):
 
 
 class PoolTier:
-    """What handlers and the daemon need of both directions."""
+    """Both directions, and what handlers and the daemon need of them."""
 
     def __init__(
         self, config: ServeConfig, engine: CacheEngine, store: ServerStore, clock: Clock | None = None
@@ -50,24 +50,24 @@ class PoolTier:
         self._fixed_token_s = 1 / config.prefill_tokens_per_s if config.prefill_tokens_per_s else 0.0
         self._estimated_token_s = max(1 / _TOKENS_PER_S, config.layout.token_bytes / _BYTES_PER_S)
         self._counters = SpillCounters()
-        self._namespace = PoolNamespace(pool_identity(config), store.blocks)
+        self.namespace = PoolNamespace(pool_identity(config), store.blocks)
         memory = store.memory.address
-        self._spiller = Spiller(
+        self.spiller = Spiller(
             manager,
             engine.device,
             store.blocks,
             memory,
-            self._namespace,
+            self.namespace,
             self._counters,
             clock,
         )
-        self._pool_loader = PoolLoader(
+        self.pool_loader = PoolLoader(
             manager.loader,
             engine.device,
             store.blocks,
             memory,
             store.chain,
-            self._namespace,
+            self.namespace,
             self._counters,
             clock,
         )
@@ -77,7 +77,7 @@ class PoolTier:
         missing: list[MissingBlocks] = []
         for new in sequences[:_MAX_SEQUENCES]:
             if len(new.found):
-                self._spiller.note_used(new.found)
+                self.spiller.note_used(new.found)
             one = self._loader.missing(new.tokens, new.extra, new.found, MAX_BLOCKS)
             if one is not None:
                 missing.append(one)
@@ -85,34 +85,34 @@ class PoolTier:
             return None
         required = sum(new.required - len(new.found) for new in sequences)
         num_kept = max(required - sum(map(len, missing)), 0)
-        return self._pool_loader.start(missing, num_kept, self._fixed_token_s or self._estimated_token_s)
+        return self.pool_loader.start(missing, num_kept, self._fixed_token_s or self._estimated_token_s)
 
     def before_admission(self, tokens: Int32Array, chain_hashes: list[bytes], token_s: float) -> PromptLoad | None:
         """Load missing blocks of a prompt whose chain hashes are known, and whose engine computes a token in `token_s`
         seconds. Returns None if there is nothing to load."""
-        self._spiller.note_used(self._loader.find(chain_hashes))
+        self.spiller.note_used(self._loader.find(chain_hashes))
         missing = self._loader.missing_of(tokens, chain_hashes, MAX_BLOCKS)
         if missing is None:
             return None
-        done = self._pool_loader.start([missing], 0, self._fixed_token_s or token_s)
+        done = self.pool_loader.start([missing], 0, self._fixed_token_s or token_s)
         return None if done is None else PromptLoad(missing.chain_hashes[0], done)
 
     def before_pin(self, tokens: Int32Array, extra_keys: Sequence[tuple[int, bytes]]) -> Awaitable[object] | None:
         """Load missing blocks of a prefix. Returns what to wait for, or None. Raises InvalidArgumentError."""
         missing = self._loader.missing_prefix(tokens, extra_keys, MAX_BLOCKS)
         token_s = self._fixed_token_s or self._estimated_token_s
-        return None if missing is None else self._pool_loader.start([missing], 0, token_s)
+        return None if missing is None else self.pool_loader.start([missing], 0, token_s)
 
     def reset(self, reset_pool: Slices[int]) -> Waits[int]:
         """Reset the prefix cache of the pool, and remove all its blocks from the tiers below, so that none comes
         back."""
-        self._pool_loader.reset()
-        namespace, chain = self._namespace.open(), self._store.chain
+        self.pool_loader.reset()
+        namespace, chain = self.namespace.open(), self._store.chain
         begun = [] if chain is None or namespace is None else chain.begin_clear(namespace)
         num_freed = yield from reset_pool
         if namespace is not None:
             yield from self._store.blocks.clear_in_slices(namespace)
-        self._pool_loader.reset()
+        self.pool_loader.reset()
         self._loader.forget_copied()
         if chain is not None:
             yield asyncio.ensure_future(chain.finish_clear(begun))
@@ -120,26 +120,28 @@ class PoolTier:
 
     async def run(self) -> None:
         """Save blocks until the task is cancelled."""
-        await self._spiller.run()
+        await self.spiller.run()
 
     async def close(self) -> None:
         """Wait for the loads in progress."""
-        await self._pool_loader.close()
+        await self.pool_loader.close()
 
     def stats(self) -> SpillStats:
         """Return counters and gauges."""
         counters = {name: value for name, value in vars(self._counters).items() if name in SpillStats._fields}
         return SpillStats(
             **counters,
-            queued=self._spiller.num_queued,
-            loading=self._pool_loader.num_loading,
+            queued=self.spiller.num_queued,
+            loading=self.pool_loader.num_loading,
             save_bytes_per_s=self._counters.save_speed.bytes_per_s,
             load_bytes_per_s=self._counters.load_speed.bytes_per_s,
         )
 
 
-def open_pool_tier(config: ServeConfig, engine: CacheEngine, store: ServerStore | None) -> PoolTier | None:
+def open_pool_tier(
+    config: ServeConfig, engine: CacheEngine, store: ServerStore | None, clock: Clock | None = None
+) -> PoolTier | None:
     """Return the pool's tier. Returns None without a store or a prefix cache, or if the option is off."""
     if store is None or not config.spill or not config.enable_prefix_caching:
         return None
-    return PoolTier(config, engine, store)
+    return PoolTier(config, engine, store, clock)

@@ -19,6 +19,7 @@ from kvservice.server.calls import session_handlers
 from kvservice.server.clock import Clock
 from kvservice.server.core import Core, open_core
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.pool_tier import open_pool_tier
 from kvservice.server.server_session import ServerSession
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import blocks_pb2
@@ -45,7 +46,8 @@ class Life:
         self.config = ServeConfig(**SMALL_POOL | options)
         self.core: Core = open_core(self.config, held.start(), {}, clock, wall)
         self.manager, self.sessions = self.core.engine.manager, self.core.sessions
-        handlers = session_handlers(self.config, self.core.engine, self.core.store, self.core.saved)
+        self.pool_tier = tier = open_pool_tier(self.config, self.core.engine, self.core.store, clock)
+        handlers = session_handlers(self.config, self.core.engine, self.core.store, self.core.saved, tier)
         table = CallTable([handler.method for handler in handlers], self.core.kept.arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, table, None, self.manager.end_operation)
         self.core.kept.ready()
