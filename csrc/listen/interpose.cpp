@@ -2,9 +2,9 @@
 // cannot be configured. It is a library of its own, because only preloaded symbols come before those of libc.
 //
 // KVSERVICE_LISTEN_ADDRESS is a numeric IPv4 or IPv6 address, or "none". A stream socket that is bound to the wildcard
-// address is bound to this address instead. With "none" it is bound to the loopback interface, which reserves its port,
-// and it never listens: `listen` succeeds without effect, and `accept` finds no connection. Sockets that are bound to
-// another address, and other kinds of sockets, are not changed. Without the variable nothing is changed.
+// address is bound to this address instead. With "none" it is bound to all addresses, which reserves its port, and
+// never listens: `listen` succeeds without effect, and `accept` finds no connection. Sockets that are bound to another
+// address, and other kinds of sockets, are not changed. Without the variable nothing is changed.
 //
 // KVSERVICE_PEER_ADDRESS is a numeric IPv4 or IPv6 address. A connection from another address is closed as soon as it
 // is accepted, and `accept` fails with ECONNABORTED. Without the variable all connections are accepted.
@@ -84,7 +84,7 @@ bool replace_wildcard(sockaddr_storage& address, const char* wanted) {
     mapped.s6_addr[10] = mapped.s6_addr[11] = 0xFF;
     memcpy(&mapped.s6_addr[12], &v4, sizeof(v4));
   }
-  return is_v4 || is_v6 || strcmp(wanted, kNone) == 0;
+  return is_v4 || is_v6;
 }
 
 // Writes an address as IPv6, an IPv4 address as ::ffff:a.b.c.d. Returns false for other texts.
@@ -144,7 +144,8 @@ extern "C" {
 __attribute__((visibility("default"))) int bind(int fd, const sockaddr* address, socklen_t length) noexcept {
   auto* const real = original<int(int, const sockaddr*, socklen_t)>("bind");
   const char* const wanted = wanted_address();
-  if (wanted == nullptr || address == nullptr || length > sizeof(sockaddr_storage) || !is_internet_stream(fd)) {
+  if (wanted == nullptr || listens_nowhere() || address == nullptr || length > sizeof(sockaddr_storage) ||
+      !is_internet_stream(fd)) {
     return real(fd, address, length);
   }
   sockaddr_storage changed{};

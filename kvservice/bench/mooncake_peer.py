@@ -64,7 +64,7 @@ def check(*codes: int) -> None:
 @contextlib.contextmanager
 def mooncake_peer(batch: BlockBatch) -> Iterator[BlockWay]:
     """Transfer over TCP. Raises PeerMissingError."""
-    with _processes() as (store, master, metadata, _):
+    with mooncake_processes() as (store, master, metadata, _):
         check(store.setup(HOST, metadata, 0, LOCAL_BYTES, "tcp", "", master))
         yield MooncakePeer(store, batch)
 
@@ -72,7 +72,7 @@ def mooncake_peer(batch: BlockBatch) -> Iterator[BlockWay]:
 @contextlib.contextmanager
 def mooncake_memory_peer(batch: BlockBatch) -> Iterator[BlockWay]:
     """Copy in the process that owns the store, which maps the bench's buffers. Raises PeerMissingError."""
-    with _processes() as (store, _, __, owner):
+    with mooncake_processes() as (store, _, __, owner):
         check(store.setup_dummy(2 * batch.values.nbytes, LOCAL_BYTES, owner))
         batch.values = _shared(store.alloc_from_mem_pool, batch.values)
         batch.out = _shared(store.alloc_from_mem_pool, batch.out)
@@ -88,7 +88,7 @@ def _shared(allocate: Callable[[int], int], array: Array) -> Array:
 
 
 @contextlib.contextmanager
-def _processes() -> Iterator[tuple[Any, str, str, str]]:
+def mooncake_processes() -> Iterator[tuple[Any, str, str, str]]:
     """Start a master and the owner of the store's memory. Yields a client that is not set up, and the addresses of the
     master, of the metadata and of the owner. Raises PeerMissingError."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

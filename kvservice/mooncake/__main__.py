@@ -3,6 +3,7 @@ the size of the memory, and options."""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -18,6 +19,8 @@ def main() -> None:
     link_fd, memory_fd, num_bytes = map(int, sys.argv[2:5])  # after --link
     options = MooncakeOptions.from_json(sys.argv[5])
     begin()
+    # The library must not take another node of this host for this process, and copy to its addresses here.
+    os.environ["MC_STORE_MEMCPY"] = "0"
     link = socket.socket(fileno=link_fd)
     lock_memory(memory_fd)
     try:
