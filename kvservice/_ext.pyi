@@ -204,6 +204,12 @@ class StoreStats:
     @property
     def num_evicted(self) -> int:
         """A counter: blocks that were evicted to make room."""
+    @property
+    def num_unoffered(self) -> int:
+        """A counter: those of them that `StoreIndex.coldest` had not returned since their last use."""
+    @property
+    def num_offered(self) -> int:
+        """Blocks without a lease that `StoreIndex.coldest` has returned since their last use."""
 
 class StoreIndex:
     """The bookkeeping of the block store, for one thread.
@@ -244,9 +250,18 @@ class StoreIndex:
     def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
         """Return the number of keys before the first one that is missing, and a bitmap of the keys found. Changes
         nothing."""
-    def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
+    def acquire(
+        self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
+    ) -> tuple[bytes, bytes, bytes, bytes]:
         """Lease the blocks found, each key once more. Returns (bitmap of the keys, and for the blocks found: slots,
-        offsets, versions). With `leading_only` it stops before the first key that is missing."""
+        offsets, versions). With `leading_only` it stops before the first key that is missing. `counted`: this is one
+        more use, see `coldest`."""
+    def coldest(
+        self, namespace: int, most: int, newest_first: bool = False
+    ) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """Lease up to `most` blocks that are next to be evicted, each once after its last use, the least recently used
+        first. Their release is no use. Returns (slots, keys, offsets, checksums, uses); uses are counted since the
+        block was stored: by `acquire`, `touch`, and `reserve` of a key that is there."""
     def lease(self, slots: bytes) -> None:
         """Lease committed or condemned blocks by slot, each once more."""
     def release(self, slots: bytes) -> None:

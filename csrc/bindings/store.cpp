@@ -41,6 +41,8 @@ struct Stats {
   BlockCounts counts;
   int64_t used_bytes = 0;
   uint64_t num_evicted = 0;
+  uint64_t num_unoffered = 0;
+  int64_t num_offered = 0;
 
   void add(const Namespace& space) {
     counts.committed += space.counts.committed;
@@ -50,6 +52,8 @@ struct Stats {
     counts.slabs += space.counts.slabs;
     used_bytes += space.counts.used() * space.block_bytes;
     num_evicted += space.num_evicted;
+    num_unoffered += space.num_unoffered;
+    num_offered += space.num_offered;
   }
 };
 
@@ -99,10 +103,17 @@ py::tuple lookup(StoreIndex& index, const py::object& number, const py::object& 
   return py::make_tuple(num_leading, bitmap(found));
 }
 
-py::tuple acquire(StoreIndex& index, const py::object& number, const py::object& keys, bool leading_only) {
-  const Acquired acquired = index.acquire(as_number(number), as_keys(keys), leading_only);
+py::tuple acquire(StoreIndex& index, const py::object& number, const py::object& keys, bool leading_only,
+                  bool counted) {
+  const Acquired acquired = index.acquire(as_number(number), as_keys(keys), leading_only, counted);
   return py::make_tuple(bitmap(acquired.found), to_bytes(acquired.slots), to_bytes(acquired.offsets),
                         to_bytes(acquired.versions));
+}
+
+py::tuple coldest(StoreIndex& index, const py::object& number, const py::object& most, bool newest_first) {
+  const Coldest found = index.coldest(as_number(number), as_int(most, "most"), newest_first);
+  return py::make_tuple(to_bytes(found.slots), py::bytes(found.keys), to_bytes(found.offsets),
+                        to_bytes(found.checksums), to_bytes(found.uses));
 }
 
 py::tuple reserve(StoreIndex& index, const py::object& number, const py::object& keys) {
@@ -140,6 +151,7 @@ Stats totals(const StoreIndex& index) {
   Stats result;
   for (const auto& [number, space] : index.namespaces()) result.add(*space);
   result.num_evicted = index.num_evicted();
+  result.num_unoffered = index.num_unoffered();
   return result;
 }
 
@@ -246,7 +258,9 @@ void define_index(py::module_& m) {
       .def_property_readonly("num_condemned", [](const Stats& stats) { return stats.counts.condemned; })
       .def_property_readonly("num_slabs", [](const Stats& stats) { return stats.counts.slabs; })
       .def_readonly("used_bytes", &Stats::used_bytes)
-      .def_readonly("num_evicted", &Stats::num_evicted);
+      .def_readonly("num_evicted", &Stats::num_evicted)
+      .def_readonly("num_unoffered", &Stats::num_unoffered)
+      .def_readonly("num_offered", &Stats::num_offered);
   const py::arg space("namespace"), keys("keys"), slots("slots");
   py::class_<StoreIndex>(m, "StoreIndex")
       .def(py::init(&make_index), py::arg("address"), py::arg("num_bytes"), py::arg("slab_bytes"), py::arg("seed"),
@@ -260,7 +274,8 @@ void define_index(py::module_& m) {
       .def("set_quota", &set_quota, space, py::arg("quota_bytes"))
       .def("geometry", &geometry, space)
       .def("lookup", &lookup, space, keys)
-      .def("acquire", &acquire, space, keys, py::arg("leading_only"))
+      .def("acquire", &acquire, space, keys, py::arg("leading_only"), py::arg("counted") = true)
+      .def("coldest", &coldest, space, py::arg("most"), py::arg("newest_first") = false)
       .def(
           "lease", [](StoreIndex& index, const py::object& list) { index.lease(as_packed(list, "slots")); }, slots)
       .def(

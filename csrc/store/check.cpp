@@ -70,6 +70,10 @@ void StoreIndex::check_slot(const Slab& slab, const Slot& slot) const {
 void StoreIndex::check_counts() const {
   size_t in_table = 0, num_slabs = 0;
   for (const auto& [number, space] : namespaces_) {
+    const bool any_offered = space->num_offered > 0;
+    if (any_offered != (space->last_offered != nullptr) || (any_offered && !space->last_offered->offered)) {
+      throw std::runtime_error("the store has lost which blocks it has offered");
+    }
     in_table += static_cast<size_t>(space->counts.committed + space->counts.reserved);
     num_slabs += static_cast<size_t>(space->counts.slabs);
   }

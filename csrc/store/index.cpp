@@ -184,7 +184,7 @@ std::vector<char> StoreIndex::lookup(uint32_t number, const Keys& keys) {
   return found;
 }
 
-Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_only) {
+Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_only, bool counted) {
   const Namespace& space = find_namespace(number);
   find_all(space, keys);
   Acquired result;
@@ -195,10 +195,33 @@ Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_onl
     if (slot == nullptr && leading_only) break;
     if (slot == nullptr) continue;
     pin(*slot);
+    if (counted) count_use(*slot);
     result.found[i] = 1;
     result.slots.push_back(slot_number(*slot));
     result.offsets.push_back(offset(*slot));
     result.versions.push_back(kept(*slot).version);
+  }
+  return result;
+}
+
+// Pins up to `most` evictable blocks that were not offered since their last use, the coldest first.
+Coldest StoreIndex::coldest(uint32_t number, int64_t most, bool newest_first) {
+  Namespace& space = find_namespace(number);
+  Coldest result;
+  Slot* const first_cold = space.last_offered == nullptr ? space.evictable.oldest() : space.last_offered->links.newer;
+  Slot* next = newest_first ? space.evictable.newest() : first_cold;
+  for (int64_t count = 0; count < most && next != nullptr && !next->offered; ++count) {
+    Slot& slot = *next;
+    next = newest_first ? slot.links.older : slot.links.newer;
+    pin(slot);
+    slot.used = false;
+    slot.offered = true;
+    const KeptSlot& kept = this->kept(slot);
+    result.keys.append(reinterpret_cast<const char*>(&kept.key), kKeyBytes);
+    result.slots.push_back(slot_number(slot));
+    result.offsets.push_back(offset(slot));
+    result.checksums.push_back(kept.checksum);
+    result.uses.push_back(kept.uses);
   }
   return result;
 }
@@ -299,8 +322,10 @@ int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
     Slot* slot = found_[i];
     if (slot == nullptr) continue;
     ++count;
+    count_use(*slot);
+    slot->used = true;
     if (slot->pins > 0) continue;  // the release counts as the use
-    space.evictable.remove(*slot);
+    leave_evictable(*slot);
     use(*slot);
   }
   return count;

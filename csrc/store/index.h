@@ -14,6 +14,9 @@
 // without those before it. All calls take time proportional to their keys, except that giving a slab to another
 // namespace takes time proportional to its blocks.
 //
+// coldest() offers blocks to the caller before they are evicted, each once after its last use, and gives them the same
+// place in the order afterwards unless they were used meanwhile.
+//
 // A process that opens the kept memory of an earlier one finds its committed blocks with their places, versions and
 // order of use, see recover().
 //
@@ -48,6 +51,13 @@ enum class PutStatus : char { kDone = 1, kPresent = 2, kBeingWritten = 3, kNoRoo
 struct Acquired {
   std::vector<char> found;  // per key: 1 or 0
   std::vector<uint64_t> slots, offsets, versions;
+};
+
+// Blocks that are pinned, without a use.
+struct Coldest {
+  std::string keys;
+  std::vector<uint64_t> slots, offsets, checksums;
+  std::vector<uint64_t> uses;
 };
 
 struct Reserved {
@@ -95,7 +105,8 @@ class StoreIndex {
   Namespace& find_namespace(uint32_t number) const;
 
   std::vector<char> lookup(uint32_t number, const Keys& keys);
-  Acquired acquire(uint32_t number, const Keys& keys, bool leading_only);
+  Acquired acquire(uint32_t number, const Keys& keys, bool leading_only, bool counted);
+  Coldest coldest(uint32_t number, int64_t most, bool newest_first);
   void lease(const std::vector<uint64_t>& slots);
   void release(const std::vector<uint64_t>& slots);
   Reserved reserve(uint32_t number, const Keys& keys);
@@ -113,6 +124,7 @@ class StoreIndex {
 
   const std::map<uint32_t, std::unique_ptr<Namespace>>& namespaces() const { return namespaces_; }
   uint64_t num_evicted() const { return num_evicted_; }
+  uint64_t num_unoffered() const { return num_unoffered_; }
   size_t num_slabs() const { return slabs_.size(); }
   size_t num_free_slabs() const { return free_slabs_.size(); }
 
@@ -150,12 +162,16 @@ class StoreIndex {
   Slot& take_free_slot(Slab& slab);
   void fill(Slot& slot, const Key& key, uint64_t hash);
   void evict(Slot& slot);
+  void count_eviction(const Slot& slot);
   void vacate(Slot& slot);
   void forget(Slot& slot);
   void drop(Slot& slot);
   void free_slot(Slot& slot);
   void return_slab(Slab& slab);
 
+  void leave_evictable(Slot& slot);
+  void return_cold(Slot& slot);
+  void count_use(Slot& slot);
   void pin(Slot& slot);
   void unpin(Slot& slot);
   void use(Slot& slot);
@@ -181,7 +197,7 @@ class StoreIndex {
   LinkedList<Slab, &Slab::idle_links> idle_;  // slabs of namespaces, without reserved or leased blocks
   KeyTable<Slot> table_;
   std::map<uint32_t, std::unique_ptr<Namespace>> namespaces_;
-  uint64_t num_evicted_ = 0;
+  uint64_t num_evicted_ = 0, num_unoffered_ = 0;
   std::vector<uint64_t> hashes_;  // of the keys of the current call
   std::vector<Slot*> found_;      // their committed blocks when the call began, or nullptr
   bool recording_ = false;

@@ -46,6 +46,7 @@ struct alignas(kRecordBytes) KeptSlot {
   uint64_t checksum;
   uint64_t used;  // when it was last used, in ticks of the index
   SlotState state;
+  uint32_t uses;  // how often it was used since it was stored; states of earlier versions have 0 here
 };
 
 static_assert(sizeof(KeptSlot) == kRecordBytes);

@@ -24,6 +24,15 @@ class LinkedList {
     newest_ = &element;
   }
 
+  // Adds an element next to one that is newer, or the newest of all if that is nullptr.
+  void add_before(T* newer, T& element) {
+    if (newer == nullptr) return add(element);
+    T* const older = (newer->*kLinks).older;
+    element.*kLinks = {older, newer};
+    (older == nullptr ? oldest_ : (older->*kLinks).newer) = &element;
+    (newer->*kLinks).older = &element;
+  }
+
   void remove(T& element) {
     const Links<T> links = element.*kLinks;
     (links.older == nullptr ? oldest_ : (links.older->*kLinks).newer) = links.newer;

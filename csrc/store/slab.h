@@ -15,6 +15,8 @@ struct Slot {
   Links<Slot> links;  // `older` is the next free slot if this one is free
   uint64_t hash;
   uint32_t pins;
+  bool used;     // since it was pinned
+  bool offered;  // by coldest() since its last use
 };
 
 // The numbers of blocks of a namespace, by state. Leased blocks are committed or condemned.
@@ -53,10 +55,13 @@ struct Namespace {
   int64_t max_blocks = 0;
   SlabLayout layout{};
   LinkedList<Slot, &Slot::links> evictable;       // committed, without a lease
+  Slot* last_offered = nullptr;                   // the newest evictable block that was offered; older ones were too
+  int64_t num_offered = 0;                        // evictable blocks that were offered
   LinkedList<Slot, &Slot::links> leased;          // committed, with a lease
   LinkedList<Slab, &Slab::room_links> with_room;  // its slabs that have a free slot; the newest is used first
   BlockCounts counts;
   uint64_t num_evicted = 0;
+  uint64_t num_unoffered = 0;  // of these, blocks that were not offered
 };
 
 }  // namespace kvservice

@@ -38,8 +38,7 @@ Slot* StoreIndex::take_slot(Namespace& space) {
 void StoreIndex::shrink(Namespace& space) {
   Slot* oldest = space.evictable.oldest();
   if (oldest == nullptr) return;
-  ++space.num_evicted;
-  ++num_evicted_;
+  count_eviction(*oldest);
   drop(*oldest);
 }
 
@@ -97,6 +96,8 @@ void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
   Slab& slab = slab_of(slot);
   KeptSlot& kept = this->kept(slot);
   slot.hash = hash;
+  slot.used = slot.offered = false;
+  keep(kept.uses, uint32_t{0});
   for (int i = 0; i < kKeyBytes / 8; ++i) keep(kept.key.words[i], key.words[i]);
   keep(kept.checksum, uint64_t{0});
   renew_version(slot);
@@ -113,11 +114,18 @@ void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
 
 // Makes a committed block without leases a slot that is neither used nor in a list of free ones.
 void StoreIndex::evict(Slot& slot) {
+  count_eviction(slot);
+  forget(slot);
+  vacate(slot);
+}
+
+void StoreIndex::count_eviction(const Slot& slot) {
   Namespace& space = *slab_of(slot).owner;
   ++space.num_evicted;
   ++num_evicted_;
-  forget(slot);
-  vacate(slot);
+  if (slot.offered) return;
+  ++space.num_unoffered;
+  ++num_unoffered_;
 }
 
 // Ends the block of a slot, so that its bytes may change.
@@ -131,7 +139,11 @@ void StoreIndex::vacate(Slot& slot) {
 void StoreIndex::forget(Slot& slot) {
   Namespace& space = *slab_of(slot).owner;
   table_.erase(slot.hash, slot);
-  (slot.pins > 0 ? space.leased : space.evictable).remove(slot);
+  if (slot.pins > 0) {
+    space.leased.remove(slot);
+  } else {
+    leave_evictable(slot);
+  }
   --space.counts.committed;
   if (recording_) removed_.push_back({space.number, kept(slot).key});
 }
@@ -172,11 +184,26 @@ void StoreIndex::return_slab(Slab& slab) {
   free_slabs_.push_back(slab.number);
 }
 
+void StoreIndex::count_use(Slot& slot) {
+  KeptSlot& kept = this->kept(slot);
+  if (kept.uses != std::numeric_limits<uint32_t>::max()) keep(kept.uses, kept.uses + 1);
+}
+
+void StoreIndex::leave_evictable(Slot& slot) {
+  Namespace& space = *slab_of(slot).owner;
+  if (slot.offered) {
+    --space.num_offered;
+    if (space.last_offered == &slot) space.last_offered = slot.links.older;
+  }
+  space.evictable.remove(slot);
+}
+
 void StoreIndex::pin(Slot& slot) {
+  slot.used = true;
   if (slot.pins == std::numeric_limits<uint32_t>::max()) throw std::runtime_error("a block has too many leases");
   if (slot.pins++ > 0) return;
   Namespace& space = *slab_of(slot).owner;
-  space.evictable.remove(slot);
+  leave_evictable(slot);
   space.leased.add(slot);
   ++space.counts.leased;
   begin_busy(slab_of(slot));
@@ -186,19 +213,35 @@ void StoreIndex::unpin(Slot& slot) {
   if (--slot.pins > 0) return;
   Namespace& space = *slab_of(slot).owner;
   --space.counts.leased;
-  end_busy(slab_of(slot));
   if (state(slot) == SlotState::kCondemned) {
+    end_busy(slab_of(slot));
     --space.counts.condemned;
     free_slot(slot);
   } else {
     space.leased.remove(slot);
+    if (!slot.used) return return_cold(slot);
+    end_busy(slab_of(slot));
     use(slot);
   }
+}
+
+// Gives a block, which is in no list, and its slab their places in the order of use again, after coldest().
+void StoreIndex::return_cold(Slot& slot) {
+  Slab& slab = slab_of(slot);
+  Namespace& space = *slab.owner;
+  space.evictable.add_before(space.evictable.oldest(), slot);
+  if (space.last_offered == nullptr) space.last_offered = &slot;
+  ++space.num_offered;
+  if (--slab.num_busy > 0) return;
+  Slab* newer = idle_.oldest();
+  while (newer != nullptr && newer->newest < slab.newest) newer = newer->idle_links.newer;
+  idle_.add_before(newer, slab);
 }
 
 // Makes a block, which is in no list, the most recently used, and its slab too.
 void StoreIndex::use(Slot& slot) {
   Slab& slab = slab_of(slot);
+  slot.offered = false;
   slab.newest = ++tick_;
   keep(kept(slot).used, tick_);
   slab.owner->evictable.add(slot);

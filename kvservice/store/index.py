@@ -12,7 +12,9 @@ DONE, PRESENT, BEING_WRITTEN, NO_ROOM = 1, 2, 3, 4
 
 
 class IndexStats(Protocol):
-    """The gauges of one namespace or of all. `num_evicted` counts evictions since the start."""
+    """The gauges of one namespace or of all. `num_evicted` counts evictions since the start, `num_unoffered` those of
+    blocks that `KeyIndex.coldest` had not returned since their last use. `num_offered` blocks could be evicted now, and
+    were returned."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -26,6 +28,10 @@ class IndexStats(Protocol):
     def used_bytes(self) -> int: ...
     @property
     def num_evicted(self) -> int: ...
+    @property
+    def num_offered(self) -> int: ...
+    @property
+    def num_unoffered(self) -> int: ...
 
 
 class KeyIndex(Protocol):
@@ -54,8 +60,16 @@ class KeyIndex(Protocol):
     def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
         """Return the number of leading keys found, and a bitmap of all found."""
 
-    def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
-        """Pin the blocks found. Returns a bitmap, and their slots, offsets and versions."""
+    def acquire(
+        self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
+    ) -> tuple[bytes, bytes, bytes, bytes]:
+        """Pin the blocks found. Returns a bitmap, and their slots, offsets and versions. `counted`: it is a use."""
+
+    def coldest(
+        self, namespace: int, most: int, newest_first: bool = False
+    ) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """Pin blocks that are next to be evicted, each once after its last use. Their release is no use. Returns their
+        slots, keys, offsets, checksums and numbers of uses since they were stored."""
 
     def lease(self, slots: bytes) -> None:
         """Pin committed or condemned slots."""

@@ -46,6 +46,18 @@ class Pinned:
 
 
 @dataclass(frozen=True)
+class Offered:
+    """Blocks that will be evicted soon, as packed arrays. `uses` are uint64: how often each was used since it was
+    stored."""
+
+    slots: bytes
+    keys: bytes
+    offsets: bytes
+    checksums: bytes
+    uses: bytes
+
+
+@dataclass(frozen=True)
 class Reserved:
     """Room for blocks: a status per key, and the slots, offsets and keys of those that are DONE."""
 
@@ -128,15 +140,20 @@ class BlockStore:
         self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False, *, counted: bool = True
     ) -> Pinned:
         """Pin the blocks that are there, until `release`."""
-        pinned = Pinned(*self._index.acquire(namespace.number, keys, leading_only))
+        pinned = Pinned(*self._index.acquire(namespace.number, keys, leading_only, counted))
         if counted:
             namespace.counters.read += pinned.num_blocks
             namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
         return pinned
 
     def hold(self, namespace: StoredNamespace, keys: bytes) -> Pinned:
-        """Pin the blocks that are there, until `release`, without a use."""
-        return Pinned(*self._index.acquire(namespace.number, keys, False))
+        """Pin the blocks that are there, until `release`. It does not count as a use."""
+        return Pinned(*self._index.acquire(namespace.number, keys, False, False))
+
+    def coldest(self, namespace: StoredNamespace, most: int, *, newest_first: bool = False) -> Offered:
+        """Pin blocks that are next to be evicted, until `release`, each once after its last use. The order of eviction
+        stays as it is."""
+        return Offered(*self._index.coldest(namespace.number, most, newest_first))
 
     def lease(self, slots: bytes) -> None:
         """Pin blocks by slot, until `release`."""

@@ -181,7 +181,7 @@ void check_copy(Remains copy, const Blocks& before, const Blocks& after, const s
       key[0] = name;
       const auto found = now.find({number, name});
       const bool committed = found != now.end() && found->second.state == SlotState::kCommitted;
-      const Acquired acquired = next.index.acquire(number, {key.data(), 1}, false);
+      const Acquired acquired = next.index.acquire(number, {key.data(), 1}, false, true);
       expect((acquired.found[0] != 0) == committed, "a block is not found after the restart");
       expect(!committed || acquired.versions[0] == found->second.version, "a block has another version");
     }
@@ -193,10 +193,10 @@ void random_call(Process& process, std::mt19937_64& random) {
   const uint32_t number = process.spaces[random() % process.spaces.size()].number;
   const std::vector<char> bytes = random_keys(random);
   const Keys keys = {bytes.data(), bytes.size() / kKeyBytes};
-  switch (random() % 13) {
+  switch (random() % 14) {
     case 0:
     case 1:
-      process.leases.push_back(index.acquire(number, keys, random() % 2 == 0).slots);
+      process.leases.push_back(index.acquire(number, keys, random() % 2 == 0, random() % 2 == 0).slots);
       break;
     case 2:
     case 3:
@@ -222,6 +222,9 @@ void random_call(Process& process, std::mt19937_64& random) {
       break;
     case 11:
       index.remove(number, keys);
+      break;
+    case 12:
+      process.leases.push_back(index.coldest(number, static_cast<int64_t>(random() % 6), random() % 4 == 0).slots);
       break;
     default:
       index.clear(number, static_cast<int64_t>(random() % 3));

@@ -25,7 +25,17 @@ NAMES = st.lists(st.integers(0, 25), max_size=12)
 SLAB_BYTES = 16384
 # The last one is the largest block of a slab.
 BLOCK_BYTES = (1, 63, 64, 1000, 4095, 4096, 4097, SLAB_BYTES - 4096)
-COUNTS = ("num_blocks", "num_leased", "num_reserved", "num_condemned", "num_slabs", "used_bytes", "num_evicted")
+COUNTS = (
+    "num_blocks",
+    "num_leased",
+    "num_reserved",
+    "num_condemned",
+    "num_slabs",
+    "used_bytes",
+    "num_evicted",
+    "num_unoffered",
+    "num_offered",
+)
 
 
 @dataclass(frozen=True)
@@ -126,10 +136,10 @@ class StoreMachine(RuleBasedStateMachine):
     def release_condemned(self, index: int) -> None:
         self.both("release", self.condemned.pop(index % len(self.condemned)))
 
-    @rule(index=st.integers(0, 3), names=NAMES, leading_only=st.booleans())
-    def acquire(self, index: int, names: list[int], leading_only: bool) -> None:
+    @rule(index=st.integers(0, 3), names=NAMES, leading_only=st.booleans(), counted=st.booleans())
+    def acquire(self, index: int, names: list[int], leading_only: bool, counted: bool) -> None:
         namespace = self.namespace(index)
-        arguments = namespace, keys_of(names), leading_only
+        arguments = namespace, keys_of(names), leading_only, counted
         found, slots, offsets, versions = self.store.index.acquire(*arguments)
         *expected, modelled = self.model.acquire(*arguments)
         assert [found, slots, offsets] == expected
@@ -139,6 +149,23 @@ class StoreMachine(RuleBasedStateMachine):
         leased = tuple(name for name, bit in zip(names, bits(found, len(names)), strict=True) if bit)
         if leased:
             self.leases.append(Lease(namespace, leased, slots, offsets, unpack(versions)))
+
+    @rule(index=st.integers(0, 3), most=st.integers(0, 5), newest_first=st.booleans())
+    def coldest(self, index: int, most: int, newest_first: bool) -> None:
+        namespace = self.namespace(index)
+        slots, keys, offsets, _, _ = self.both("coldest", namespace, most, newest_first)
+        assert len(keys) == 4 * len(slots)
+        if slots:
+            names = {key_of(name): name for name in range(26)}
+            self.leases.append(
+                Lease(
+                    namespace,
+                    tuple(names[keys[begin : begin + 32]] for begin in range(0, len(keys), 32)),
+                    slots,
+                    offsets,
+                    self.store.versions(namespace, offsets),
+                )
+            )
 
     @precondition(lambda self: self.leases)
     @rule(index=st.integers(0, 100))

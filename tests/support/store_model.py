@@ -30,6 +30,8 @@ class Stats:
     num_slabs: int
     used_bytes: int
     num_evicted: int
+    num_unoffered: int
+    num_offered: int
 
 
 @dataclass(eq=False)
@@ -46,6 +48,9 @@ class Block:
     pins: int = 0
     used: int = 0
     last_use: int = 0  # as the kept memory has it, which a lease does not change
+    uses: int = 0
+    used_since_pin: bool = False
+    offered: bool = False
 
     @property
     def number(self) -> int:
@@ -87,6 +92,7 @@ class Namespace:
     slabs: list[Slab] = field(default_factory=list)
     with_room: list[Slab] = field(default_factory=list)  # the last one is used first
     num_evicted: int = 0
+    num_unoffered: int = 0
 
     def blocks(self) -> list[Block]:
         return [block for slab in self.slabs for block in slab.blocks.values()]
@@ -111,7 +117,7 @@ class StoreModel:
         self.tick = 0
         self.recording = False
         self.removed: list[tuple[int, bytes]] = []
-        self.closed_evictions = 0
+        self.closed_evictions = self.closed_unoffered = 0
         self.generation = 0
 
     def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
@@ -119,11 +125,11 @@ class StoreModel:
         for number in self.spaces.keys() - sizes.keys():
             self.free_slabs += [slab.number for slab in self.spaces.pop(number).slabs]
         self.free_slabs.sort(reverse=True)
-        self.tick = self.closed_evictions = 0
+        self.tick = self.closed_evictions = self.closed_unoffered = 0
         self.record_removed(False)
         for space in self.spaces.values():
             block_bytes, quota_bytes = sizes[space.number]
-            space.max_blocks, space.num_evicted = quota_bytes // block_bytes, 0
+            space.max_blocks, space.num_evicted, space.num_unoffered = quota_bytes // block_bytes, 0, 0
             space.with_room = sorted((slab for slab in space.slabs if slab.free), key=lambda slab: slab.number)
             for slab in space.slabs:
                 self.recover_slab(slab)
@@ -135,7 +141,7 @@ class StoreModel:
         slab.free.sort(reverse=True)
         slab.newest = 0
         for block in slab.blocks.values():
-            block.pins, block.used = int(block.condemned), block.last_use
+            block.pins, block.used, block.offered = int(block.condemned), block.last_use, False
             if not block.reserved and not block.condemned:
                 slab.newest = max(slab.newest, block.used)
         self.tick = max(self.tick, slab.newest)
@@ -158,7 +164,9 @@ class StoreModel:
     def close(self, namespace: int) -> None:
         if self.spaces[namespace].slabs:
             raise RuntimeError("the namespace has blocks")
-        self.closed_evictions += self.spaces.pop(namespace).num_evicted
+        space = self.spaces.pop(namespace)
+        self.closed_evictions += space.num_evicted
+        self.closed_unoffered += space.num_unoffered
 
     def set_quota(self, namespace: int, quota_bytes: int) -> None:
         self.spaces[namespace].max_blocks = quota_bytes // self.spaces[namespace].block_bytes
@@ -174,16 +182,17 @@ class StoreModel:
         found = [space.present(key) is not None for key in split(keys)]
         return (found.index(False) if False in found else len(found)), bitmap(found)
 
-    def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
+    def acquire(
+        self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
+    ) -> tuple[bytes, bytes, bytes, bytes]:
         blocks = [self.spaces[namespace].present(key) for key in split(keys)]
         if leading_only and None in blocks:
             first = blocks.index(None)
             blocks[first:] = [None] * (len(blocks) - first)
         leased = [block for block in blocks if block is not None]
         for block in leased:
-            block.pins += 1
-            if block.pins == 1:
-                block.used = self.next_tick()
+            self.pin(block)
+            block.uses += counted
         return (
             bitmap([block is not None for block in blocks]),
             pack([block.number for block in leased]),
@@ -196,9 +205,29 @@ class StoreModel:
             block = self.block(slot)
             if block.reserved:
                 raise RuntimeError("the block is reserved")
-            block.pins += 1
-            if block.pins == 1:
-                block.used = self.next_tick()
+            self.pin(block)
+
+    def pin(self, block: Block) -> None:
+        block.pins += 1
+        block.used_since_pin = True
+        if block.pins == 1:
+            block.used = self.next_tick()
+
+    def coldest(
+        self, namespace: int, most: int, newest_first: bool = False
+    ) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        blocks = [block for block in self.spaces[namespace].blocks() if block.evictable and not block.offered]
+        blocks = sorted(blocks, key=lambda block: block.used, reverse=newest_first)[:most]
+        for block in blocks:
+            self.pin(block)
+            block.used_since_pin, block.offered = False, True
+        return (
+            pack([block.number for block in blocks]),
+            b"".join(block.key for block in blocks),
+            pack([block.offset for block in blocks]),
+            pack([block.checksum for block in blocks]),
+            pack([block.uses for block in blocks]),
+        )
 
     def release(self, slots: bytes) -> None:
         for slot in reversed(unpack(slots)):
@@ -211,8 +240,11 @@ class StoreModel:
             if block.condemned:
                 self.free(block)
                 self.settle(block.slab)
-            else:
+            elif block.used_since_pin:
                 self.use(block)
+            else:
+                others = [one.used for one in block.slab.space.blocks() if one.evictable and one is not block]
+                block.used = min(others, default=0) - 1
 
     def checksums(self, slots: bytes) -> bytes:
         return pack([self.block(slot).checksum for slot in unpack(slots)])
@@ -269,7 +301,11 @@ class StoreModel:
     def touch(self, namespace: int, keys: bytes) -> int:
         blocks = [self.spaces[namespace].present(key) for key in split(keys)]
         for block in reversed(blocks):
-            if block is not None and block.pins == 0:
+            if block is None:
+                continue
+            block.uses += 1
+            block.used_since_pin = True
+            if block.pins == 0:
                 self.use(block)
         return len(blocks) - blocks.count(None)
 
@@ -309,6 +345,8 @@ class StoreModel:
             num_slabs=len(space.slabs),
             used_bytes=len(blocks) * space.block_bytes,
             num_evicted=space.num_evicted,
+            num_unoffered=space.num_unoffered,
+            num_offered=sum(block.evictable and block.offered for block in blocks),
         )
 
     def totals(self) -> Stats:
@@ -321,6 +359,8 @@ class StoreModel:
             num_slabs=sum(stats.num_slabs for stats in each),
             used_bytes=sum(stats.used_bytes for stats in each),
             num_evicted=sum(stats.num_evicted for stats in each) + self.closed_evictions,
+            num_unoffered=sum(stats.num_unoffered for stats in each) + self.closed_unoffered,
+            num_offered=sum(stats.num_offered for stats in each),
         )
 
     @property
@@ -365,6 +405,7 @@ class StoreModel:
     def use(self, block: Block) -> None:
         """Make a block the most recently used, and its slab too."""
         block.used = block.last_use = block.slab.newest = self.next_tick()
+        block.offered = False
 
     def find_room(self, space: Namespace) -> Slab | None:
         """Return a slab of the namespace with a free slot, after an eviction if necessary."""
@@ -391,7 +432,7 @@ class StoreModel:
         """Evict the slab of another namespace that was least recently used, unless the block `own` is older."""
         others = [slab for other in self.spaces.values() if other is not space for slab in other.slabs if slab.idle]
         oldest = min(others, key=lambda slab: slab.newest, default=None)
-        if oldest is None or (own is not None and own.used < oldest.newest):
+        if oldest is None or (own is not None and own.last_use < oldest.newest):
             return
         for _, block in sorted(oldest.blocks.items()):
             self.evict(block)
@@ -413,6 +454,7 @@ class StoreModel:
 
     def evict(self, block: Block) -> None:
         block.slab.space.num_evicted += 1
+        block.slab.space.num_unoffered += not block.offered
         self.drop(block)
 
     def drop_all(self, blocks: list[Block]) -> int:
