@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,10 +22,12 @@ from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.slices import Answer, to_the_end
+from kvservice.server.store_below import acquire, acquire_below, clear_below, clear_memory, lookup_below, remove_below
 from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.namespaces import POOL_KEYS
 from kvservice.store.session import Reservation
 from kvservice.store.store import check_keys
+from kvservice.tiers import TierChain
 from kvservice.v1 import store_pb2
 
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
@@ -85,19 +89,27 @@ class StoreCalls:
             blocks_per_slab=namespace.blocks_per_slab,
         )
 
-    def lookup(self, session: ServerSession, request: store_pb2.LookupRequest) -> store_pb2.LookupResponse:
+    def lookup(
+        self, session: ServerSession, request: store_pb2.LookupRequest
+    ) -> store_pb2.LookupResponse | Coroutine[Any, Any, store_pb2.LookupResponse]:
         namespace = namespace_of(session, request)
+        check_max_wait(request)
+        if (chain := self._chain_for(namespace, request.keys)) is not None:
+            return lookup_below(self._store.blocks, chain, namespace, request)
         num_leading, found = self._store.blocks.lookup(namespace, request.keys, counted=not request.uncounted)
         return store_pb2.LookupResponse(num_leading=num_leading, found=found)
 
-    def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> store_pb2.AcquireResponse:
+    def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Answer[store_pb2.AcquireResponse]:
         namespace = namespace_of(session, request)
-        lease_id, pinned = own_store(session).acquire(
-            namespace, request.keys, request.leading_only, request.ttl_s, counted=not request.uncounted
-        )
-        return store_pb2.AcquireResponse(
-            lease_id=lease_id, found=pinned.found, offsets=pinned.offsets, versions=pinned.versions
-        )
+        check_max_wait(request)
+        if (chain := self._chain_for(namespace, request.keys)) is not None:
+            return to_the_end(acquire_below(chain, own_store(session), namespace, request))
+        return acquire(own_store(session), namespace, request)
+
+    def _chain_for(self, namespace: StoredNamespace, keys: bytes) -> TierChain | None:
+        """Return the chain of tiers if one of the keys is not in memory."""
+        chain = self._store.chain
+        return None if chain is None or self._store.blocks.has_all(namespace, keys) else chain
 
     def renew(self, session: ServerSession, request: store_pb2.RenewRequest) -> store_pb2.RenewResponse:
         own_store(session).renew(request.lease_id, request.ttl_s)
@@ -159,14 +171,20 @@ class StoreCalls:
         namespace = namespace_of(session, request)
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
-    def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> store_pb2.RemoveResponse:
+    def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:
         namespace = namespace_of(session, request)
+        if self._store.chain is not None:
+            return to_the_end(remove_below(self._store.chain, namespace, request.keys))
         return store_pb2.RemoveResponse(num_blocks=self._store.blocks.remove(namespace, request.keys))
 
-    def clear(self, session: ServerSession, request: store_pb2.ClearRequest) -> Slices[store_pb2.ClearResponse]:
+    def clear(
+        self, session: ServerSession, request: store_pb2.ClearRequest
+    ) -> Slices[store_pb2.ClearResponse] | Answer[store_pb2.ClearResponse]:
         namespace = own_store(session).namespace(request.namespace_id)
-        num_blocks = yield from self._store.blocks.clear_in_slices(namespace)
-        return store_pb2.ClearResponse(num_blocks=num_blocks)
+        cleared = clear_memory(self._store.blocks, namespace)
+        if self._store.chain is not None:
+            return to_the_end(clear_below(self._store.chain, namespace, cleared))
+        return cleared
 
     def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
         token = self._store.share(own_store(session), session.access, request.writable)
@@ -200,6 +218,14 @@ def namespace_of(
     namespace = own_store(session).namespace(request.namespace_id)
     check_keys(request.keys)
     return namespace
+
+
+def check_max_wait(
+    request: store_pb2.LookupRequest | store_pb2.AcquireRequest | store_pb2.BatchGetRequest,
+) -> None:
+    """Raises InvalidArgumentError naming max_wait_s if that is no time."""
+    if not (math.isfinite(request.max_wait_s) and request.max_wait_s >= 0):
+        raise InvalidArgumentError(f"{request.max_wait_s} is not 0 or more", field="max_wait_s")
 
 
 def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIdentity:

@@ -1,6 +1,7 @@
 """The handlers of StoreService that copy blocks: BatchGet and BatchPut.
 
-    pin or reserve the blocks ─▶ copy, in threads ─▶ put: commit, or abort if the caller has gone ─▶ unpin, reply
+    get: bring up, pin ─▶ copy, in threads ─▶ unpin, reply
+    put: reserve       ─▶ copy, in threads ─▶ commit, or abort if the caller has gone; reply
 
 The blocks and the region stay in use until the copy has ended, even if the call or the session ends before that.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvservice.server.scatter import Places, places_of
 from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.slices import to_the_end
-from kvservice.server.store_calls import Bits, bits_of, namespace_of, opened, own_store
+from kvservice.server.store_calls import Bits, bits_of, check_max_wait, namespace_of, opened, own_store
 from kvservice.store import StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
 from kvservice.store.store import Pinned
@@ -132,12 +133,13 @@ class StoreCopyCalls:
         self, session: ServerSession, request: store_pb2.BatchGetRequest
     ) -> store_pb2.BatchGetResponse | Encoded:
         namespace = namespace_of(session, request)
+        check_max_wait(request)
         if not request.HasField("region"):
             return await self._get_inline(namespace, request)
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
         with session.regions.host_region(request.region.region, "region.region") as region:
             places = places_of(request.region, num_keys, block_bytes, region.byte_size)
-            with self._pinned(namespace, request) as (pinned, checksums):
+            async with self._pinned(namespace, request) as (pinned, checksums):
                 chosen = places.of(bits_of(pinned.found, num_keys))
                 good = await self._store.copies.read_into(pinned.offsets, block_bytes, region, chosen, checksums)
                 found = self._without_corrupt(namespace, request.keys, pinned, good)
@@ -149,7 +151,7 @@ class StoreCopyCalls:
     async def _get_inline(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Encoded:
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
         codec.check_response_size(num_keys * (block_bytes + 1), self._max_response_bytes, "keys")
-        with self._pinned(namespace, request) as (pinned, checksums):
+        async with self._pinned(namespace, request) as (pinned, checksums):
             data = np.empty((pinned.num_blocks, block_bytes), np.uint8)
             places = Places.packed(pinned.num_blocks, block_bytes)
             good = await self._store.copies.read(pinned.offsets, block_bytes, data, places, checksums)
@@ -162,11 +164,17 @@ class StoreCopyCalls:
             encoded += Encoded((chosen_items(checksums, WORD_BYTES, whole),)).inside(_CHECKSUMS)
         return encoded + Encoded((data.reshape(-1).data,)).inside(_DATA)
 
-    @contextlib.contextmanager
-    def _pinned(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Iterator[tuple[Pinned, bytes]]:
-        """Pin the blocks that are there. Yields them with the checksums to compare, none unless they are wanted."""
-        blocks = self._store.blocks
-        pinned = blocks.acquire(namespace, request.keys)
+    @contextlib.asynccontextmanager
+    async def _pinned(
+        self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest
+    ) -> AsyncIterator[tuple[Pinned, bytes]]:
+        """Bring up what is below, and pin the blocks that are there. Yields them with the checksums to compare, none
+        unless they are wanted."""
+        blocks, chain = self._store.blocks, self._store.chain
+        if chain is None or blocks.has_all(namespace, request.keys):
+            pinned = blocks.acquire(namespace, request.keys)
+        else:
+            pinned = await chain.bring_up(namespace, request.keys, max_wait_s=request.max_wait_s)
         try:
             yield pinned, blocks.checksums(pinned.slots) if request.verify or request.return_checksums else b""
         finally:

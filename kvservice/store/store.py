@@ -130,6 +130,10 @@ class BlockStore:
             self.count_lookup(namespace, keys, found)
         return num_leading, found
 
+    def has_all(self, namespace: StoredNamespace, keys: bytes) -> bool:
+        """Return whether all of these blocks are there."""
+        return self._index.lookup(namespace.number, keys)[0] == len(keys) // KEY_BYTES
+
     def count_lookup(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
         """Count a lookup whose result is this bitmap."""
         num_found = int.from_bytes(found, "little").bit_count()

@@ -9,8 +9,8 @@ remove     memory, reads in progress, all tiers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -74,7 +74,14 @@ class TierChain:
         found |= below.flags
         return found
 
-    async def bring_up(
+    async def bring_up(self, namespace: StoredNamespace, keys: bytes, **options: Any) -> Pinned:
+        """Bring values into memory that are below, and pin all that are in memory then, until `BlockStore.release`.
+        `options` are those of `brought_up`."""
+        async with self.brought_up(namespace, keys, **options):
+            return self._store.acquire(namespace, keys, bool(options.get("leading_only")))
+
+    @asynccontextmanager
+    async def brought_up(
         self,
         namespace: StoredNamespace,
         keys: bytes,
@@ -82,25 +89,24 @@ class TierChain:
         leading_only: bool = False,
         max_wait_s: float = 0.0,
         counted: bool = True,
-    ) -> Pinned:
-        """Bring values into memory that are below, and pin all that are in memory then, until `BlockStore.release`.
-        With `leading_only` it stops before the first value that is nowhere. After `max_wait_s` seconds (0: no limit)
-        the values that are not there yet are missing. `counted`: see `BlockStore.acquire`."""
+    ) -> AsyncIterator[None]:
+        """Bring values into memory that are below. Within the context no value that is in memory is evicted. With
+        `leading_only` it stops before the first value that is nowhere. After `max_wait_s` seconds (0: no limit) the
+        context begins without the values that are not there yet. `counted`: count hits and misses of the tiers."""
         until = self._clock.time() + max_wait_s if max_wait_s else float("inf")
         space = self.space(namespace)
         held = self._store.hold(namespace, keys)  # to make room must not evict them
-        reads: set[Read] = set()
+        namespace.num_users += 1  # it must not give way meanwhile
         try:
             found = flags_of(held.found, len(keys) // KEY_BYTES)
             below = await self._find(space, keys, ~found, max_wait_s, counted)
             if leading_only and not (leading := np.logical_and.accumulate(found | below.flags)).all():
                 keys = keys[: int(leading.sum()) * KEY_BYTES]
-            reads |= below.reads
-            reads |= self._start(namespace, space, keys, below)
-            with self._joined(reads):
+            with self._joined(below.reads | self._start(namespace, space, keys, below)) as reads:
                 await wait_for_all(self._clock, [read.settled for read in reads], until - self._clock.time())
-                return self._store.acquire(namespace, keys, leading_only, counted=counted)
+                yield
         finally:
+            namespace.num_users -= 1
             self._store.release(held.slots)
 
     def _in_memory(self, namespace: StoredNamespace, keys: bytes) -> Flags:
@@ -154,12 +160,12 @@ class TierChain:
         return reads
 
     @contextmanager
-    def _joined(self, reads: Iterable[Read]) -> Iterator[None]:
+    def _joined(self, reads: Iterable[Read]) -> Iterator[list[Read]]:
         joined = list(reads)
         for read in joined:
             self._reads.join(read)
         try:
-            yield
+            yield joined
         finally:
             for read in joined:
                 self._reads.leave(read)

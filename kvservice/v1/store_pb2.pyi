@@ -77,16 +77,18 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "uncounted")
+    __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     uncounted: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
+    max_wait_s: float
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("num_leading", "found")
@@ -97,7 +99,7 @@ class LookupResponse(_message.Message):
     def __init__(self, num_leading: _Optional[int] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "namespace_id", "keys", "ttl_s", "leading_only", "uncounted")
+    __slots__ = ("session_token", "request_id", "namespace_id", "keys", "ttl_s", "leading_only", "uncounted", "max_wait_s")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class AcquireRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     LEADING_ONLY_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     namespace_id: int
@@ -112,7 +115,8 @@ class AcquireRequest(_message.Message):
     ttl_s: float
     leading_only: bool
     uncounted: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., leading_only: bool = ..., uncounted: bool = ...) -> None: ...
+    max_wait_s: float
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., leading_only: bool = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "found", "offsets", "versions")
@@ -217,20 +221,22 @@ class Scatter(_message.Message):
     def __init__(self, region: _Optional[str] = ..., piece_bytes: _Optional[_Iterable[int]] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class BatchGetRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "region", "verify", "return_checksums")
+    __slots__ = ("session_token", "namespace_id", "keys", "region", "verify", "return_checksums", "max_wait_s")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     RETURN_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     region: Scatter
     verify: bool
     return_checksums: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., verify: bool = ..., return_checksums: bool = ...) -> None: ...
+    max_wait_s: float
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., region: _Optional[_Union[Scatter, _Mapping]] = ..., verify: bool = ..., return_checksums: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
 
 class BatchGetResponse(_message.Message):
     __slots__ = ("found", "data", "checksums")

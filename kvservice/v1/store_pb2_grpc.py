@@ -36,6 +36,10 @@ class StoreServiceStub(object):
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
+    Below the memory there may be tiers: a disk, or a store that many hosts share. Blocks that are evicted from memory stay
+    there if they are worth it. Lookup, Acquire and BatchGet find blocks wherever they are; Acquire and BatchGet bring them
+    into memory first, and wait for that for max_wait_s at most. Remove and Clear reach all tiers.
+
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
     takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or
     upgraded comes back with them and with all blocks, at the same offsets and with the same versions of the same memory;
@@ -138,6 +142,10 @@ class StoreServiceServicer(object):
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
+    Below the memory there may be tiers: a disk, or a store that many hosts share. Blocks that are evicted from memory stay
+    there if they are worth it. Lookup, Acquire and BatchGet find blocks wherever they are; Acquire and BatchGet bring them
+    into memory first, and wait for that for max_wait_s at most. Remove and Clear reach all tiers.
+
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
     takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or
     upgraded comes back with them and with all blocks, at the same offsets and with the same versions of the same memory;
@@ -154,14 +162,14 @@ class StoreServiceServicer(object):
     def OpenNamespace(self, request, context):
         """Opens a namespace, and creates it if there is none with exactly this identity. The session's tenant is part of it.
         If there are max_store_namespaces already, the least recently used one that no session has open, and of which no
-        block is leased or reserved, gives way with its blocks. QUOTA_EXCEEDED if there is none.
+        block is leased or reserved, gives way with its blocks in memory. QUOTA_EXCEEDED if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Returns which blocks are there. Changes nothing, not even their order of eviction.
+        """Returns which blocks are there, in memory or below. Changes nothing, not even their order of eviction.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,6 +359,10 @@ class StoreService(object):
 
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
+
+    Below the memory there may be tiers: a disk, or a store that many hosts share. Blocks that are evicted from memory stay
+    there if they are worth it. Lookup, Acquire and BatchGet find blocks wherever they are; Acquire and BatchGet bring them
+    into memory first, and wait for that for max_wait_s at most. Remove and Clear reach all tiers.
 
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
     takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or

@@ -143,9 +143,9 @@ class StoreMachine(RuleBasedStateMachine):
         found, slots, offsets, versions = self.store.index.acquire(*arguments)
         *expected, modelled = self.model.acquire(*arguments)
         assert [found, slots, offsets] == expected
-        for version, counted in zip(unpack(versions), unpack(modelled), strict=True):
-            self.first_version = self.first_version or version - counted
-            assert version - counted == self.first_version
+        for version, number in zip(unpack(versions), unpack(modelled), strict=True):
+            self.first_version = self.first_version or version - number
+            assert version - number == self.first_version
         leased = tuple(name for name, bit in zip(names, bits(found, len(names)), strict=True) if bit)
         if leased:
             self.leases.append(Lease(namespace, leased, slots, offsets, unpack(versions)))
@@ -156,11 +156,11 @@ class StoreMachine(RuleBasedStateMachine):
         slots, keys, offsets, _, _ = self.both("coldest", namespace, most, newest_first)
         assert len(keys) == 4 * len(slots)
         if slots:
-            names = {key_of(name): name for name in range(26)}
+            known = {key_of(name): name for name in range(26)}
             self.leases.append(
                 Lease(
                     namespace,
-                    tuple(names[keys[begin : begin + 32]] for begin in range(0, len(keys), 32)),
+                    tuple(known[keys[begin : begin + 32]] for begin in range(0, len(keys), 32)),
                     slots,
                     offsets,
                     self.store.versions(namespace, offsets),

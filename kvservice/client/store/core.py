@@ -14,6 +14,7 @@ from kvservice.client.store.holding import acquire, reserve
 from kvservice.client.store.leases import Held
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.patience import Patience
 from kvservice.client.store.pieces import Blocks, pieces_of
 from kvservice.client.store.reading import BlockReader
 from kvservice.client.store.splits import keys_in_request, parts
@@ -86,16 +87,23 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         """The memory of the store if it is mapped now. Another link to the daemon has another mapping."""
         return None if (link := self._access.link) is None else link.memory
 
-    async def lookup(self, keys: Keys, *, counted: bool = True, timeout_s: float | None = None) -> Lookup:
-        """Return which blocks are there. They may be evicted at any time. Changes nothing but the daemon's counters of
-        hits and misses, and not these unless `counted`: for a look-up that only prepares a put."""
-        packed = key_bytes(keys)
+    async def lookup(
+        self, keys: Keys, *, counted: bool = True, max_wait_s: float = 0.0, timeout_s: float | None = None
+    ) -> Lookup:
+        """Return which blocks are there, in memory or in the tiers below. They may be evicted at any time. Changes
+        nothing but the daemon's counters of hits and misses, and not these unless `counted`: for a look-up that only
+        prepares a put. Blocks that `get` would not have within `max_wait_s` seconds, by measured speeds, count as
+        missing; 0: there is no such limit."""
+        packed, max_wait_s = key_bytes(keys), wait_time(max_wait_s, "max_wait_s")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
 
         async def work(link: StoreLink) -> None:
             for part in parts(len(found), keys_in_request(link)):
                 request = store_pb2.LookupRequest(
-                    namespace_id=link.namespace_id, keys=some_keys(packed, part), uncounted=not counted
+                    namespace_id=link.namespace_id,
+                    keys=some_keys(packed, part),
+                    uncounted=not counted,
+                    max_wait_s=max_wait_s,
                 )
                 response = await link.call("store_lookup", request, timeout_s)
                 found[part] = flags_of(response.found, part.stop - part.start)
@@ -103,19 +111,30 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         await self._access.attempt(work)
         return Lookup.of(found)
 
-    async def get(self, keys: Keys, out: Blocks, *, verify: bool = False, timeout_s: float | None = None) -> Flags:
+    async def get(
+        self,
+        keys: Keys,
+        out: Blocks,
+        *,
+        verify: bool = False,
+        max_wait_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Flags:
         """Copy blocks to `out`: uint8[num_keys, block_bytes], contiguous and in host memory, or a Scatter. Returns one
         flag per key: whether its block was copied. The contents of `out` for the other keys are undefined.
 
         Copies from the mapped memory if the daemon shares it; else through a region; else in messages. A block that is
         evicted during the copy counts as missing. With `verify`, checksums are compared; a damaged block is removed and
         counts as missing. Raises MessageTooLargeError if a block must fit into a message and does not.
+
+        Blocks in tiers below the daemon's memory are brought up first. Those that are not there within `max_wait_s`
+        seconds count as missing; 0: the tiers' own limits apply.
         """
-        packed = key_bytes(keys)
+        packed, patience = key_bytes(keys), Patience(max_wait_s)
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         target = pieces_of(out, len(found), self.namespace.block_bytes, "out", writable=True)
         await self._access.attempt(
-            lambda link: BlockReader(link, packed, target, found, bool(verify), timeout_s).read()
+            lambda link: BlockReader(link, packed, target, found, bool(verify), patience, timeout_s).read()
         )
         return found
 
@@ -139,12 +158,14 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         *,
         leading_only: bool = False,
         counted: bool = True,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> LeaseT:
         """Lease blocks for `ttl_s` seconds, 0: for the daemon's max_lease_s. With `leading_only`, only those before the
         first that is missing. The daemon refuses a longer time with InvalidArgumentError. Without `counted`,
-        the daemon does not count the blocks as read: for a lease that protects what another call reads."""
-        packed, ttl_s = key_bytes(keys), wait_time(ttl_s, "ttl_s")
+        the daemon does not count the blocks as read: for a lease that protects what another call reads. `max_wait_s`
+        is as in `get`."""
+        packed, ttl_s, patience = key_bytes(keys), wait_time(ttl_s, "ttl_s"), Patience(max_wait_s)
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         held: list[Held] = []
         used: StoreLink | None = None
@@ -160,6 +181,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                 ttl_s=ttl_s,
                 leading_only=bool(leading_only),
                 counted=bool(counted),
+                patience=patience,
                 timeout_s=timeout_s,
             )
 

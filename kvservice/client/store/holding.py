@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvservice.client.store.leases import Held
 from kvservice.client.store.link import StoreLink
+from kvservice.client.store.patience import Patience
 from kvservice.client.store.splits import blocks_in_request, keys_in_request, parts
 from kvservice.client.store.values import Flags, Statuses, flags_of, num_keys, some_keys, statuses_of
 from kvservice.errors import StoreNotSharedError
@@ -19,6 +20,7 @@ async def acquire(
     ttl_s: float,
     leading_only: bool,
     counted: bool,
+    patience: Patience,
     timeout_s: float | None,
 ) -> None:
     """Lease blocks. Adds to `held` and sets flags in `found`."""
@@ -30,6 +32,7 @@ async def acquire(
             ttl_s=ttl_s,
             leading_only=leading_only,
             uncounted=not counted,
+            max_wait_s=patience.left_s,
         )
         response = await link.hold("store_acquire", request, timeout_s)
         if response.lease_id:

@@ -11,6 +11,7 @@ import numpy as np
 from kvservice.client.store import copies
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.patience import Patience
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.splits import blocks_in_message, blocks_in_request, parts
 from kvservice.client.store.transferring import BlockTransfer, is_worth_it
@@ -23,10 +24,17 @@ class BlockReader:
     """One `get`: copies blocks to `target`, and sets the flags in `found` of those that it has copied."""
 
     def __init__(
-        self, link: StoreLink, keys: bytes, target: Pieces, found: Flags, verify: bool, timeout_s: float | None
+        self,
+        link: StoreLink,
+        keys: bytes,
+        target: Pieces,
+        found: Flags,
+        verify: bool,
+        patience: Patience,
+        timeout_s: float | None,
     ) -> None:
         self._link, self._keys, self._target, self._found = link, keys, target, found
-        self._verify, self._timeout_s = verify, timeout_s
+        self._verify, self._patience, self._timeout_s = verify, patience, timeout_s
 
     async def read(self) -> None:
         """Take the fastest way. Raises the errors of calls; flags set by then are right."""
@@ -40,7 +48,10 @@ class BlockReader:
         for part in parts(num_keys(self._keys), blocks_in_request(link)):
             keys = some_keys(self._keys, part)
             request = store_pb2.AcquireRequest(
-                request_id=link.next_request_id(), namespace_id=link.namespace_id, keys=keys
+                request_id=link.next_request_id(),
+                namespace_id=link.namespace_id,
+                keys=keys,
+                max_wait_s=self._patience.left_s,
             )
             response = await link.hold("store_acquire", request, self._timeout_s)
             if not response.lease_id:
@@ -126,6 +137,7 @@ class BlockReader:
             region=region,
             verify=self._verify,
             return_checksums=return_checksums,
+            max_wait_s=self._patience.left_s,
         )
         response: store_pb2.BatchGetResponse = await self._link.call("store_batch_get", request, self._timeout_s)
         return response
