@@ -15,6 +15,8 @@ from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
 GIB = 1 << 30
+# A disk tier has a few slabs at least.
+MIN_DISK_GIB = 0.25
 # vLLM's names for cache dtypes that differ from the model's dtype.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -285,6 +287,21 @@ class ServeConfig(BaseModel):
         description="Directory for what outlives the daemon and the machine's memory, on a disk of this host. One "
         "daemon uses it. Empty: there is none.",
     )
+    disk_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 20,
+        description="Size in GiB of the disk tier, files in disk for values of the block store that its memory has no "
+        "room for. At least 1/4; 0: there is none.",
+    )
+    disk_threads: int = Field(
+        16, ge=1, le=256, description="Threads that read and write the disk: so many transfers are in progress at most."
+    )
+    disk_admission: Literal["all", "reused"] = Field(
+        "all",
+        description="Which values that leave the memory of the block store are written to the disk. reused: those that "
+        "were used again after they were stored, or were stored before.",
+    )
     disk_sessions_gib: float = Field(
         16.0,
         ge=0,
@@ -465,6 +482,11 @@ class ServeConfig(BaseModel):
             raise ValueError("mooncake: it keeps values of the block store: set store_gib")
         if self.mooncake_segment_gib and not self.mooncake:
             raise ValueError("mooncake_segment_gib: there is no Mooncake Store: set mooncake")
+        if self.disk_gib and not (self.disk and self.store_gib):
+            missing = "store_gib" if self.disk else "disk"
+            raise ValueError(f"disk_gib: a disk tier keeps values of the block store in files: set {missing}")
+        if 0 < self.disk_gib < MIN_DISK_GIB:
+            raise ValueError(f"disk_gib: must be at least {MIN_DISK_GIB:g}, or 0, not {self.disk_gib:g}")
         return self
 
     @model_validator(mode="after")

@@ -160,6 +160,8 @@ class KVServer:
                 self.core.saved.run(),
                 *(() if self.pool_tier is None else (self.pool_tier.run(),)),
             )
+            if self.chain is not None:
+                self.chain.start()
             self.observing.report_restart(self._report_restart())
             unmapping.start()
             freeze_heap()
@@ -187,6 +189,8 @@ class KVServer:
             await asyncio.gather(*beside, return_exceptions=True)
             if self.pool_tier is not None:
                 await self.pool_tier.close()
+            if self.chain is not None:
+                await self.chain.close()
             loop.remove_reader(self.sessions.lanes.descriptor)
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
@@ -293,11 +297,14 @@ class KVServer:
         stall_s = self._config.drain_stall_s
         if restarting:  # the next process finds the steps that wait for their clients
             stall_s = min(stall_s, HAND_OVER_STALL_S)
-        drain = Drain(self._config.drain_timeout_s, stall_s, loop.time())
+        begun_s = loop.time()
+        drain = Drain(self._config.drain_timeout_s, stall_s, begun_s)
         while drain.goes_on(loop.time(), self.dispatcher.in_flight, self.sessions.layers_in_progress()):
             await asyncio.sleep(0.005 if restarting else 0.02)
         if restarting:
             self.sessions.end_streams(RestartingError(reason))
+        elif self.chain is not None:  # the memory ends with the keeper
+            await self.chain.flush(max(0.0, begun_s + self._config.drain_timeout_s - loop.time()))
 
 
 def _open_tracer(config: ServeConfig) -> Tracer | None:

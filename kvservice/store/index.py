@@ -41,6 +41,10 @@ class KeyIndex(Protocol):
     def generation(self) -> int:
         """The number of processes that had the index before this one."""
 
+    @property
+    def num_free_slabs(self) -> int:
+        """The number of slabs without a namespace."""
+
     def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
         """Take over the blocks of these namespaces from the process before. Returns the slots reserved, and those
         condemned, each of which is pinned once. Called once, first of all."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Offered:
     keys: bytes
     offsets: bytes
     checksums: bytes
-    uses: bytes
+    uses: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,16 @@ class Reserved:
     slots: bytes
     offsets: bytes
     keys: bytes
+
+
+class StoreWatcher(Protocol):
+    """Whoever writes values to tiers below the memory. It is told in the middle of a call, and must not raise."""
+
+    def stored(self, namespace: StoredNamespace, keys: bytes) -> None:
+        """Note blocks that clients have stored."""
+
+    def used(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
+        """Note blocks that were read; `found` is a bitmap over the keys."""
 
 
 class BlockStore:
@@ -90,6 +100,7 @@ class BlockStore:
         # The slots that the process before had reserved, and those that it had condemned.
         self.found_reserved, self.found_condemned = self._namespaces.recover()
         index.record_removed(journal is not None)
+        self.watcher: StoreWatcher | None = None
 
     def __iter__(self) -> Iterator[StoredNamespace]:
         return iter(self._namespaces)
@@ -111,6 +122,10 @@ class BlockStore:
         """Return the namespace of this identity for one more user. There is a place for it, see `make_place`. Raises
         InvalidArgumentError naming namespace.block_bytes or, see `set_quota`, quota_bytes."""
         return self._namespaces.open(identity, quota_bytes)
+
+    def has(self, namespace: StoredNamespace) -> bool:
+        """Return whether a namespace has not given way."""
+        return self._namespaces.has(namespace)
 
     def leave(self, namespace: StoredNamespace) -> None:
         """Undo one `open`."""
@@ -148,6 +163,8 @@ class BlockStore:
         if counted:
             namespace.counters.read += pinned.num_blocks
             namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
+            if self.watcher is not None and pinned.slots:
+                self.watcher.used(namespace, keys, pinned.found)
         return pinned
 
     def hold(self, namespace: StoredNamespace, keys: bytes) -> Pinned:
@@ -187,6 +204,8 @@ class BlockStore:
             num_blocks = len(keys) // KEY_BYTES
             namespace.counters.stored += num_blocks
             namespace.counters.stored_bytes += num_blocks * namespace.block_bytes
+            if self.watcher is not None:
+                self.watcher.stored(namespace, keys)
         if self._journal is not None and keys:
             self._journal.store_changed(StoreChange("stored", namespace.identity, keys))
 
@@ -253,6 +272,11 @@ class BlockStore:
 
     def stats(self, namespace: StoredNamespace) -> IndexStats:
         return self._index.stats(namespace.number)
+
+    @property
+    def num_free_slabs(self) -> int:
+        """Slabs that belong to no namespace."""
+        return self._index.num_free_slabs
 
     def totals(self) -> IndexStats:
         return self._index.totals()

@@ -48,6 +48,9 @@ class NamespaceTable:
     def has_place(self, identity: NamespaceIdentity) -> bool:
         return identity in self._namespaces or len(self._namespaces) < self._config.max_namespaces
 
+    def has(self, namespace: StoredNamespace) -> bool:
+        return self._namespaces.get(namespace.identity) is namespace
+
     def open(self, identity: NamespaceIdentity, quota_bytes: int) -> StoredNamespace:
         assert self.has_place(identity)
         self._check(identity, quota_bytes)

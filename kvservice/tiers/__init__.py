@@ -3,8 +3,13 @@
 `TierChain` is the API for the daemon. Imports point down this list:
 
 chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere
+write_behind WriteBehind: writes values to the tiers before they are evicted from memory
+links        Link: a tier of the chain, with its rules for writing
+admission    AdmitAll, AdmitReused: which values are worth writing
 removals     Removals: values that are being removed from a tier, and the writes that removals wait for
 reads        Reads: values on their way from a tier into memory
+late         LateTier: a tier that is opened when that succeeds
+disk         DiskTier: files on a disk
 measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
 breaker, speed, waiting
 protocol     LowerTier, the interface of a tier
@@ -12,7 +17,23 @@ errors       TierError
 """
 
 from kvservice.tiers.chain import TierChain
+from kvservice.tiers.disk import DiskOptions, DiskTier
 from kvservice.tiers.errors import TierError
+from kvservice.tiers.late import LateTier
+from kvservice.tiers.links import WritePolicy
 from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values, space_of
 
-__all__ = ["GetResult", "LowerTier", "Space", "TierChain", "TierError", "TierStats", "Values", "space_of"]
+__all__ = [
+    "DiskOptions",
+    "DiskTier",
+    "GetResult",
+    "LateTier",
+    "LowerTier",
+    "Space",
+    "TierChain",
+    "TierError",
+    "TierStats",
+    "Values",
+    "WritePolicy",
+    "space_of",
+]

@@ -2,17 +2,17 @@
 
 lookup     memory ─▶ the tiers, in order, for what is missing
 bring_up   the same ─▶ room reserved in memory ─▶ read from the tier ─▶ committed ─▶ pinned for the caller
-put        pinned in memory ─▶ written to the tiers
+put        pinned in memory ─▶ written to the tiers; `write_behind` does it in the background
 remove     memory, reads in progress, all tiers
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,21 +20,14 @@ import numpy as np
 from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Pinned, chosen
+from kvservice.tiers.admission import admission_of
+from kvservice.tiers.links import Flags, Link, WritePolicy, flags_of
 from kvservice.tiers.measured import MeasuredTier
 from kvservice.tiers.protocol import LowerTier, Space, TierStats, Values, space_of
 from kvservice.tiers.reads import Read, Reads, split_keys
 from kvservice.tiers.removals import Removal, Removals
 from kvservice.tiers.waiting import wait_for_all
-
-Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-@dataclass(frozen=True)
-class _Link:
-    """A tier of the chain."""
-
-    tier: MeasuredTier
-    removals: Removals
+from kvservice.tiers.write_behind import WriteBehind
 
 
 @dataclass(frozen=True)
@@ -42,19 +35,30 @@ class _Found:
     """The missing values that are below: flags per key, those of each tier, and the reads in progress."""
 
     flags: Flags
-    in_tier: list[tuple[_Link, Flags]]
+    in_tier: list[tuple[Link, Flags]]
     reads: set[Read]
 
 
 class TierChain:
     """All tiers of a daemon. To be used on the event loop."""
 
-    def __init__(self, store: BlockStore, tiers: Sequence[LowerTier], clock: LeaseClock) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        tiers: Sequence[LowerTier],
+        clock: LeaseClock,
+        policies: Mapping[str, WritePolicy] | None = None,
+    ) -> None:
+        """`tiers` are in the order in which they are asked: the fastest first. `policies` are by name of the tier."""
         self._store, self._clock = store, clock
-        measured = [MeasuredTier(tier, clock) for tier in tiers]
-        self._links = [_Link(tier, Removals(tier, clock)) for tier in measured]
+        self._links = [_link(tier, clock, (policies or {}).get(tier.name, WritePolicy())) for tier in tiers]
         self._reads = Reads(store)
         self._spaces: WeakKeyDictionary[StoredNamespace, Space] = WeakKeyDictionary()
+        self._writes = WriteBehind(store, self._links, self.space, clock)
+
+    def start(self) -> None:
+        """Begin to write values to the tiers in the background. To be called in the event loop."""
+        self._writes.start()
 
     def space(self, namespace: StoredNamespace) -> Space:
         """Return the space of a namespace."""
@@ -131,7 +135,7 @@ class TierChain:
         return _Found(flags, in_tier, reads)
 
     async def _find_in(
-        self, link: _Link, space: Space, keys: bytes, asked: Flags, max_wait_s: float, counted: bool
+        self, link: Link, space: Space, keys: bytes, asked: Flags, max_wait_s: float, counted: bool
     ) -> Flags:
         """Return which of the values asked for a tier has, and can deliver in time."""
         indices = np.flatnonzero(asked)
@@ -156,6 +160,7 @@ class TierChain:
             some = chosen(some, KEY_BYTES, ~link.removals.bars(space, some))
             if some:
                 self._reads.start(namespace, space, link.tier, some)
+                self._writes.wake(len(some) // KEY_BYTES * space.block_bytes)
                 reads |= {read for key in split_keys(some) if (read := self._reads.find(space, key)) is not None}
         return reads
 
@@ -174,28 +179,16 @@ class TierChain:
 
     async def put(self, namespace: StoredNamespace, keys: bytes) -> Flags:
         """Write values that are in memory to all tiers now. Returns which values a tier has now, bool `[num_keys]`."""
-        held = self._store.hold(namespace, keys)
+        held, space = self._store.hold(namespace, keys), self.space(namespace)
         try:
             found = flags_of(held.found, len(keys) // KEY_BYTES)
             values = Values(chosen(keys, KEY_BYTES, found), held.offsets, self._store.checksums(held.slots))
             stored = np.zeros(len(found), np.bool_)
             for link in self._links:
-                stored[found] |= await self._write(link, namespace, values)
+                stored[found] |= await link.write(self._store, namespace, space, values)
             return stored
         finally:
             self._store.release(held.slots)
-
-    async def _write(self, link: _Link, namespace: StoredNamespace, values: Values) -> Flags:
-        """Write pinned values to a tier, except those that were removed meanwhile. Returns which ones it has now."""
-        space = self.space(namespace)
-        known = await link.tier.lookup(space, values.keys, len(values))
-        stored: Flags = np.frombuffer(known, np.uint8) == 1
-        wanted = ~stored & self._in_memory(namespace, values.keys) & ~link.removals.bars(space, values.keys)
-        if wanted.any():
-            some = Values(*(chosen(packed, len(packed) // len(values), wanted) for packed in vars(values).values()))
-            with link.removals.writing(space, some.keys):
-                stored[wanted] = np.frombuffer(await link.tier.put(space, some), np.uint8) == 1
-        return stored
 
     # ---- removing
 
@@ -234,19 +227,23 @@ class TierChain:
         """Return the figures of each tier, in the order in which they are asked."""
         return tuple(link.tier.stats() for link in self._links)
 
+    async def flush(self, limit_s: float) -> None:
+        """Write what is in memory, and worth it, to the tiers: for the end of the memory. Takes at most so long."""
+        await self._writes.flush(limit_s)
+
     async def close(self) -> None:
         """End all calls, then close the tiers."""
+        await self._writes.close()
         await self._reads.close()
         for link in self._links:
             await link.removals.close()
             await link.tier.close()
 
 
+def _link(tier: LowerTier, clock: LeaseClock, policy: WritePolicy) -> Link:
+    measured = MeasuredTier(tier, clock)
+    return Link(measured, Removals(measured, clock), policy, admission_of(policy.rule))
+
+
 async def _finish(removals: list[tuple[Removals, Removal]]) -> None:
     await asyncio.gather(*(one.finish(removal) for one, removal in removals))
-
-
-def flags_of(bitmap: bytes, count: int) -> Flags:
-    """Return the first `count` bits of a bitmap, the lowest bit of a byte first."""
-    flags: Flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").astype(np.bool_)
-    return flags

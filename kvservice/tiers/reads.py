@@ -113,6 +113,7 @@ class Reads:
 
     async def close(self) -> None:
         """End all reads."""
+        await asyncio.sleep(0)  # a task that never began would not free its room
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,0 +1,235 @@
+"""Writes values to the tiers before they are evicted from memory.
+
+cold    Room for the next values is kept ready: the coldest values are offered to the tiers while they are still in
+        memory. A reservation never waits for that; what comes too fast for the tiers is evicted without.
+soon    Tiers that others read too get values when these are stored, or used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvservice.store import BlockStore, LeaseClock, StoredNamespace
+from kvservice.store.index import KEY_BYTES
+from kvservice.store.store import Offered, chosen
+from kvservice.tiers.links import Link, flags_of
+from kvservice.tiers.protocol import Space, Values
+from kvservice.tiers.reads import CHUNK_BYTES, MAX_CHUNK_VALUES
+from kvservice.tiers.waiting import wait_for_all
+
+logger = logging.getLogger(__name__)
+
+# The part of the memory that is free, or has values that were offered to the tiers.
+READY_PART: Final = 8
+# The pause in seconds between a change of the store and a round, and the pause after which a round runs anyway.
+ROUND_S: Final = 0.02
+IDLE_S: Final = 1.0
+# Batches that are written at once.
+BATCHES_AT_ONCE: Final = 2
+# Keys that wait to be written soon, for each tier.
+MAX_QUEUED_KEYS: Final = 1 << 16
+
+
+class WriteBehind:
+    """The writes of a chain. To be used on the event loop."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        links: Sequence[Link],
+        space_of: Callable[[StoredNamespace], Space],
+        clock: LeaseClock,
+    ) -> None:
+        self._store, self._space_of, self._clock = store, space_of, clock
+        self._cold = [link for link in links if not link.policy.soon]
+        self._links = links
+        self._soon = {link: _Queue() for link in links if link.policy.soon}
+        self._turns = asyncio.Semaphore(BATCHES_AT_ONCE)
+        self._changed = asyncio.Event()
+        self._is_due = False
+        # Bytes that came into memory since the last round, and the number of them after which the next one begins.
+        self._new_bytes, self._most_new_bytes = 0, store.config.capacity_bytes // READY_PART // 4
+        self._writing: set[asyncio.Task[None]] = set()
+        # Evictions of values that were not offered, up to the last round.
+        self._num_unoffered = store.totals().num_unoffered
+        self._running: asyncio.Task[None] | None = None
+        store.watcher = self
+
+    # ---- what happens in the store
+
+    def stored(self, namespace: StoredNamespace, keys: bytes) -> None:
+        """Note values that were stored by clients."""
+        for link, queue in self._soon.items():
+            if link.policy.rule == "all":
+                link.tier.counters.dropped += queue.add(namespace, keys)
+        self.wake(len(keys) // KEY_BYTES * namespace.block_bytes)
+
+    def used(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
+        """Note values that were read; `found` is a bitmap over the keys."""
+        wanted = [queue for link, queue in self._soon.items() if link.policy.rule == "reused"]
+        if wanted:
+            some = chosen(keys, KEY_BYTES, flags_of(found, len(keys) // KEY_BYTES))
+            for queue in wanted:
+                queue.add(namespace, some)
+            self.wake()
+
+    def wake(self, num_bytes: int = 0) -> None:
+        """Let a round begin soon, after so many bytes came into memory."""
+        self._new_bytes += num_bytes
+        if self._new_bytes > self._most_new_bytes:
+            self._changed.set()
+        elif not self._is_due:
+            self._is_due = True
+            self._clock.call_later(ROUND_S, self._changed.set)
+
+    # ---- rounds
+
+    def start(self) -> None:
+        """Begin to write."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            timer = self._clock.call_later(IDLE_S, self._changed.set)
+            await self._changed.wait()
+            timer.cancel()
+            self._changed.clear()
+            self._is_due, self._new_bytes = False, 0
+            try:
+                await self.round()
+            except Exception:
+                logger.exception("values could not be written to the tiers")
+
+    async def round(self) -> None:
+        """Tell tiers what they missed while they were away, then write what is to be written now."""
+        for link in self._links:
+            await link.removals.try_again()
+        num_unoffered = self._store.totals().num_unoffered
+        for link in self._cold:
+            link.tier.counters.dropped += num_unoffered - self._num_unoffered
+        self._num_unoffered = num_unoffered
+        for link, queue in self._soon.items():
+            await self._write_queue(link, queue)
+        if any(link.tier.is_available for link in self._cold):
+            for namespace in list(self._store):
+                await self._offer(namespace, self._num_to_offer(namespace), newest_first=False)
+
+    async def flush(self, limit_s: float) -> None:
+        """Offer everything that is in memory, the newest values first, for at most so many seconds."""
+        if self._cold:
+            flushing = asyncio.create_task(self._offer_all())
+            await wait_for_all(self._clock, [flushing], limit_s)
+            flushing.cancel()
+            await asyncio.wait({flushing})
+
+    async def close(self) -> None:
+        """Wait for the end of writes that have begun, and begin no other."""
+        self._store.watcher = None
+        await asyncio.sleep(0)  # a task that never began would not release its values
+        tasks = set(self._writing)
+        if self._running is not None:
+            self._running.cancel()
+            tasks.add(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _offer_all(self) -> None:
+        for namespace in list(self._store):
+            await self._offer(namespace, self._store.stats(namespace).num_blocks, newest_first=True)
+        while self._writing:
+            await asyncio.wait(self._writing)
+
+    def _num_to_offer(self, namespace: StoredNamespace) -> int:
+        """Return how many values of a namespace would be evicted, without having been offered, if the next values
+        needed a certain part of the memory. A namespace without users may give way as a whole."""
+        stats, config = self._store.stats(namespace), self._store.config
+        if not namespace.num_users:
+            return stats.num_blocks - stats.num_offered
+        free_bytes = self._store.num_free_slabs * namespace.blocks_per_slab * namespace.block_bytes
+        room_bytes = min(free_bytes, namespace.quota_bytes - stats.used_bytes)
+        wanted_bytes = config.capacity_bytes // READY_PART - room_bytes
+        return -(-wanted_bytes // namespace.block_bytes) - stats.num_offered
+
+    async def _offer(self, namespace: StoredNamespace, count: int, *, newest_first: bool) -> None:
+        """Write so many values of a namespace, those that are next to be evicted or the newest ones."""
+        size = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // namespace.block_bytes))
+        while count > 0:
+            await self._turns.acquire()
+            batch = min(count, size) if self._store.has(namespace) else 0
+            offered = self._store.coldest(namespace, batch, newest_first=newest_first) if batch else None
+            if offered is None or not offered.slots:
+                self._turns.release()
+                return
+            count -= size
+            self._begin(namespace, offered, self._cold)
+
+    async def _write_queue(self, link: Link, queue: _Queue) -> None:
+        while queue and link.tier.is_available:
+            namespace, keys = queue.take()
+            if not self._store.has(namespace):
+                continue
+            await self._turns.acquire()
+            held = self._store.hold(namespace, keys)
+            some = chosen(keys, KEY_BYTES, flags_of(held.found, len(keys) // KEY_BYTES))
+            self._begin(namespace, Offered(held.slots, some, held.offsets, self._store.checksums(held.slots)), [link])
+
+    def _begin(self, namespace: StoredNamespace, offered: Offered, links: Sequence[Link]) -> None:
+        task = asyncio.create_task(self._write(namespace, offered, links))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write(self, namespace: StoredNamespace, offered: Offered, links: Sequence[Link]) -> None:
+        """Write pinned values, then unpin them."""
+        uses = np.frombuffer(offered.uses, "<u8") if offered.uses else None
+        try:
+            values = Values(offered.keys, offered.offsets, offered.checksums)
+            for link in links:
+                if len(values):
+                    await link.write(self._store, namespace, self._space_of(namespace), values, uses)
+        finally:
+            self._store.release(offered.slots)
+            self._turns.release()
+
+
+class _Queue:
+    """Keys that wait to be written. A key that was added lately is not added again."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[StoredNamespace, bytes]] = deque()
+        self._num_keys = 0
+        # Keys with the number of their namespace: of this generation, and of the one before.
+        self._lately: set[bytes] = set()
+        self._before: set[bytes] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def add(self, namespace: StoredNamespace, keys: bytes) -> int:
+        """Add keys. Returns how many had no place."""
+        prefix = namespace.number.to_bytes(4, "little")
+        names = [prefix + keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES)]
+        new = [name for name in names if name not in self._lately and name not in self._before]
+        room = MAX_QUEUED_KEYS - self._num_keys
+        most = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // namespace.block_bytes))
+        for first in range(0, len(new[:room]), most):
+            some = new[first : min(first + most, room)]
+            self._batches.append((namespace, b"".join(name[len(prefix) :] for name in some)))
+            self._num_keys += len(some)
+            self._lately.update(some)
+        if len(self._lately) > MAX_QUEUED_KEYS:
+            self._lately, self._before = set(), self._lately
+        return max(0, len(new) - room)
+
+    def take(self) -> tuple[StoredNamespace, bytes]:
+        namespace, keys = self._batches.popleft()
+        self._num_keys -= len(keys) // KEY_BYTES
+        return namespace, keys
