@@ -19,7 +19,7 @@ _KEYS_PER_GENERATION: Final = 1 << 20
 _MIXERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
-class Admission(Protocol):
+class AdmissionRule(Protocol):
     def admit(self, keys: bytes, uses: Words) -> Flags:
         """Return which values are worth it, bool `[num_keys]`. `uses` says how often each was used since it was
         stored."""
@@ -68,5 +68,5 @@ class SeenKeys:
         return flags
 
 
-def admission_of(rule: Rule) -> Admission:
+def admission_of(rule: Rule) -> AdmissionRule:
     return AdmitAll() if rule == "all" else AdmitReused()

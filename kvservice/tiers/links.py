@@ -10,7 +10,7 @@ import numpy as np
 from kvservice.store import BlockStore, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import chosen
-from kvservice.tiers.admission import Admission, Rule, Words
+from kvservice.tiers.admission import AdmissionRule, Rule, Words
 from kvservice.tiers.measured import MeasuredTier
 from kvservice.tiers.protocol import Space, Values
 from kvservice.tiers.removals import Removals
@@ -34,7 +34,7 @@ class Link:
     tier: MeasuredTier
     removals: Removals
     policy: WritePolicy
-    admission: Admission
+    admission: AdmissionRule
 
     async def write(
         self,

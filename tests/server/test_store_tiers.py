@@ -187,9 +187,9 @@ def test_waiting_times_that_are_none(wire: Any, raw: Any, max_wait_s: float) -> 
         assert (answer.reason, answer.field) == ("INVALID_ARGUMENT", "max_wait_s")
 
 
-def test_a_disk_that_cannot_be_opened_is_no_fault_of_the_daemon(tmp_path: Path, raw: Any) -> None:
-    (tmp_path / "a file").write_text("")
-    with Daemon(**options(tmp_path / "a file")) as daemon:
+def test_a_disk_that_cannot_be_opened_is_no_fault_of_the_daemon(directory: Path, raw: Any) -> None:
+    (directory / "values").write_text("not a directory")
+    with Daemon(**options(directory)) as daemon:
         wire = raw.Wire(daemon.address)
         store = RawStore(raw.RawSession(wire))
         assert store.put(1) == b"\x01"
