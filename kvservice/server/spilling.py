@@ -25,7 +25,7 @@ from kvservice.server.pool_namespace import PoolNamespace
 from kvservice.server.spill_counters import SpillCounters
 from kvservice.store import BlockStore, StoredNamespace
 from kvservice.store.index import DONE, PRESENT
-from kvservice.tiers.chain import flags_of
+from kvservice.tiers.links import flags_of
 
 # The blocks that a batch saves have so many bytes, or are one block.
 BATCH_BYTES: Final = 8 << 20
