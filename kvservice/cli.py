@@ -350,6 +350,20 @@ def bench_store(device: str, quick: bool, as_json: bool) -> None:
     _report(lambda: store.run(quick), store.render, as_json)
 
 
+@bench.command("tiers")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Also a trace of Mooncake, JSON lines.")
+@click.option("--seed", type=click.IntRange(0, 1 << 32), default=0, show_default=True)
+@_json_option
+def bench_tiers(trace: str | None, seed: int, as_json: bool) -> None:
+    """Simulate which values of the block store are worth writing to a disk below it: hits against bytes written.
+
+    The trace is made from a seed. Mooncake publishes others in FAST25-release/traces.
+    """
+    from kvservice.bench import tiers
+
+    _report(lambda: tiers.run(trace, seed), tiers.render, as_json)
+
+
 @bench.command("restart")
 @_device_option
 @click.option("--num-blocks", type=click.IntRange(32, 1 << 24), help="Blocks of the pool.  [default: 100000]")

@@ -162,6 +162,7 @@ ROOMS: dict[str, set[str]] = {
         "ops",
         "pool.layout",
         "scheduler",
+        "tiers",
         "v1",
         "wire",
     },

@@ -13,20 +13,22 @@ from fake_tier import FakeTier
 from manual_clock import ManualClock
 
 from kvservice import _ext
-from kvservice.tiers.chain import TierChain
+from kvservice.tiers import TierChain, WritePolicy
 
 
 class ChainRig:
     """Call `run` with a coroutine function that gets the rig; the loop runs as long as that."""
 
-    def __init__(self, num_slabs: int = 4, num_tiers: int = 1, **changes: Any) -> None:
+    def __init__(
+        self, num_slabs: int = 4, num_tiers: int = 1, policies: dict[str, WritePolicy] | None = None, **changes: Any
+    ) -> None:
         self.memory = mmap.mmap(-1, num_slabs * SLAB_BYTES)
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.clock = ManualClock()
         self._rig = make("native", num_slabs, self.memory, self.clock, **changes)  # it has the kept memory
         self.store = self._rig.store
         self.tiers = [FakeTier(self.memory, f"fake{i}") for i in range(num_tiers)]
-        self.chain = TierChain(self.store, self.tiers, self.clock)
+        self.chain = TierChain(self.store, self.tiers, self.clock, policies)
         self.namespace: Any = self.store.open(identity())
 
     @property
@@ -91,6 +93,11 @@ class ChainRig:
         stats = self.store.totals()
         assert (stats.num_leased, stats.num_reserved) == (0, 0)
         self.clock.close()
+
+    async def round(self) -> None:
+        """Let the chain write what is to be written now."""
+        await self.chain._writes.round()
+        await soon()
 
 
 async def soon() -> None:

@@ -1,0 +1,296 @@
+"""Values are written to the tiers before they are evicted, and nobody waits for that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from blocks_rig import keys
+from chain_rig import ChainRig, soon
+
+from kvservice.tiers import WritePolicy
+from kvservice.tiers.write_behind import IDLE_S, MAX_QUEUED_KEYS, ROUND_S
+
+# A store of 8 slabs has room for 24 blocks. A seventh of the memory is kept ready for the next ones.
+ROOM = 24
+
+
+def full(**changes: object) -> ChainRig:
+    rig = ChainRig(num_slabs=8, **changes)  # type: ignore[arg-type]
+    rig.put(*range(ROOM))
+    return rig
+
+
+def test_the_coldest_values_are_written_before_they_are_evicted() -> None:
+    rig = full()
+    rig.in_memory(*range(ROOM - 6, ROOM))  # the first keys of a call are the newest: these were the coldest
+
+    async def work() -> None:
+        await rig.round()
+        written = rig.below()
+        assert 0 < len(written) <= 6
+        assert written == list(range(ROOM - 6 - len(written), ROOM - 6))
+        assert rig.store.totals().num_offered == len(written)
+        rig.put(100)
+        num_leading, _ = rig.store.lookup(rig.namespace, keys(*written))
+        assert num_leading == len(written) - 1, "the coldest is evicted first"
+        await rig.round()
+        assert len(rig.below()) == len(written) + 1
+
+    rig.run(work())
+    assert rig.chain.stats()[0].dropped == 0
+
+
+def test_a_store_with_room_writes_nothing() -> None:
+    rig = ChainRig(num_slabs=8)
+    rig.put(1, 2, 3)
+
+    async def work() -> None:
+        await rig.round()
+
+    rig.run(work())
+    assert rig.below() == []
+
+
+def test_nobody_waits_for_a_slow_tier() -> None:
+    """What is evicted without having been offered is counted."""
+    rig = full()
+
+    async def work() -> None:
+        gate = rig.tier.gates["put"] = asyncio.Event()
+        await rig.round()
+        assert set(rig.put(*range(100, 110))) == {1}
+        await rig.chain._writes.round()
+        assert rig.chain.stats()[0].dropped > 0
+        gate.set()
+
+    rig.run(work())
+
+
+def test_values_that_the_rule_refuses_are_not_written() -> None:
+    rig = full(policies={"fake0": WritePolicy("reused")})
+
+    async def work() -> None:
+        rig.in_memory(*range(ROOM))  # each is used once
+        rig.put(*range(100, 100 + ROOM // 2))
+        for _ in range(3):
+            await rig.round()
+        assert rig.below()
+        assert all(number < ROOM for number in rig.below())
+        rig.put(*range(200, 200 + 2 * ROOM // 3))
+        for _ in range(9):
+            await rig.round()
+
+    rig.run(work())
+    assert rig.chain.stats()[0].refused > 0
+    assert all(number < ROOM for number in rig.below())
+
+
+def test_values_that_the_tier_has_are_not_written_again() -> None:
+    rig = full()
+    rig.put_below(*range(ROOM))
+
+    async def work() -> None:
+        await rig.round()
+
+    rig.run(work())
+    assert "put" not in rig.tier.calls
+
+
+def test_a_namespace_that_nobody_uses_is_written_as_a_whole() -> None:
+    rig = ChainRig(num_slabs=8)
+    rig.put(1, 2, 3)
+
+    async def work() -> None:
+        rig.store.leave(rig.namespace)
+        await rig.round()
+        assert rig.below() == [1, 2, 3]
+
+    rig.run(work())
+
+
+def test_while_a_tier_is_away_nothing_is_offered() -> None:
+    rig = full()
+
+    async def work() -> None:
+        rig.tier.state = "opening"
+        await rig.round()
+        assert rig.store.totals().num_offered == 0
+        rig.tier.state = "open"
+        await rig.round()
+        assert rig.below()
+
+    rig.run(work())
+
+
+def test_a_tier_is_told_what_was_removed_while_it_was_away() -> None:
+    rig = ChainRig()
+    rig.put_below(1, 2)
+
+    async def work() -> None:
+        rig.tier.state = "opening"
+        await rig.chain.remove(rig.namespace, keys(1))
+        rig.tier.state = "open"
+        await rig.round()
+        assert rig.below() == [2]
+
+    rig.run(work())
+
+
+# ---- tiers that get values soon
+
+
+def test_a_shared_tier_gets_values_when_they_are_stored() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.put(1, 2)
+        await rig.round()
+        assert rig.below() == [1, 2]
+        rig.put(2, 3)
+        await rig.round()
+        assert rig.below() == [1, 2, 3]
+
+    rig.run(work())
+
+
+def test_a_shared_tier_can_get_values_when_they_are_used_again() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy("reused", soon=True)})
+
+    async def work() -> None:
+        rig.put(1, 2)
+        await rig.round()
+        assert rig.below() == []
+        for _ in range(2):
+            assert rig.in_memory(2, 9) == [2]
+            await rig.round()
+        assert rig.below() == [2]
+        assert rig.tier.calls["lookup"] == 1, "it is not offered again and again"
+
+    rig.run(work())
+
+
+def test_a_value_that_is_removed_while_it_waits_is_not_written() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        gate = rig.tier.gates["lookup"] = asyncio.Event()
+        rig.put(1, 2)
+        await rig.round()
+        removal = asyncio.create_task(rig.chain.remove(rig.namespace, keys(1)))
+        await soon()
+        gate.set()
+        await removal
+        await soon()
+        assert rig.below() == [2]
+
+    rig.run(work())
+
+
+def test_a_queue_that_is_full_drops_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.tiers.write_behind.MAX_QUEUED_KEYS", 2)
+    assert MAX_QUEUED_KEYS > 2
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.tier.state = "opening"
+        rig.put(1, 2, 3)
+        assert rig.chain.stats()[0].dropped == 1
+        rig.tier.state = "open"
+        await rig.round()
+        assert rig.below() == [1, 2]
+
+    rig.run(work())
+
+
+def test_keys_of_a_namespace_that_gave_way_are_passed_over() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)}, max_namespaces=1)
+
+    async def work() -> None:
+        rig.put(1)
+        rig.store.leave(rig.namespace)
+        rig._rig.open("another")
+        await rig.round()
+        assert rig.below() == []
+
+    rig.run(work())
+
+
+# ---- the loop, and its end
+
+
+def test_rounds_begin_soon_after_a_change_and_now_and_then() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.chain.start()
+        await soon()
+        rig.put(1)
+        await soon()
+        assert rig.below() == []
+        rig.clock.advance(ROUND_S)
+        await soon()
+        assert rig.below() == [1]
+        rig.tier.state = "opening"
+        rig.put(2)
+        rig.clock.advance(ROUND_S)
+        await soon()
+        rig.tier.state = "open"
+        rig.clock.advance(IDLE_S)
+        await soon()
+        assert rig.below() == [1, 2]
+
+    rig.run(work())
+
+
+def test_many_new_bytes_begin_a_round_at_once() -> None:
+    rig = full()
+
+    async def work() -> None:
+        rig.chain.start()
+        await soon()
+        rig.put(100, 101)
+        await soon()
+        assert rig.below()
+
+    rig.run(work())
+
+
+def test_a_flush_writes_all_of_the_memory() -> None:
+    rig = full()
+
+    async def work() -> None:
+        await rig.chain.flush(10.0)
+        assert rig.below() == list(range(ROOM))
+
+    rig.run(work())
+
+
+def test_a_flush_ends_in_time() -> None:
+    rig = full()
+
+    async def work() -> None:
+        gate = rig.tier.gates["put"] = asyncio.Event()
+        flushing = asyncio.create_task(rig.chain.flush(2.0))
+        await soon()
+        rig.clock.advance(1.9)
+        await soon()
+        assert not flushing.done()
+        rig.clock.advance(0.2)
+        await flushing
+        gate.set()
+
+    rig.run(work())
+
+
+def test_the_end_waits_for_writes_that_touch_the_memory() -> None:
+    rig = full()
+
+    async def work() -> None:
+        rig.tier.gates["put"] = asyncio.Event()
+        await rig.round()
+        await rig.chain.close()
+        assert rig.tier.is_closed
+        assert rig.tier.touching == 0
+
+    rig.run(work())
