@@ -123,11 +123,10 @@ class WriteBehind:
 
     async def flush(self, limit_s: float) -> None:
         """Offer everything that is in memory, the newest values first, for at most so many seconds."""
-        if self._cold:
-            flushing = asyncio.create_task(self._offer_all())
-            await wait_for_all(self._clock, [flushing], limit_s)
-            flushing.cancel()
-            await asyncio.wait({flushing})
+        flushing = asyncio.create_task(self._offer_all())
+        await wait_for_all(self._clock, [flushing], limit_s)
+        flushing.cancel()
+        await asyncio.wait({flushing})
 
     async def close(self) -> None:
         """Wait for the end of writes that have begun, and begin no other."""
@@ -143,8 +142,11 @@ class WriteBehind:
             await asyncio.wait(tasks)
 
     async def _offer_all(self) -> None:
-        for namespace in list(self._store):
-            await self._offer(namespace, self._store.stats(namespace).num_blocks, newest_first=True)
+        for link, queue in self._soon.items():
+            await self._write_queue(link, queue)
+        if self._cold:
+            for namespace in list(self._store):
+                await self._offer(namespace, self._store.stats(namespace).num_blocks, newest_first=True)
         while self._writing:
             await asyncio.wait(self._writing)
 
