@@ -364,6 +364,18 @@ def bench_tiers(trace: str | None, seed: int, as_json: bool) -> None:
     _report(lambda: tiers.run(trace, seed), tiers.render, as_json)
 
 
+@bench.command("remote")
+@_quick_option
+@_json_option
+def bench_remote(quick: bool, as_json: bool) -> None:
+    """Measure put and get of the block store over TCP, by Mooncake's Transfer Engine and in messages, against a plain
+    socket. Needs kvservice[mooncake]."""
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import remote
+
+    _report(lambda: remote.run(quick), remote.render, as_json)
+
+
 @bench.command("restart")
 @_device_option
 @click.option("--num-blocks", type=click.IntRange(32, 1 << 24), help="Blocks of the pool.  [default: 100000]")
