@@ -153,20 +153,16 @@ class ServeConfig(BaseModel):
     )
     transfer_address: str = Field(
         "",
-        description="ADDRESS:PORT, an IPv4 address of this host, where Mooncake's Transfer Engine carries blocks of "
-        "clients on other hosts. Engines listen at PORT and the ports after it, transfer_ports in all; port 0: at any. "
-        "Empty: blocks travel in messages.",
-    )
-    transfer_ports: int = Field(
-        256, ge=2, le=65536, description="Ports of transfer_address. Each remote region takes two of them, at random."
+        description="IPv4 address from which this host reaches its clients. Blocks of clients over TCP then travel by "
+        "Mooncake's Transfer Engine: the daemon connects to an engine of the client. Empty: they travel in messages.",
     )
     transfer_protocol: Literal["tcp", "rdma"] = Field(
         "tcp", description="Network of the Transfer Engine, the same for the daemon and its clients."
     )
     transfer_insecure: bool = Field(
         False,
-        description="Let other hosts reach transfer_address. The engine has no TLS and no tokens: who connects from "
-        "the address of a client reads and writes what the session of that client transfers.",
+        description="Let transfer_address be off the loopback interface. The engine has no TLS and no tokens: whoever "
+        "reads the network reads the blocks.",
     )
     max_transfers: int = Field(
         16, ge=1, le=1024, description="Most remote regions at one time. Each is a process of 40 MB besides its memory."
@@ -429,23 +425,15 @@ class ServeConfig(BaseModel):
 
     @field_validator("transfer_address")
     @classmethod
-    def _numeric_and_port(cls, value: str) -> str:
+    def _numeric(cls, value: str) -> str:
         if value:
-            host, _, port = value.rpartition(":")
             try:
-                known = not ipaddress.IPv4Address(host).is_unspecified
+                known = not ipaddress.IPv4Address(value).is_unspecified
             except ValueError:
                 known = False
-            if not known or not port.isdigit() or int(port) > 65535:
-                raise ValueError("must be the IPv4 address of an interface and a port, or empty")
+            if not known:
+                raise ValueError("must be the IPv4 address of an interface, or empty")
         return value
-
-    @model_validator(mode="after")
-    def _ports_of_transfers(self) -> ServeConfig:
-        port = int(self.transfer_address.rpartition(":")[2] or 0)
-        if port and port + self.transfer_ports > 65536:
-            raise ValueError(f"transfer_ports: {self.transfer_ports} ports from {port} on end above 65535")
-        return self
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ServeConfig:

@@ -26,8 +26,13 @@ BLOCK_BYTES = 2 << 20
 BATCH_BYTES, BATCH_BYTES_QUICK = 128 << 20, 16 << 20
 ROUNDS, ROUNDS_QUICK = 25, 2
 # The ways by name: the transport of the store, None for the peer.
-WAYS = {"socket": None, "transfer": "transfer", "inline": "inline"}
-LABELS = {"socket": "plain socket", "transfer": "Transfer Engine", "inline": "messages"}
+WAYS = {"socket": None, "transfer": "transfer", "staged": "transfer", "inline": "inline"}
+LABELS = {
+    "socket": "plain socket",
+    "transfer": "Transfer Engine, blocks in a region",
+    "staged": "Transfer Engine, blocks elsewhere",
+    "inline": "messages",
+}
 
 
 @contextlib.contextmanager
@@ -43,6 +48,10 @@ def ways(address: str, num_bytes: int) -> Iterator[dict[str, BlockWay]]:
             client = cleanup.enter_context(KVClient(address))
             namespace = StoreNamespace("bench", BLOCK_BYTES, layout=name)
             store = cleanup.enter_context(client.store(namespace, transport=transport, unreachable="raise"))
+            if name == "transfer":
+                values, out = (store.create_region(num_bytes).array(batch.out.shape, "uint8") for _ in range(2))
+                values[...] = batch.values
+                batch.values, batch.out = values, out
             opened[name] = StoreWay(store, batch)
         yield opened
 
@@ -50,7 +59,7 @@ def ways(address: str, num_bytes: int) -> Iterator[dict[str, BlockWay]]:
 def run(quick: bool = False) -> dict[str, Any]:
     """Return `batch_bytes`, and `<way>_<put|get>_s`."""
     num_bytes = BATCH_BYTES_QUICK if quick else BATCH_BYTES
-    options = OPTIONS | {"tcp_address": f"127.0.0.1:{free_port()}", "transfer_address": "127.0.0.1:0"}
+    options = OPTIONS | {"tcp_address": f"127.0.0.1:{free_port()}", "transfer_address": "127.0.0.1"}
     with Daemon(**options), ways(options["tcp_address"], num_bytes) as opened:
         contenders = {}
         for call in ("put", "get"):

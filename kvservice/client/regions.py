@@ -51,9 +51,7 @@ class RegionTable:
     async def create_until(self, deadline: float | None, num_bytes: int, device: int | None = None) -> SharedRegion:
         """Create a region, as `create`, until a deadline of the connection. The daemon has released the regions that
         were dropped before it makes this one."""
-        num_bytes = whole(num_bytes, "num_bytes")
-        if not 0 < num_bytes < 1 << 63:
-            raise InvalidArgumentError(f"{num_bytes} is not above 0 and below 2^63", field="num_bytes")
+        num_bytes = whole_bytes(num_bytes)
         return await self._connection.with_one_process(lambda: self._create(deadline, num_bytes, device), deadline)
 
     async def _create(self, deadline: float | None, num_bytes: int, device: int | None) -> SharedRegion:
@@ -208,6 +206,14 @@ class RegionTable:
             if offset is not None:
                 return RegionRange(region, offset, int(tensor.nbytes))
         return None
+
+
+def whole_bytes(num_bytes: int) -> int:
+    """Return the size of a region. Raises InvalidArgumentError."""
+    num_bytes = whole(num_bytes, "num_bytes")
+    if not 0 < num_bytes < 1 << 63:
+        raise InvalidArgumentError(f"{num_bytes} is not above 0 and below 2^63", field="num_bytes")
+    return num_bytes
 
 
 def _new_name() -> str:

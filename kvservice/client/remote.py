@@ -1,88 +1,79 @@
-"""Memory here and a region of the session in the daemon, between which Transfer Engines move bytes.
+"""Memory that the daemon, on another host, reads and writes with Mooncake's Transfer Engine.
 
-Two processes do that, one at each end, which map this memory and nothing else. Every byte that was transferred is
-checked: both ends compare checksums, which travel in messages. So whatever else writes to the memory, and calls that
-were given up and are executed later, cannot make wrong bytes count.
+The engine of a region is a process of its own, which maps this memory and nothing else. It listens for the daemon's
+engine. Whoever can connect to it could write to the memory, so every byte that was transferred is checked: both ends
+compare checksums, which travel in messages. A region that is given up loses its engine at once, so nobody writes to its
+memory later.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-import numpy as np
-
 from kvservice.client.connection import SessionConnection
+from kvservice.client.region_memory import HostRegion
 from kvservice.errors import (
     DuplicateRegionError,
     FailedPreconditionError,
+    InvalidArgumentError,
     KVServiceError,
     NotFoundError,
     ResourceExhaustedError,
     TransferFailedError,
 )
-from kvservice.transfer import Endpoint, Operation, Range, Ticket, TransferProcess, is_installed
+from kvservice.transfer import Endpoint, TransferProcess, is_installed
 from kvservice.v1 import transfer_pb2
-from kvservice.wire.tensors import Array
 
 logger = logging.getLogger(__name__)
 
-# The memory is used in slots: one is transferred while this process and the daemon copy to and from the other. Small
-# ones stay in caches, and cost more calls.
-NUM_SLOTS: Final = 2
+# Size of the region through which blocks travel that lie elsewhere, unless one block is larger.
+STAGING_BYTES: Final = 32 << 20
+# The daemon carries blocks in slots: one is copied while others are transferred. Small ones stay in caches.
+NUM_SLOTS: Final = 3
 SLOT_BYTES: Final = 8 << 20
 # Smaller calls are as fast in messages.
-LEAST_BYTES: Final = 512 << 10
-# An engine moves parts of a transfer over several connections.
-PART_BYTES: Final = 4 << 20
-# How long a slot may take, and how long the processes may take to start, in seconds.
-TRANSFER_S: Final = 10.0
+LEAST_BYTES: Final = 1 << 20
+# How long the daemon's engine may take to start, in seconds.
 OPEN_S: Final = 20.0
 # The pause before another attempt after a failure, in seconds. It doubles with each failure.
 RETRY_S, MAX_RETRY_S = 5.0, 300.0
-# What the daemon answers if the region is gone, or cannot be made.
+# What the daemon answers if the region is gone, does not work, or cannot be made.
 REFUSED: Final = (
     TransferFailedError,
     FailedPreconditionError,
+    InvalidArgumentError,
     NotFoundError,
     DuplicateRegionError,
     ResourceExhaustedError,
 )
 
 
-def region_bytes(block_bytes: int) -> int:
-    """Return the size of a region for blocks of this size."""
-    return NUM_SLOTS * max(block_bytes, SLOT_BYTES // block_bytes * block_bytes)
+class RemoteRegion(HostRegion):
+    """See SharedRegion. Blocks in it travel without a copy here. `is_open` is whether its engine runs."""
 
-
-class RemoteRegion:
-    """An open region. `address` is that of the memory here, `name` that of the region in the daemon. Offsets are the
-    same in both."""
-
-    def __init__(self, connection: SessionConnection, name: str, num_bytes: int, memory: mmap.mmap) -> None:
-        self._connection, self._memory = connection, memory
-        self.name, self.num_bytes = name, num_bytes
-        self._bytes: Array = np.frombuffer(memory, np.uint8)
-        self.address = int(self._bytes.ctypes.data)
+    def __init__(self, connection: SessionConnection, descriptor: int, num_bytes: int) -> None:
+        """Map the memory. The caller still owns the descriptor. Raises OSError."""
+        super().__init__(f"remote-{os.getpid()}-{secrets.token_hex(8)}", descriptor, num_bytes)
+        self._connection = connection
         self._process: TransferProcess | None = None
-        self._segment, self._remote = "", 0
 
     @staticmethod
-    async def open(connection: SessionConnection, protocol: str, num_bytes: int) -> RemoteRegion:
-        """Raises TransferFailedError, ResourceExhaustedError, and the errors of calls."""
+    async def open(
+        connection: SessionConnection, daemon: str, protocol: str, num_bytes: int, block_bytes: int
+    ) -> RemoteRegion:
+        """Make memory for blocks of this size, which an engine at the address `daemon` reads and writes. Raises
+        TransferFailedError, ResourceExhaustedError, and the errors of calls."""
         descriptor = os.memfd_create("kvservice-transfer", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
-            memory = mmap.mmap(descriptor, num_bytes)
-            region = RemoteRegion(connection, f"remote-{os.getpid()}-{secrets.token_hex(8)}", num_bytes, memory)
+            region = RemoteRegion(connection, descriptor, num_bytes)
             try:
-                await region._open(descriptor, protocol)
+                await region._open(descriptor, daemon, protocol, block_bytes)
             except BaseException:
                 region.close()
                 raise
@@ -92,127 +83,142 @@ class RemoteRegion:
         finally:
             os.close(descriptor)
 
-    async def _open(self, descriptor: int, protocol: str) -> None:
-        request = transfer_pb2.CreateRemoteRegionRequest(name=self.name, byte_size=self.num_bytes)
-        response = await self._connection.call("create_remote_region", request, OPEN_S)
-        self._segment, self._remote = response.segment, response.address
-        endpoint = _endpoint(response.segment.rpartition(":")[0], protocol)
-        shared = protocol != "tcp"  # other transports need registered memory at both ends
-        self._process = await self._connection.run(_start, descriptor, self.num_bytes, endpoint, shared)
+    async def _open(self, descriptor: int, daemon: str, protocol: str, block_bytes: int) -> None:
+        process = await self._connection.run(_start, descriptor, self.num_bytes, daemon, protocol)
+        self._process = process
+        request = transfer_pb2.CreateRemoteRegionRequest(
+            name=self.name,
+            byte_size=NUM_SLOTS * max(block_bytes, SLOT_BYTES),
+            remote_bytes=self.num_bytes,
+            port=int(process.segment.rpartition(":")[2]),
+            address=process.address,
+        )
+        await self._connection.call("create_remote_region", request, OPEN_S)
 
-    def array(self, offset: int, num_bytes: int) -> Array:
-        """Return a range of the memory, uint8."""
-        return self._bytes[offset : offset + num_bytes]
-
-    def start(self, operation: Operation, spans: Sequence[tuple[int, int]]) -> Ticket:
-        """Start to copy spans (offset, size) to the daemon (write) or from it (read). Raises TransferFailedError."""
-        assert self._process is not None, "it is open"
-        ranges = [
-            Range(begin, begin, min(PART_BYTES, offset + size - begin))
-            for offset, size in spans
-            for begin in range(offset, offset + size, PART_BYTES)
-        ]
-        return self._process.start(operation, self._segment, self._remote, ranges)
-
-    async def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        """Wait for the end of a transfer. Raises TransferFailedError."""
-        assert self._process is not None, "it is open"
-        limit_s = min(timeout_s or TRANSFER_S, TRANSFER_S)
-        await self._connection.run(self._process.wait, ticket, limit_s)
+    @property
+    def is_open(self) -> bool:
+        return self._process is not None
 
     def close(self) -> None:
-        """Kill the process, and ask the daemon to remove the region, without waiting."""
+        """Kill the engine, and ask the daemon to remove the region, without waiting. The memory stays."""
         if self._process is not None:
             self._process.kill()
             self._process = None
         self._connection.post("remove_remote_region", transfer_pb2.RemoveRemoteRegionRequest(name=self.name))
 
 
-class RemoteStaging:
-    """The remote region of a session, if there is one now. One call uses it at a time, holding `lock`.
+class RemoteRegions:
+    """The remote regions of a session: one for staging, and those of the caller. One call uses the staging region at a
+    time, holding `lock`.
 
-    `allowed` is whether it is tried at all. After a failure, calls use messages until another attempt, in the
-    background, has succeeded. `num_failures` counts failures.
+    `allowed` is whether there can be any. After a failure, calls use messages until another attempt to open the staging
+    region, in the background, has succeeded. `num_failures` counts failures.
     """
 
-    def __init__(self, connection: SessionConnection, lock: AbstractAsyncContextManager[object], protocol: str) -> None:
-        """`protocol` is PoolInfo.transfer_protocol, or empty if this session must not use it."""
-        self._connection, self._protocol = connection, protocol
+    def __init__(
+        self,
+        connection: SessionConnection,
+        lock: AbstractAsyncContextManager[object],
+        protocol: str,
+        daemon: str,
+        block_bytes: int,
+    ) -> None:
+        """`protocol` and `daemon` are PoolInfo.transfer_protocol and transfer_address; `protocol` is empty if this
+        session must not use them."""
+        self._connection, self._protocol, self._daemon = connection, protocol, daemon
+        self._block_bytes = block_bytes
         self.lock = lock
         self.allowed = bool(protocol) and is_installed()
         self.num_failures = 0
-        self._region: RemoteRegion | None = None
+        self._staging: RemoteRegion | None = None
+        self._regions: list[RemoteRegion] = []
         self._retry_at = 0.0
         self._opening = False
         self._closed = False
 
     @property
     def is_open(self) -> bool:
-        return self._region is not None
+        return self._staging is not None
 
-    async def open(self, num_bytes: int) -> RemoteRegion:
-        """Open a region of this size. Raises the errors of RemoteRegion.open."""
-        region = await RemoteRegion.open(self._connection, self._protocol, num_bytes)
+    @property
+    def regions(self) -> list[RemoteRegion]:
+        """The regions of the caller whose engines run."""
+        return [region for region in self._regions if region.is_open]
+
+    async def create(self, num_bytes: int) -> RemoteRegion:
+        """Create a region for the caller. Raises the errors of RemoteRegion.open."""
+        region = await self._open(num_bytes)
+        self._regions.append(region)
+        return region
+
+    async def _open(self, num_bytes: int) -> RemoteRegion:
+        return await RemoteRegion.open(self._connection, self._daemon, self._protocol, num_bytes, self._block_bytes)
+
+    async def open(self) -> None:
+        """Open the staging region. Raises the errors of RemoteRegion.open."""
+        region = await self._open(max(self._block_bytes, STAGING_BYTES))
         if self._closed:
             region.close()
         else:
-            self._region = region
-        return region
+            self._staging = region
 
-    async def try_open(self, num_bytes: int) -> None:
-        """Open a region, or note the failure. Raises the errors of calls that the daemon has not answered."""
+    async def try_open(self) -> None:
+        """Open the staging region, or note the failure. Raises the errors of calls that the daemon has not answered."""
         try:
-            await self.open(num_bytes)
+            await self.open()
         except REFUSED as error:
             self.fail(error)
 
-    def room(self, num_bytes: int) -> RemoteRegion | None:
-        """Return the region if it has this size. If it is not open, start to open it, unless it has just failed."""
+    def staging(self) -> RemoteRegion | None:
+        """Return the staging region. If it is not open, start to open it, unless that has just failed."""
         if not self.allowed or self._closed:
             return None
-        if self._region is not None and self._region.num_bytes < num_bytes:
-            self.drop()
         now = self._connection.waiting.clock()
-        if self._region is None and not self._opening and now >= self._retry_at:
+        if self._staging is None and not self._opening and now >= self._retry_at:
             self._opening = True
-            self._connection.waiting.start(self._open_beside(num_bytes))
-        return self._region
+            self._connection.waiting.start(self._open_beside())
+        return self._staging
 
-    async def _open_beside(self, num_bytes: int) -> None:
+    async def _open_beside(self) -> None:
         try:
-            await self.try_open(num_bytes)
+            await self.try_open()
         except KVServiceError as error:
             self.fail(error)
         finally:
             self._opening = False
 
-    def fail(self, error: Exception) -> None:
-        """Count a failure, and give the region up."""
+    def fail(self, error: Exception, region: RemoteRegion | None = None) -> None:
+        """Count a failure, and give the region up, if it is one of the caller's, otherwise the staging region."""
         self.num_failures += 1
-        self.drop()
+        self.drop(region)
         pause_s = min(RETRY_S * 2 ** (self.num_failures - 1), MAX_RETRY_S)
         self._retry_at = self._connection.waiting.clock() + pause_s
         logger.warning("blocks travel in messages, which is slow, for at least %.0f s: %s", pause_s, error)
 
-    def drop(self) -> None:
-        """Give the region up: calls or transfers that were given up may still use it."""
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+    def drop(self, region: RemoteRegion | None) -> None:
+        """Give a region up: a call that was given up may still use it. None: the staging region."""
+        region = region or self._staging
+        if region is None:
+            return
+        region.close()
+        if region is self._staging:
+            self._staging = None
+        else:
+            self._regions = [one for one in self._regions if one is not region]
 
     def close(self) -> None:
         self._closed = True
-        self.drop()
+        self.drop(None)
+        for region in self.regions:
+            self.drop(region)
 
 
-def _start(descriptor: int, num_bytes: int, endpoint: Endpoint, shared: bool) -> TransferProcess:
-    return TransferProcess(descriptor, num_bytes, endpoint, shared=shared)
-
-
-def _endpoint(daemon: str, protocol: str) -> Endpoint:
-    """Return where the engine of this process listens. Over TCP nobody connects to it, otherwise only the daemon."""
-    if protocol == "tcp":
-        return Endpoint("127.0.0.1", calls=True)
+def _start(descriptor: int, num_bytes: int, daemon: str, protocol: str) -> TransferProcess:
+    """Start an engine that listens for the daemon's, at the address from which this host reaches the daemon."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((daemon, 9))
-        return Endpoint(probe.getsockname()[0], protocol, peer=daemon)
+        try:
+            probe.connect((daemon, 9))  # sends nothing
+        except OSError as error:
+            raise TransferFailedError(f"{daemon} is out of reach: {error.strerror}") from None
+        own = probe.getsockname()[0]
+    return TransferProcess(descriptor, num_bytes, Endpoint(own, protocol, peer=daemon), shared=True)

@@ -41,6 +41,7 @@ class PoolInfo:
     store_bytes: int
     share_store: str
     transfer_protocol: str
+    transfer_address: str
 
 
 @dataclass(frozen=True)

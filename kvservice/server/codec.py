@@ -212,6 +212,7 @@ def info_response(config: ServeConfig, device: Device, store_bytes: int, version
         store_bytes=store_bytes,
         share_store=config.shares_store,
         transfer_protocol=config.transfer_protocol if config.transfer_address and is_installed() else "",
+        transfer_address=config.transfer_address,
     )
 
 

@@ -27,12 +27,10 @@ def check_addresses(config: ServeConfig) -> None:
     """Raise ConfigError if there is no gRPC address, or one that other hosts reach without TLS or authentication."""
     if not (config.unix_socket or config.tcp_address):
         raise ConfigError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
-    if config.transfer_address and not (
-        config.transfer_insecure or is_loopback(config.transfer_address.rpartition(":")[0])
-    ):
+    if config.transfer_address and not (config.transfer_insecure or is_loopback(config.transfer_address)):
         raise ConfigError(
-            f"other hosts reach {config.transfer_address}, which knows no TLS and no tokens: set transfer_insecure, if "
-            "the network is trusted",
+            f"blocks from {config.transfer_address} travel without TLS and tokens: set transfer_insecure, if the "
+            "network is trusted",
             field="transfer_address",
         )
     if not config.tcp_address or config.insecure or is_loopback(config.tcp_address.rpartition(":")[0]):

@@ -70,7 +70,8 @@ class Place:
 
 class Region:
     """`byte_size` bytes of shared memory with a reference count; the last `release` closes it. `key`, `offset` and
-    `device_id` are the values that the client registered it with."""
+    `device_id` are the values that the client registered it with. Places end below `reach`: the size of the client's
+    memory, if that is on another host."""
 
     def __init__(
         self,
@@ -82,9 +83,11 @@ class Region:
         key: str = "",
         offset: int = 0,
         device_id: int = 0,
+        reach: int | None = None,
     ) -> None:
         self.memory, self.byte_size, self.kind = memory, byte_size, kind
         self.key, self.offset, self.device_id = key, offset, device_id
+        self.reach = byte_size if reach is None else reach
         self._totals = totals
         self._users = 1  # the session
         totals.add(1, byte_size)

@@ -32,9 +32,10 @@ from kvservice.server.region import GPU, HOST, REMOTE, Array, Kind, Place, Regio
 from kvservice.server.remote_memory import RemoteMemory
 from kvservice.server.shm_object import ShmObject
 from kvservice.server.slices import in_slices
-from kvservice.transfer import TransferProcess
 
 MAX_NAME_LENGTH = 256
+# The addresses of processes end below.
+MAX_ADDRESS = 1 << 57
 
 
 class Target:
@@ -121,15 +122,19 @@ class Regions:
         self._regions[name] = Region(memory, byte_size, self._totals, HOST)
         return memory.token, memory.number
 
-    async def create_remote(self, name: str, byte_size: int) -> tuple[Region, TransferProcess]:
-        """Create a region of at least `byte_size` bytes for the client of this call, on another host. Returns it with
-        its engine. Must not be cancelled.
+    async def create_remote(self, name: str, byte_size: int, reach: int, port: int, address: int) -> None:
+        """Create a region for `reach` bytes at `address` in an engine at this port of the client of this call, on
+        another host. At least `byte_size` bytes of the daemon carry them. Must not be cancelled.
 
         Raises TransferOffError, TransferFailedError, and the errors of `create_in_slices` except
         RegionsNotAllowedError.
         """
-        if (known := self._regions.get(name)) is not None and isinstance(known.memory, RemoteMemory):
-            return known, known.memory.process  # the call is repeated
+        if (known := self._regions.get(name)) is not None and known.kind == REMOTE:
+            return  # the call is repeated
+        if not 0 < port < 65536:
+            raise InvalidArgumentError(f"{port} is not a port", field="port")
+        if not 0 < reach <= MAX_ADDRESS or not 0 < address <= MAX_ADDRESS - reach:
+            raise InvalidArgumentError(f"{reach} bytes at {address} are not memory", field="remote_bytes")
         transfers = self._access.transfers
         transfers.check()
         self._check_name(name)
@@ -140,7 +145,7 @@ class Regions:
             made = in_slices(self._access.make_memory("kvservice-remote", byte_size, "byte_size"))
             memory = await made if isinstance(made, asyncio.Task) else made
             try:
-                remote = await transfers.open(memory)
+                remote = await transfers.open(memory, port, address)
             except BaseException:
                 memory.close()
                 raise
@@ -153,8 +158,7 @@ class Regions:
         except BaseException:
             remote.close()
             raise
-        self._regions[name] = Region(remote, byte_size, self._totals, REMOTE)
-        return self._regions[name], remote.process
+        self._regions[name] = Region(remote, byte_size, self._totals, REMOTE, reach=reach)
 
     def _rounded(self, byte_size: int) -> int:
         """Return the size of a region to be made, in whole pages. Raises InvalidArgumentError, QuotaExceededError."""
@@ -272,6 +276,8 @@ class Regions:
     def _find(self, place: Place, field: str) -> Region:
         self._check_named()
         region = self._get(place.region, f"{field}.region")
+        if region.kind == REMOTE:
+            raise InvalidArgumentError("is a remote region, which carries blocks of the store", field=f"{field}.region")
         if place.offset >= region.byte_size:
             raise InvalidArgumentError(
                 f"{place.offset} is not below the region's {region.byte_size} bytes", field=f"{field}.offset"

@@ -15,6 +15,7 @@ import numpy as np
 from kvservice import _ext
 from kvservice.errors import RegionShrunkError, ResourceExhaustedError
 from kvservice.server.region import Array, Region
+from kvservice.server.remote_memory import RemoteMemory
 from kvservice.server.scatter import Places
 
 T = TypeVar("T")
@@ -60,7 +61,11 @@ class StoreCopies:
         return await self._run(len(offsets) // 8 * block_bytes, copy)
 
     async def write_from(self, offsets: bytes, block_bytes: int, region: Region, places: Places) -> bytes:
-        """`write` from a region. Raises RegionShrunkError."""
+        """`write` from a region. Raises RegionShrunkError, TransferFailedError."""
+        if isinstance(memory := region.memory, RemoteMemory):
+            return b"".join(
+                await memory.run(lambda: memory.pull(places, block_bytes, self._take(offsets, block_bytes)))
+            )
         view = region.memory.view(0, region.byte_size)
         if view is not None:
             return await self.write(offsets, block_bytes, view, places)
@@ -79,7 +84,11 @@ class StoreCopies:
     async def read_into(
         self, offsets: bytes, block_bytes: int, region: Region, places: Places, checksums: bytes
     ) -> bytes:
-        """`read` into a region. Raises RegionShrunkError, ResourceExhaustedError."""
+        """`read` into a region. Raises RegionShrunkError, ResourceExhaustedError, TransferFailedError."""
+        if isinstance(memory := region.memory, RemoteMemory):
+            give = self._give(offsets, block_bytes, checksums)
+            flags = await memory.run(lambda: memory.push(places, block_bytes, give))
+            return np.packbits(np.concatenate([np.zeros(0, np.uint8), *flags]), bitorder="little").tobytes()
         view = region.memory.view(0, region.byte_size)
         if view is not None:
             return await self.read(offsets, block_bytes, view, places, checksums)
@@ -99,6 +108,26 @@ class StoreCopies:
             return np.packbits(np.concatenate(bits), bitorder="little").tobytes()
 
         return await self._run(len(offsets) // 8 * block_bytes, copy)
+
+    def _take(self, offsets: bytes, block_bytes: int) -> Callable[[int, int, Array], bytes]:
+        """Return a function that copies blocks of a slot into the store, and returns their checksums."""
+
+        def take(first: int, count: int, slot: Array) -> bytes:
+            inside = Places.packed(count, block_bytes)
+            return self._copy_in(offsets[8 * first : 8 * (first + count)], block_bytes, slot, inside, 1)
+
+        return take
+
+    def _give(self, offsets: bytes, block_bytes: int, checksums: bytes) -> Callable[[int, int, Array], Array]:
+        """Return a function that copies blocks of the store into a slot, and returns a bit for each: whether its
+        checksum was right."""
+
+        def give(first: int, count: int, slot: Array) -> Array:
+            chosen, inside = slice(8 * first, 8 * (first + count)), Places.packed(count, block_bytes)
+            good = self._copy_out(offsets[chosen], block_bytes, slot, inside, checksums[chosen], 1)
+            return np.unpackbits(np.frombuffer(good, np.uint8), count=count, bitorder="little")
+
+        return give
 
     def _copy_in(self, offsets: bytes, block_bytes: int, source: Array, places: Places, num_threads: int) -> bytes:
         return _ext.store_copy_in(

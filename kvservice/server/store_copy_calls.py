@@ -80,7 +80,7 @@ class StoreCopyCalls:
             if request.data:
                 raise InvalidArgumentError("there is a region, too", field="data")
             with session.regions.host_region(request.region.region, "region.region") as region:
-                places = places_of(request.region, num_keys, block_bytes, region.byte_size)
+                places = places_of(request.region, num_keys, block_bytes, region.reach)
                 if region.kind == REMOTE and not request.checksums:
                     raise InvalidArgumentError("is empty, and the region is a remote one", field="checksums")
                 with self._reserved(session, namespace, request, caller) as room:
@@ -138,7 +138,7 @@ class StoreCopyCalls:
             return await self._get_inline(namespace, request)
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
         with session.regions.host_region(request.region.region, "region.region") as region:
-            places = places_of(request.region, num_keys, block_bytes, region.byte_size)
+            places = places_of(request.region, num_keys, block_bytes, region.reach)
             async with self._pinned(namespace, request) as (pinned, checksums):
                 chosen = places.of(bits_of(pinned.found, num_keys))
                 good = await self._store.copies.read_into(pinned.offsets, block_bytes, region, chosen, checksums)

@@ -26,11 +26,11 @@ class TransferCalls:
     async def create_remote_region(
         self, session: ServerSession, request: transfer_pb2.CreateRemoteRegionRequest
     ) -> transfer_pb2.CreateRemoteRegionResponse:
-        making = to_the_end(session.regions.create_remote(request.name, request.byte_size))
-        region, engine = await asyncio.shield(making)
-        return transfer_pb2.CreateRemoteRegionResponse(
-            segment=engine.segment, address=engine.address, byte_size=region.byte_size
+        making = session.regions.create_remote(
+            request.name, request.byte_size, request.remote_bytes, request.port, request.address
         )
+        await asyncio.shield(to_the_end(making))
+        return transfer_pb2.CreateRemoteRegionResponse()
 
     def remove_remote_region(
         self, session: ServerSession, request: transfer_pb2.RemoveRemoteRegionRequest

@@ -7,11 +7,11 @@
 
 The engine checks no credentials: whoever reaches its ports may read and write all memory that is registered with it. So
 each memory has a process of its own, which maps nothing else, and which is killed when the memory is given up. A late
-transfer then has no target.
+transfer then has no target. The daemon's engines call those of clients, and do not listen.
 """
 
 from kvservice.transfer.library import Endpoint, is_installed
 from kvservice.transfer.process import Ticket, TransferProcess
-from kvservice.transfer.protocol import READ, WRITE, Operation, Range
+from kvservice.transfer.protocol import MAX_RANGES, READ, WRITE, Operation, Range
 
-__all__ = ["READ", "WRITE", "Endpoint", "Operation", "Range", "Ticket", "TransferProcess", "is_installed"]
+__all__ = ["MAX_RANGES", "READ", "WRITE", "Endpoint", "Operation", "Range", "Ticket", "TransferProcess", "is_installed"]

@@ -9,7 +9,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s", "kv_cache_dtype", "batch_invariant", "allow_client_shm", "share_pool", "max_request_sequences", "max_request_tokens", "max_request_blocks", "store_bytes", "share_store", "transfer_protocol")
+    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s", "kv_cache_dtype", "batch_invariant", "allow_client_shm", "share_pool", "max_request_sequences", "max_request_tokens", "max_request_blocks", "store_bytes", "share_store", "transfer_protocol", "transfer_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class GetInfoResponse(_message.Message):
     STORE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARE_STORE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     num_layers: int
@@ -60,7 +61,8 @@ class GetInfoResponse(_message.Message):
     store_bytes: int
     share_store: str
     transfer_protocol: str
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: bool = ..., allow_client_shm: bool = ..., share_pool: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_request_blocks: _Optional[int] = ..., store_bytes: _Optional[int] = ..., share_store: _Optional[str] = ..., transfer_protocol: _Optional[str] = ...) -> None: ...
+    transfer_address: str
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: bool = ..., allow_client_shm: bool = ..., share_pool: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_request_blocks: _Optional[int] = ..., store_bytes: _Optional[int] = ..., share_store: _Optional[str] = ..., transfer_protocol: _Optional[str] = ..., transfer_address: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

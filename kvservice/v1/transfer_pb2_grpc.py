@@ -26,16 +26,17 @@ if _version_not_supported:
 
 
 class TransferServiceStub(object):
-    """Carries the bytes of clients on other hosts: between a region of the session in the daemon's memory and memory of the
-    client, both registered with Mooncake's Transfer Engine. Calls name such a region as they name other regions, over
-    TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
+    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
 
-    Each region lies in the memory of a process of its own, which the daemon ends when the region is removed. Whoever
-    reaches its ports can read and write the region, so nothing that was transferred is used before its checksum is
-    compared: BatchPut and Tensor have checksums for this.
+    The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
+    and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
+    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start.
+    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
+    use after that.
     """
 
     def __init__(self, channel):
@@ -57,30 +58,31 @@ class TransferServiceStub(object):
 
 
 class TransferServiceServicer(object):
-    """Carries the bytes of clients on other hosts: between a region of the session in the daemon's memory and memory of the
-    client, both registered with Mooncake's Transfer Engine. Calls name such a region as they name other regions, over
-    TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
+    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
 
-    Each region lies in the memory of a process of its own, which the daemon ends when the region is removed. Whoever
-    reaches its ports can read and write the region, so nothing that was transferred is used before its checksum is
-    compared: BatchPut and Tensor have checksums for this.
+    The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
+    and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
+    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start.
+    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
+    use after that.
     """
 
     def CreateRemoteRegion(self, request, context):
-        """Creates a region, or returns the remote region of this name if the session has it. ALREADY_EXISTS, reason
-        DUPLICATE_REGION, if it has another region of this name, or makes it in another call; QUOTA_EXCEEDED
-        above max_transfers over all sessions, above max_region_mib and max_regions over all regions of the session, and
-        above max_shared_mib. A call that is cancelled may create it all the same.
+        """Creates a region. Does nothing if the session has a remote region of this name. ALREADY_EXISTS, reason
+        DUPLICATE_REGION, if it has another region of this name; QUOTA_EXCEEDED above max_transfers over all sessions, above
+        max_region_mib and max_regions over all regions of the session, and above max_shared_mib. A call that is cancelled may
+        create it all the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveRemoteRegion(self, request, context):
-        """Removes a region. Succeeds if there is no such region. A transfer that is under way has no target any more.
+        """Removes a region. Succeeds if there is no such region.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,16 +110,17 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService(object):
-    """Carries the bytes of clients on other hosts: between a region of the session in the daemon's memory and memory of the
-    client, both registered with Mooncake's Transfer Engine. Calls name such a region as they name other regions, over
-    TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
+    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
 
-    Each region lies in the memory of a process of its own, which the daemon ends when the region is removed. Whoever
-    reaches its ports can read and write the region, so nothing that was transferred is used before its checksum is
-    compared: BatchPut and Tensor have checksums for this.
+    The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
+    and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
+    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start.
+    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
+    use after that.
     """
 
     @staticmethod

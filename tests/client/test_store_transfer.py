@@ -21,16 +21,16 @@ from waiting import until
 pytest.importorskip("mooncake.engine")
 
 from kvservice.client import KVClient, PutStatus, Scatter, remote
-from kvservice.client.store.copies import packed
-from kvservice.client.store.transferring import MAX_SPANS, spans_of
-from kvservice.errors import TransferFailedError, TransferOffError
+from kvservice.client.store import copies
+from kvservice.client.store.link import StoreLink
+from kvservice.errors import TransferFailedError, TransferOffError, UnknownRegionError
 from kvservice.launch import Daemon
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 BLOCK_BYTES = 64 << 10
-SLOT_BYTES = 256 << 10
-# Blocks of four slots, the last of which is not full.
-COUNT = 3 * SLOT_BYTES // BLOCK_BYTES + 2
+STAGING_BYTES, SLOT_BYTES = 512 << 10, 128 << 10
+# Blocks of four requests, each of them of four slots of the daemon, the last of which is not full.
+COUNT = 3 * STAGING_BYTES // BLOCK_BYTES + 7
 NUMBERS = range(COUNT)
 
 
@@ -47,7 +47,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(remote, "TRANSFER_S", 2.0)
+    monkeypatch.setattr(remote, "STAGING_BYTES", STAGING_BYTES)
     # A failure is not followed by another attempt, unless a test waits for it.
     monkeypatch.setattr(remote, "RETRY_S", 3600.0)
     monkeypatch.setattr(remote, "MAX_RETRY_S", 3600.0)
@@ -115,34 +115,28 @@ async def test_random_sizes_and_pieces(seed: int, daemon: tuple[Daemon, str]) ->
         assert store.num_transfer_failures == 0
 
 
-@in_a_loop
-async def test_small_calls_travel_in_messages(daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    start = remote.RemoteRegion.start
+def around_calls(
+    monkeypatch: pytest.MonkeyPatch, way: str, nth: int, before: Callable[[Any], object], after: Callable[[Any], object]
+) -> None:
+    """Call `before` and `after` around the nth BatchPut or BatchGet by a region, with the staging region."""
+    call, numbers = StoreLink.call, iter(range(1000))
 
-    def count(region: Any, *args: Any) -> Any:
-        started.append(1)
-        return start(region, *args)
+    async def hooked(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
+        wanted = name == f"store_batch_{way}" and link.remote.is_open and next(numbers) == nth
+        region = link.remote._staging
+        if wanted:
+            before(region)
+        try:
+            return await call(link, name, request, timeout_s)
+        finally:
+            if wanted:
+                after(region)
 
-    monkeypatch.setattr(remote.RemoteRegion, "start", count)
-    enough = remote.LEAST_BYTES // BLOCK_BYTES
-    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
-        await store.put(keys_of(*range(enough - 1)), content(*range(enough - 1)))
-        assert not started
-        await store.put(keys_of(*range(enough)), content(*range(enough)))
-        assert started
+    monkeypatch.setattr(StoreLink, "call", hooked)
 
 
-def at_the(monkeypatch: pytest.MonkeyPatch, stage: str, nth: int, act: Callable[[], object]) -> None:
-    """Call `act` before the nth start of a transfer, or before the nth wait for its end."""
-    method, calls = getattr(remote.RemoteRegion, stage), iter(range(1000))
-
-    def before(region: Any, *args: Any) -> Any:
-        if next(calls) == nth:
-            act()
-        return method(region, *args)
-
-    monkeypatch.setattr(remote.RemoteRegion, stage, before)
+def nothing(_: object) -> None:
+    """Do nothing."""
 
 
 async def both_ways(store: Any) -> None:
@@ -155,37 +149,35 @@ async def both_ways(store: Any) -> None:
 
 
 @pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("stage", ["start", "wait"])
-@pytest.mark.parametrize("nth", [0, 2, 5])
+@pytest.mark.parametrize("way", ["put", "get"])
+@pytest.mark.parametrize("nth", [0, 2])
 @in_a_loop
 async def test_a_killed_engine_costs_no_block(
-    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, stage: str, nth: int
+    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, way: str, nth: int
 ) -> None:
-    """The first four transfers of `both_ways` are those of the put."""
-    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
         engine = engines(daemon)[whose]
 
-        def kill() -> None:
+        def kill(_: object) -> None:
             os.kill(engine, signal.SIGKILL)
             until(lambda: is_gone(engine))
 
-        at_the(monkeypatch, stage, nth, kill)
+        around_calls(monkeypatch, way, nth, kill, nothing)
         await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
-        until(lambda: not engines_of(daemon[0].process.pid))
+        until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
 @pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("nth", [0, 6])
+@pytest.mark.parametrize("way", ["put", "get"])
 @in_a_loop
 async def test_a_frozen_engine_costs_no_block(
-    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, nth: int
+    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, way: str
 ) -> None:
-    monkeypatch.setattr(remote, "TRANSFER_S", 0.3)
-    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
+    async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
         engine = engines(daemon)[whose]
         freezing = frozen(engine)
-        at_the(monkeypatch, "start", nth, freezing.__enter__)
+        around_calls(monkeypatch, way, 1, lambda _: freezing.__enter__(), nothing)
         await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
         until(lambda: is_gone(engine))
@@ -194,37 +186,83 @@ async def test_a_frozen_engine_costs_no_block(
 @pytest.mark.parametrize("way", ["put", "get"])
 @in_a_loop
 async def test_bytes_that_change_on_the_way_are_sent_again(
-    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, way: str
+    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """A put is damaged before it leaves, after its checksums were computed; a get when it has arrived."""
-    regions: list[Any] = []
-    start, wait = remote.RemoteRegion.start, remote.RemoteRegion.wait
+    """A put is damaged after its checksums were computed; a get when it has arrived."""
 
     def damage(region: Any) -> None:
-        region.array(0, SLOT_BYTES)[BLOCK_BYTES + 5] ^= 1
-        regions.append(region)
+        region.array(STAGING_BYTES, "uint8")[BLOCK_BYTES + 5] ^= 1
 
-    def before(region: Any, operation: Any, spans: Any) -> Any:
-        if way == "put" and operation == "write" and not regions:
-            damage(region)
-        return start(region, operation, spans)
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        around_calls(monkeypatch, way, 1, *((damage, nothing) if way == "put" else (nothing, damage)))
+        await both_ways(store)
+        assert (store.transport, store.num_transfer_failures) == ("inline", 1)
 
-    async def after(region: Any, ticket: Any, timeout_s: Any) -> None:
-        await wait(region, ticket, timeout_s)
-        if way == "get" and len(regions) < 1 and store_has_all:
-            damage(region)
 
-    store_has_all: list[int] = []
-    monkeypatch.setattr(remote.RemoteRegion, "start", before)
-    monkeypatch.setattr(remote.RemoteRegion, "wait", after)
+@in_a_loop
+async def test_blocks_in_a_region_are_not_copied_here(
+    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        region = await store.create_region(2 * COUNT * BLOCK_BYTES)
+        values = region.array((COUNT, BLOCK_BYTES), "uint8")
+        out = region.array((COUNT, BLOCK_BYTES), "uint8", values.nbytes)
+        values[...] = content(*NUMBERS)
+        for name in ("copy_in", "copy_out"):
+            monkeypatch.setattr(copies, name, None)
+        assert set((await store.put(keys_of(*NUMBERS), values)).tolist()) == {DONE}
+        removed = NUMBERS[5]
+        await store.remove(keys_of(removed))
+        found = await store.get(keys_of(*NUMBERS), out)
+        assert found.tolist() == [number != removed for number in NUMBERS]
+        np.testing.assert_array_equal(out[found], values[found])
+        assert not out[removed].any()
+        assert (store.transport, store.num_transfer_failures) == ("transfer", 0)
+
+
+@in_a_loop
+async def test_a_region_whose_engine_is_gone_is_memory_as_any_other(face: Face, daemon: tuple[Daemon, str]) -> None:
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
+        region = await store.create_region(COUNT * BLOCK_BYTES)
+        values = region.array((COUNT, BLOCK_BYTES), "uint8")
+        values[...] = content(*NUMBERS)
+        os.kill(region._process.pid, signal.SIGKILL)
+        until(lambda: is_gone(region._process.pid))
+        assert set((await store.put(keys_of(*NUMBERS), values)).tolist()) == {DONE}
+        assert store.num_transfer_failures == 1
+        values[...] = 0
+        assert (await store.get(keys_of(*NUMBERS), values)).all()
+        np.testing.assert_array_equal(values, content(*NUMBERS))
+        assert (store.transport, store.num_transfer_failures) == ("transfer", 1)
+
+
+@in_a_loop
+async def test_nobody_writes_to_the_region_of_a_call_that_was_given_up(
+    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A get whose answer is lost may be executed later. The client's engine is gone before the caller goes on."""
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
-        assert set((await store.put(keys_of(*NUMBERS), content(*NUMBERS))).tolist()) == {DONE}
-        store_has_all.append(1)
-        out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
+        region = await store.create_region(COUNT * BLOCK_BYTES)
+        out = region.array((COUNT, BLOCK_BYTES), "uint8")
+        await store.put(keys_of(*NUMBERS), content(*NUMBERS))
+        engine, call = region._process.pid, StoreLink.call
+        held: list[tuple[Any, ...]] = []
+
+        async def interrupted(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
+            if name == "store_batch_get" and not held:
+                held.append((link, name, request, timeout_s))
+                raise KeyboardInterrupt
+            return await call(link, name, request, timeout_s)
+
+        monkeypatch.setattr(StoreLink, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            await store.get(keys_of(*NUMBERS), out)
+        until(lambda: is_gone(engine))
+        with pytest.raises((TransferFailedError, UnknownRegionError)):
+            await call(*held[0])  # it is executed now
+        assert not out.any()
         assert (await store.get(keys_of(*NUMBERS), out)).all()
         np.testing.assert_array_equal(out, content(*NUMBERS))
-        assert len(regions) == 1
-        assert (store.transport, store.num_transfer_failures) == ("inline", 1)
 
 
 @in_a_loop
@@ -292,13 +330,3 @@ async def test_messages_carry_blocks_without_the_library(
         await both_ways(store)
     with KVClient(daemon[1]) as client, pytest.raises(TransferFailedError, match="mooncake"):
         client.store(new_namespace(BLOCK_BYTES), transport="transfer", unreachable="raise")
-
-
-def test_spans_of_places() -> None:
-    places = packed(5, 10)
-    assert spans_of(places, 10) == [(0, 50)]
-    assert spans_of(places[[0, 1, 3]], 10) == [(0, 20), (30, 10)]
-    assert spans_of(places[:0], 10) == []
-    every_other = packed(4 * MAX_SPANS, 10)[::2]
-    assert len(spans_of(every_other[:MAX_SPANS], 10)) == MAX_SPANS
-    assert spans_of(every_other[: MAX_SPANS + 1], 10) == [(0, 20 * MAX_SPANS + 10)]

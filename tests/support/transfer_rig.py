@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 TRANSFERS: dict[str, Any] = SMALL_STORE | {
     "max_message_mib": 4,
     "max_request_blocks": 4096,
-    "transfer_address": f"{LOOPBACK}:0",
+    "transfer_address": LOOPBACK,
     "max_region_mib": 64,
     "store_gib": 1 / 4,
 }
@@ -46,7 +46,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides(num_bytes: int) -> Iterator[tuple[Side, Side]]:
-    """Yield the client's side and the daemon's."""
+    """Yield a side that calls, as the daemon's, and one that listens, as the client's."""
     near, far = Side(num_bytes, shared=False), Side(num_bytes, shared=True)
     try:
         yield near, far

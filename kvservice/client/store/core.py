@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvservice.client.region_memory import SharedRegion
+from kvservice.client.regions import whole_bytes
 from kvservice.client.requests import wait_time
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.holding import acquire, reserve
@@ -264,13 +265,17 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         return removed
 
     async def create_region(self, num_bytes: int, *, timeout_s: float | None = None) -> SharedRegion:
-        """Create a region of shared memory: `put` of values in it copies no bytes in this process. After the daemon
-        was away, its arrays are still usable, as any other memory. Raises DaemonAwayError, and otherwise the errors of
+        """Create a region of shared memory: `put` of values in it copies no bytes in this process. By a Transfer Engine
+        `get` does not copy them either, and `timeout_s` is not used. After the daemon was away, its arrays are still
+        usable, as any other memory. Raises DaemonAwayError, TransferFailedError, and otherwise the errors of
         SessionCore.create_region."""
         regions: list[SharedRegion] = []
 
         async def work(link: StoreLink) -> None:
-            regions.append(await link.regions.create(num_bytes, timeout_s=timeout_s))
+            if link.remote.allowed:
+                regions.append(await link.remote.create(whole_bytes(num_bytes)))
+            else:
+                regions.append(await link.regions.create(num_bytes, timeout_s=timeout_s))
 
         if not await self._access.attempt(work):
             raise DaemonAwayError("the store is out of reach")

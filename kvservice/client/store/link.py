@@ -13,7 +13,7 @@ from kvservice.client.connection import SessionConnection
 from kvservice.client.fd_passing import FdPassing
 from kvservice.client.region_memory import HostRegion
 from kvservice.client.regions import RegionTable
-from kvservice.client.remote import RemoteStaging, region_bytes
+from kvservice.client.remote import RemoteRegions
 from kvservice.client.requests import build, whole
 from kvservice.client.store.mapping import StoreMapper
 from kvservice.client.store.memory import Geometry, MappedStore
@@ -140,7 +140,7 @@ class StoreLink:
     block_bytes: int
     regions: RegionTable
     staging: StoreStaging
-    remote: RemoteStaging
+    remote: RemoteRegions
     memory: MappedStore | None
     copy_threads: int
     writes: Writes
@@ -278,18 +278,18 @@ async def _open_namespace(
 
 async def _open_remote(
     options: StoreOptions, info: PoolInfo, connection: SessionConnection, *, is_local: bool
-) -> RemoteStaging:
-    """Open the remote region of a link over TCP. Raises TransferOffError and TransferFailedError if only that is
+) -> RemoteRegions:
+    """Open the staging region of a link over TCP. Raises TransferOffError and TransferFailedError if only that is
     wanted."""
     is_wanted = options.transport == "transfer" or (options.transport == "auto" and not is_local)
-    remote = RemoteStaging(connection, connection.lock(), info.transfer_protocol if is_wanted else "")
-    num_bytes = region_bytes(options.namespace.block_bytes)
+    protocol, daemon = info.transfer_protocol if is_wanted else "", info.transfer_address
+    remote = RemoteRegions(connection, connection.lock(), protocol, daemon, options.namespace.block_bytes)
     if options.transport == "transfer":
         if not info.transfer_protocol:
             raise TransferOffError("the daemon has no Transfer Engine")
         if not remote.allowed:
             raise TransferFailedError("there is no Transfer Engine here: install kvservice[mooncake]")
-        await remote.open(num_bytes)
+        await remote.open()
     elif remote.allowed:
-        await remote.try_open(num_bytes)
+        await remote.try_open()
     return remote

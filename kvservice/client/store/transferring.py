@@ -1,167 +1,142 @@
-"""Reads and writes of blocks through a remote region, by Transfer Engines, a slot at a time:
+"""Reads and writes of blocks through remote regions, by Transfer Engines:
 
-    put   copy to a slot, with checksums ─▶ transfer ─▶ BatchPut: the daemon copies, compares and stores
-    get   BatchGet: the daemon compares and copies ─▶ transfer ─▶ copy from the slot, and compare
+    put   compute checksums ─▶ BatchPut: the daemon transfers the blocks, compares and stores them
+    get   BatchGet: the daemon transfers the blocks ─▶ compare checksums
 
-While one slot is transferred, this process and the daemon work on others. Blocks that did not arrive, or with another
-checksum, are left to messages.
+Blocks that do not lie in a region of the caller are copied through the staging region. Blocks that did not arrive, or
+with another checksum, are left to messages.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from kvservice.client.remote import LEAST_BYTES, NUM_SLOTS, REFUSED, RemoteRegion, RemoteStaging, region_bytes
+from kvservice import _ext
+from kvservice.client.remote import LEAST_BYTES, REFUSED, RemoteRegion
 from kvservice.client.store import copies
 from kvservice.client.store.link import StoreLink
-from kvservice.client.store.pieces import Pieces
+from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.splits import blocks_in_request, parts
 from kvservice.client.store.values import DAMAGED, Flags, Statuses, flags_of, num_keys, statuses_of
 from kvservice.errors import InternalError, TransferFailedError
-from kvservice.transfer import READ, WRITE, Ticket
 from kvservice.v1 import store_pb2
 
-# Most spans of a transfer; blocks between them are transferred too if there are more.
-MAX_SPANS = 64
 Get: TypeAlias = Callable[[slice, store_pb2.Scatter], Awaitable[store_pb2.BatchGetResponse]]
 Put: TypeAlias = Callable[[slice, store_pb2.Scatter, bytes], Awaitable[store_pb2.BatchPutResponse]]
-
-
-@dataclass(frozen=True)
-class Moving:
-    """Blocks of `part` that are being transferred. `places` are their offsets in the region."""
-
-    part: slice
-    ticket: Ticket
-    places: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    found: Flags
-    checksums: bytes
+# Moves the blocks of a part, whose places in the region are given; the last argument is whether they are staged.
+Move: TypeAlias = Callable[[RemoteRegion, slice, Numbers, bool], Awaitable[bool]]
 
 
 class BlockTransfer:
-    """One `get` or `put` through the region. Blocks that it did not finish are false in `done`, bool `[num_keys]`."""
+    """One `get` or `put`. Blocks that it did not finish are false in `done`, bool `[num_keys]`."""
 
     def __init__(self, link: StoreLink, keys: bytes, pieces: Pieces, timeout_s: float | None) -> None:
-        self._link, self._keys, self._pieces, self._timeout_s = link, keys, pieces, timeout_s
+        self._link, self._pieces, self._timeout_s = link, pieces, timeout_s
         self.done: Flags = np.zeros(num_keys(keys), np.bool_)
 
     async def get(self, ask: Get, found: Flags) -> None:
-        """Sets the flags in `found` of blocks that are copied."""
+        """Set the flags in `found` of blocks that are copied."""
 
-        async def begin(region: RemoteRegion, part: slice, offset: int) -> Moving:
-            places = self._places(part, offset)
+        async def move(region: RemoteRegion, part: slice, places: Numbers, staged: bool) -> bool:
             response = await ask(part, store_pb2.Scatter(region=region.name, offsets=places.tobytes()))
             there = flags_of(response.found, len(places))
-            if len(response.checksums) != 8 * int(there.sum()):
-                raise InternalError(f"the daemon has sent {len(response.checksums)} bytes of checksums")
-            ticket = region.start(READ, spans_of(places[there], self._link.block_bytes))
-            return Moving(part, ticket, places[there], there, response.checksums)
-
-        async def end(region: RemoteRegion, moved: Moving) -> bool:
-            target = self._pieces.part(moved.part).part(moved.found)
-            link = self._link
-            right = await link.connection.run(
-                copies.copy_out,
-                region.address,
-                moved.places.tobytes(),
-                link.block_bytes,
-                target,
-                link.copy_threads,
-                moved.checksums,
-            )
-            copied = moved.found.copy()
-            copied[moved.found] = right
-            found[moved.part] = copied
-            self.done[moved.part] = copied | ~moved.found
+            checksums = response.checksums
+            if len(checksums) != 8 * int(there.sum()):
+                raise InternalError(f"the daemon has sent {len(checksums)} bytes of checksums")
+            if staged:
+                target, link = self._pieces.part(part).part(there), self._link
+                right = await link.connection.run(
+                    copies.copy_out,
+                    region.address,
+                    places[there].tobytes(),
+                    link.block_bytes,
+                    target,
+                    link.copy_threads,
+                    checksums,
+                )
+            else:
+                right = np.frombuffer(await self._checksums(region, places[there]), np.uint64) == np.frombuffer(
+                    checksums, np.uint64
+                )
+            copied = there.copy()
+            copied[there] = right
+            found[part] = copied
+            self.done[part] = copied | ~there
             return bool(right.all())
 
-        await self._run(begin, end)
+        await self._run(move)
 
     async def put(self, send: Put, statuses: Statuses) -> None:
-        """Sets the statuses of blocks that the daemon has taken or refused."""
+        """Set the statuses of blocks that the daemon has taken or refused."""
 
-        async def begin(region: RemoteRegion, part: slice, offset: int) -> Moving:
-            places, link = self._places(part, offset), self._link
-            source = self._pieces.part(part)
-            checksums = await link.connection.run(
-                copies.copy_in, region.address, places.tobytes(), link.block_bytes, source, link.copy_threads
-            )
-            ticket = region.start(WRITE, spans_of(places, link.block_bytes))
-            return Moving(part, ticket, places, np.ones(len(places), np.bool_), checksums)
-
-        async def end(region: RemoteRegion, moved: Moving) -> bool:
-            scatter = store_pb2.Scatter(region=region.name, offsets=moved.places.tobytes())
-            response = await send(moved.part, scatter, moved.checksums)
-            answered = statuses_of(response.statuses, len(moved.places))
+        async def move(region: RemoteRegion, part: slice, places: Numbers, staged: bool) -> bool:
+            link = self._link
+            if staged:
+                checksums = await link.connection.run(
+                    copies.copy_in,
+                    region.address,
+                    places.tobytes(),
+                    link.block_bytes,
+                    self._pieces.part(part),
+                    link.copy_threads,
+                )
+            else:
+                checksums = await self._checksums(region, places)
+            response = await send(part, store_pb2.Scatter(region=region.name, offsets=places.tobytes()), checksums)
+            answered = statuses_of(response.statuses, len(places))
             right: Flags = answered != DAMAGED
-            statuses[moved.part] = np.where(right, answered, statuses[moved.part])
-            self.done[moved.part] = right
+            statuses[part] = np.where(right, answered, statuses[part])
+            self.done[part] = right
             return bool(right.all())
 
-        await self._run(begin, end)
+        await self._run(move)
 
-    async def _run(
-        self,
-        begin: Callable[[RemoteRegion, slice, int], Awaitable[Moving]],
-        end: Callable[[RemoteRegion, Moving], Awaitable[bool]],
-    ) -> None:
-        link, remote = self._link, self._link.remote
+    async def _checksums(self, region: RemoteRegion, places: Numbers) -> bytes:
+        link = self._link
+        return await link.connection.run(
+            _ext.store_checksums, region.address, places.tobytes(), link.block_bytes, link.copy_threads
+        )
+
+    async def _run(self, move: Move) -> None:
+        """Move all blocks, from and to where they lie, or through the staging region."""
+        remote = self._link.remote
+        count, most = len(self.done), blocks_in_request(self._link)
+        if len(self._pieces.sizes) == 1:
+            for region in remote.regions:
+                places = self._pieces.offsets_in(region.address, region.num_bytes)
+                if places is not None:
+                    flat = places[:, 0]
+                    await self._move_parts(region, move, [(part, flat[part]) for part in parts(count, most)], False)
+                    return
         async with remote.lock:
-            region = remote.room(region_bytes(link.block_bytes))
-            if region is None:
+            staging = remote.staging()
+            if staging is None:
                 return
-            try:
-                await self._move(region, remote, begin, end)
-            except REFUSED as error:
-                remote.fail(error)
-            except BaseException:
-                remote.drop()
-                raise
+            block_bytes = self._link.block_bytes
+            most = min(most, staging.num_bytes // block_bytes)
+            packed = [(part, copies.packed(part.stop - part.start, block_bytes)) for part in parts(count, most)]
+            await self._move_parts(staging, move, packed, True)
 
-    async def _move(
-        self,
-        region: RemoteRegion,
-        remote: RemoteStaging,
-        begin: Callable[[RemoteRegion, slice, int], Awaitable[Moving]],
-        end: Callable[[RemoteRegion, Moving], Awaitable[bool]],
+    async def _move_parts(
+        self, region: RemoteRegion, move: Move, places: list[tuple[slice, Numbers]], staged: bool
     ) -> None:
-        """Move all blocks. Up to NUM_SLOTS - 1 slots are transferred at a time."""
-        slot_bytes = region.num_bytes // NUM_SLOTS
-        in_slot = min(slot_bytes // self._link.block_bytes, blocks_in_request(self._link))
-        moving: deque[Moving] = deque()
-        all_right = True
-        for number, part in enumerate(parts(len(self.done), in_slot)):
-            if len(moving) == NUM_SLOTS - 1:
-                await region.wait(moving[0].ticket, self._timeout_s)
-                all_right &= await end(region, moving.popleft())
-            moving.append(await begin(region, part, number % NUM_SLOTS * slot_bytes))
-        while moving:
-            await region.wait(moving[0].ticket, self._timeout_s)
-            all_right &= await end(region, moving.popleft())
-        if not all_right:
-            remote.fail(TransferFailedError("blocks arrived with wrong checksums"))
-
-    def _places(self, part: slice, offset: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return copies.packed(part.stop - part.start, self._link.block_bytes) + np.uint64(offset)
+        """Give the region up after a failure, and after a call without an answer, which may still be executed."""
+        remote, own = self._link.remote, None if staged else region
+        try:
+            results = [await move(region, part, some, staged) for part, some in places]
+        except REFUSED as error:
+            remote.fail(error, own)
+        except BaseException:
+            remote.drop(own)
+            raise
+        else:
+            if not all(results):
+                remote.fail(TransferFailedError("blocks arrived with wrong checksums"), own)
 
 
 def is_worth_it(link: StoreLink, count: int) -> bool:
     """Return whether this many blocks should be transferred."""
     return link.remote.allowed and count * link.block_bytes >= LEAST_BYTES
-
-
-def spans_of(places: np.ndarray[tuple[int], np.dtype[np.uint64]], block_bytes: int) -> list[tuple[int, int]]:
-    """Return the contiguous ranges (offset, size) that blocks at ascending places take."""
-    if not len(places):
-        return []
-    breaks = np.flatnonzero(np.diff(places) != block_bytes) + 1
-    if len(breaks) >= MAX_SPANS:
-        breaks = breaks[:0]
-    first = places[np.concatenate(([0], breaks))].astype(np.int64)
-    last = places[np.concatenate((breaks - 1, [len(places) - 1]))].astype(np.int64) + block_bytes
-    return [(int(begin), int(end - begin)) for begin, end in zip(first, last, strict=True)]
