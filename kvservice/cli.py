@@ -459,6 +459,21 @@ def bench_lane(quick: bool, as_json: bool) -> None:
         _report(lambda: lane_cuda.run(quick), lane_cuda.render, as_json)
 
 
+@bench.command("spill")
+@_device_option
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False), help="Where the disk tier is.  [default: /tmp]"
+)
+@_quick_option
+@_json_option
+def bench_spill(device: str, directory: str | None, quick: bool, as_json: bool) -> None:
+    """Measure a prompt whose blocks left the pool: loading them from the store or the disk against computing them."""
+    with _torch_wanted():
+        from kvservice.bench import spill
+
+        _report(lambda: spill.run(device, quick, directory), spill.render, as_json)
+
+
 @bench.command("swap")
 @_quick_option
 @_json_option

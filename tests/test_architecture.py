@@ -198,6 +198,7 @@ TORCH_MODULES = (
     "bench/flashinfer_peer.py",
     "bench/lane_cuda.py",
     "bench/serve",
+    "bench/spill.py",
     "bench/swap.py",
 )
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}

@@ -45,7 +45,10 @@ class Link:
         uses: Words | None = None,
     ) -> Flags:
         """Write values, which the caller has pinned, except those that were removed meanwhile. With `uses`, only those
-        that the rule admits. Returns which ones the tier has now, bool `[num_values]`."""
+        that the rule admits. Returns which ones the tier has now, bool `[num_values]`: none of a namespace whose values
+        must not outlive the daemon."""
+        if not namespace.identity.outlives_daemon:
+            return np.zeros(len(values), np.bool_)
         known = await self.tier.lookup(space, values.keys, len(values))
         stored: Flags = np.frombuffer(known, np.uint8) == 1
         wanted = ~stored & ~self.removals.bars(space, values.keys)
