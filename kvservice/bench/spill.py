@@ -36,7 +36,7 @@ POOL_PROMPTS, STORE_PROMPTS = 3, 6
 SETTLE_S, LIMIT_S = 0.3, 60.0
 
 
-class Way:
+class EvictedPrompt:
     """A daemon whose pool has lost a prompt at each `measure`."""
 
     def __init__(self, session: Session, num_others: int) -> None:
@@ -134,8 +134,8 @@ def run(device: str = "cpu", quick: bool = False, directory: str | None = None) 
             token_bytes = info.num_layers * 2 * info.num_kv_heads * info.head_size * ITEM_BYTES[device]
             num_bytes = NUM_TOKENS * token_bytes
             contenders = {
-                "memory": Way(session, POOL_PROMPTS + 1).measure,
-                "disk": Way(second_session, POOL_PROMPTS + STORE_PROMPTS + 2).measure,
+                "memory": EvictedPrompt(session, POOL_PROMPTS + 1).measure,
+                "disk": EvictedPrompt(second_session, POOL_PROMPTS + STORE_PROMPTS + 2).measure,
                 "memcpy": memcpy(num_bytes),
                 "compute": forward(device),
             }

@@ -304,6 +304,8 @@ class KVServer:
         if restarting:
             self.sessions.end_streams(RestartingError(reason))
         elif self.chain is not None:  # the memory ends with the keeper
+            if self.pool_tier is not None:
+                await self.pool_tier.flush(max(0.0, begun_s + self._config.drain_timeout_s - loop.time()) / 2)
             await self.chain.flush(max(0.0, begun_s + self._config.drain_timeout_s - loop.time()))
 
 

@@ -74,6 +74,7 @@ class PoolTier:
 
     def before_allocation(self, sequences: Sequence[NewSequence]) -> Awaitable[object] | None:
         """Load missing blocks of new sequences. Returns what to wait for before they are allocated, or None."""
+        self.spiller.note_arrival()
         missing: list[MissingBlocks] = []
         for new in sequences[:_MAX_SEQUENCES]:
             if len(new.found):
@@ -90,6 +91,7 @@ class PoolTier:
     def before_admission(self, tokens: Int32Array, chain_hashes: list[bytes], token_s: float) -> PromptLoad | None:
         """Load missing blocks of a prompt whose chain hashes are known, and whose engine computes a token in `token_s`
         seconds. Returns None if there is nothing to load."""
+        self.spiller.note_arrival()
         self.spiller.note_used(self._loader.find(chain_hashes))
         missing = self._loader.missing_of(tokens, chain_hashes, MAX_BLOCKS)
         if missing is None:
@@ -121,6 +123,11 @@ class PoolTier:
     async def run(self) -> None:
         """Save blocks until the task is cancelled."""
         await self.spiller.run()
+
+    async def flush(self, limit_s: float) -> None:
+        """Save all cached blocks that may outlive the daemon, for at most so many seconds."""
+        if self.namespace.identity.outlives_daemon:
+            await self.spiller.flush(limit_s)
 
     async def close(self) -> None:
         """Wait for the loads in progress."""

@@ -29,9 +29,9 @@ from kvservice.tiers.links import flags_of
 
 # The blocks that a batch saves have so many bytes, or are one block.
 BATCH_BYTES: Final = 8 << 20
-# Pauses: between looks at the pool; after a batch, as a multiple of its time, if blocks are not short; and after the
-# store had no room.
-LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 1.0, 4.0, 1.0
+# Pauses: between looks at the pool, and between two of them if prompts arrive; after a batch, as a multiple of its
+# time, if blocks are not short; and after the store had no room.
+LOOK_S, BUSY_LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 0.002, 1.0, 4.0, 1.0
 # So many blocks, a share of the pool, are free or have copies, so that allocations evict what has a copy.
 CLEAN_SHARE: Final = 1 / 4
 # The share of the store that blocks without a reason fill.
@@ -62,6 +62,7 @@ class Spiller:
         self._used: deque[Int64Array] = deque()
         self.num_queued = 0
         self._forget_at_s = 0.0
+        self._arrival = asyncio.Event()
         # The generation of the pool's state in which no cached block lacked a copy.
         self._idle_generation = -1
 
@@ -76,15 +77,37 @@ class Spiller:
     async def run(self) -> None:
         """Save blocks until the task is cancelled."""
         while True:
-            await self._pause(await self.save_some())
+            seconds = await self.save_some()
+            if seconds == LOOK_S:
+                await self._pause(BUSY_LOOK_S, asyncio.Event())
+                await self._pause(LOOK_S, self._arrival)
+                self._arrival.clear()
+            else:
+                await self._pause(seconds, asyncio.Event())
 
-    async def _pause(self, seconds: float) -> None:
-        over = asyncio.Event()
+    async def _pause(self, seconds: float, over: asyncio.Event) -> None:
+        """Wait for so many seconds, or until the event."""
         timer = self._clock.call_later(seconds, over.set)
         try:
             await over.wait()
         finally:
             timer.cancel()
+
+    def note_arrival(self) -> None:
+        """Note that a prompt needs blocks."""
+        self._arrival.set()
+
+    async def flush(self, limit_s: float) -> None:
+        """Save all cached blocks, those that were used last first, for at most so many seconds or until the store has
+        no room."""
+        until_s = self._clock.time() + limit_s
+        most = max(1, BATCH_BYTES // self._namespace.identity.block_bytes)
+        refused, namespace = self._counters.refused, self._namespace.open()
+        while namespace is not None and self._counters.refused == refused and self._clock.time() < until_s:
+            blocks = self._loader.coldest(self._state.config.num_blocks)[-most:]
+            if not len(blocks):
+                return
+            await self._save(namespace, blocks)
 
     async def save_some(self) -> float:
         """Save a batch of blocks. Returns the seconds until the next one."""
