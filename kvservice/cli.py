@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.generate import generate
+from kvservice.commands.plan import plan
 from kvservice.commands.token import token
 from kvservice.commands.upgrade import upgrade
 from kvservice.config import ENV_PREFIX, ServeConfig
@@ -109,6 +110,7 @@ def _serve(config: str | None, **options: Any) -> None:
 
 
 main.add_command(generate)
+main.add_command(plan)
 main.add_command(token)
 main.add_command(upgrade)
 main.add_command(
@@ -226,7 +228,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks: bookkeeping, scheduling, serving, calls, store, restarts, limits, attention, lanes, swapping."""
+    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, store, restarts, limits, attention, swapping."""
 
 
 def _report(
@@ -309,6 +311,27 @@ def bench_serve(dtype: str | None, as_json: bool, **options: Any) -> None:
     by_device = ("float32", "bfloat16") if options["device"] == "cpu" else ("bfloat16",)
     settings = serve.ServeOptions(dtypes=by_device if dtype is None else (dtype,), **options)
     _report(lambda: serve.run(settings), serve.render, as_json)
+
+
+@bench.command("cluster")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="JSON lines in Mooncake's format.")
+@click.option("--seed", type=click.IntRange(0, 1 << 32), default=0, show_default=True, help="Of the synthetic trace.")
+@click.option(
+    "--demand", type=_Finite(0, 100, min_open=True), default=1.5, help="Tokens asked over computed, a second."
+)
+@click.option("--queue-weight", type=_Finite(0, 100), default=0.5, show_default=True, help="See PlacementSettings.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Also write a chart to this SVG file.")
+@_quick_option
+@_json_option
+def bench_cluster(as_json: bool, **options: Any) -> None:
+    """Simulate the placement of requests over 1, 8 and 64 daemons, against other policies and upper bounds.
+
+    The trace is made from a seed: shared system prompts, conversations of several turns. Or it is read from a file.
+    """
+    from kvservice.bench import cluster
+
+    settings = cluster.ClusterBenchOptions(**options)
+    _report(lambda: cluster.run(settings), cluster.render, as_json)
 
 
 @bench.command("rpc")

@@ -59,6 +59,8 @@ ROOMS: dict[str, set[str]] = {
     "kept.report": set(),
     "kept": {"kept.report", "pool.available", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
+    # How large tiers should be. It reads traces and config.json, and asks no daemon.
+    "planning": {"errors", "model_shape", "pool.layout"},
     "config": {"pool.layout"},
     "config_sources": {"config", "errors", "model_shape"},
     "devices": {
@@ -160,6 +162,7 @@ ROOMS: dict[str, set[str]] = {
         "keeper",
         "launch",
         "ops",
+        "planning",
         "pool.layout",
         "scheduler",
         "tiers",
@@ -168,7 +171,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "health": {"auth", "config", "environment", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
-    "commands": {"auth", "config", "config_sources", "demo", "engines", "errors", "keeper"},
+    "commands": {"auth", "config", "config_sources", "demo", "engines", "errors", "keeper", "planning"},
     "cli": {
         "",
         "bench",

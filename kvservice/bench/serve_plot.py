@@ -44,18 +44,18 @@ def _draw(group: ElementTree.Element, panel: Panel) -> None:
     def place(seconds: float, value: float) -> tuple[float, float]:
         return LEFT + seconds / most_s * (right - LEFT), bottom - value / most * (bottom - TOP)
 
-    _text(group, (LEFT, TOP - 14), panel.title, size=14)
+    text(group, (LEFT, TOP - 14), panel.title, size=14)
     for tick in range(TICKS + 1):
         x, y = place(most_s * tick / TICKS, most * tick / TICKS)
         _line(group, [(LEFT, y), (right, y)], "#dddddd", 1)
-        _text(group, (LEFT - 6, y + 4), f"{most * tick / TICKS:.4g}", anchor="end")
-        _text(group, (x, bottom + 16), f"{most_s * tick / TICKS:.3g}", anchor="middle")
-    _text(group, ((LEFT + right) / 2, bottom + 32), f"seconds; vertical: {panel.meaning}", anchor="middle")
+        text(group, (LEFT - 6, y + 4), f"{most * tick / TICKS:.4g}", anchor="end")
+        text(group, (x, bottom + 16), f"{most_s * tick / TICKS:.3g}", anchor="middle")
+    text(group, ((LEFT + right) / 2, bottom + 32), f"seconds; vertical: {panel.meaning}", anchor="middle")
     for number, (name, line) in enumerate(panel.lines.items()):
         colour, y = COLOURS[number % len(COLOURS)], TOP + 18 * number
         _line(group, [place(*point) for point in line], colour, 2)
         _line(group, [(right + 12, y), (right + 32, y)], colour, 3)
-        _text(group, (right + 38, y + 4), name)
+        text(group, (right + 38, y + 4), name)
 
 
 def _line(group: ElementTree.Element, points: Sequence[tuple[float, float]], colour: str, width: int) -> None:
@@ -64,8 +64,9 @@ def _line(group: ElementTree.Element, points: Sequence[tuple[float, float]], col
     ElementTree.SubElement(group, "polyline", {"points": places, **look})
 
 
-def _text(
+def text(
     group: ElementTree.Element, place: tuple[float, float], text: str, anchor: str = "start", size: int = 12
 ) -> None:
+    """Add a text. `place` is its (x, y), `anchor` the end of the text that lies there."""
     position = {"x": f"{place[0]:.1f}", "y": f"{place[1]:.1f}", "text-anchor": anchor, "font-size": str(size)}
     ElementTree.SubElement(group, "text", position).text = text

@@ -19,10 +19,11 @@ from kvservice.blocks.events import StoredBlock
 from kvservice.blocks.limits import check_sequence_lengths
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
-from kvservice.blocks.prefix import block_hash, token_bytes
+from kvservice.blocks.prefix import token_bytes
 from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, in_turn
 from kvservice.blocks.state import BlockState
+from kvservice.chain_hash import block_hash
 from kvservice.errors import OutOfBlocksError, UnknownSessionError
 
 _MISSING = -1

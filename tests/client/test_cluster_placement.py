@@ -38,7 +38,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def placement(clock: Clock) -> Placement:
-    return Placement(DAEMONS, clock)
+    return Placement(DAEMONS, clock, PlacementSettings(queue_weight=1.0))
 
 
 def best(placement: Placement, prompt: HashedPrompt) -> str:

@@ -122,11 +122,6 @@ class PlacedSession(Session):
         super().__init__(session._core)
         self._ended = weakref.finalize(self, on_end)
 
-    def detach(self) -> bytes:
-        """See SessionCore.detach."""
-        self._ended()
-        return super().detach()
-
     def close(self) -> None:
         """See SessionCore.close."""
         self._ended()

@@ -1,0 +1,207 @@
+"""Plans against figures computed by hand, mostly for Llama-3-8B."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvservice.cli import main
+from kvservice.errors import InvalidArgumentError
+from kvservice.model_shape import pool_options
+from kvservice.planning.gpus import GPUS, Gpu, find_gpu
+from kvservice.planning.parameters import count_parameters
+from kvservice.planning.plan import GIB, PlanOptions, make_plan
+from kvservice.planning.report import short
+from kvservice.planning.trace import Trace, TraceRequest
+
+LLAMA_3_8B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIXTRAL = LLAMA_3_8B | {
+    "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
+OWN = Gpu("own", 100.0, 1000.0, 50.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return tmp_path
+
+
+def test_llama_3_8b(model: Path) -> None:
+    plan = make_plan(PlanOptions(model, OWN, weights_gib=15.0, disk_gib=1000.0, prompt_tokens=8192), None)
+    assert plan.token_bytes == 2 * 32 * 8 * 128 * 2 == 131072
+    assert plan.block_bytes == 2 << 20
+    pool, host, disk = plan.tiers
+    assert (pool.blocks, pool.tokens) == (75 * 512, 75 * 8192)
+    assert (host.tokens, host.sessions) == (64 * 8192, 64.0)
+    assert disk.tokens == 1000 * 8192
+    # 6.98e9 parameters in layers; 4 x 32 layers x 4096 x 4096 tokens of context on average.
+    flops = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4 * 32 * 4096 * 4096
+    assert plan.prefill_tokens_per_s == pytest.approx(500e12 / flops)
+    assert plan.break_even_gb_per_s == pytest.approx(131072 * 500e12 / flops / 1e9)
+    assert host.load_ms == pytest.approx(131.072e6 / 50e9 * 1e3)
+    assert disk.load_ms == pytest.approx(131.072e6 / 5e9 * 1e3)
+    assert host.recompute_ms == pytest.approx(1e6 * flops / 500e12)
+    assert disk.is_worth_loading
+    assert plan.commands == (
+        f"kvservice serve --model {model} --device cuda --block-size 16 --pool-gib 75 --store-gib 64 "
+        "--disk DIRECTORY --disk-gib 1000",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "in_layers_b", "total_b"),
+    [(LLAMA_3_8B, 6.98, 8.03), (MIXTRAL, 12.6, 46.7), (GPT2 | {"tie_word_embeddings": True}, 0.085, 0.124)],
+)
+def test_parameters_are_those_that_models_are_known_for(
+    config: dict[str, Any], in_layers_b: float, total_b: float
+) -> None:
+    found = count_parameters(config, pool_options(config), None)
+    assert found.in_layers == pytest.approx(in_layers_b * 1e9, rel=0.01)
+    assert found.total == pytest.approx(total_b * 1e9, rel=0.01)
+
+
+def test_measured_figures_replace_estimates(model: Path) -> None:
+    (model / "a.safetensors").write_bytes(bytes(1 << 20))
+    plan = make_plan(PlanOptions(model, OWN, prefill_tokens_per_s=1000.0, disk_gib=1.0, disk_gb_per_s=0.1), None)
+    assert plan.weights_gib == 1 / 1024
+    assert plan.break_even_gb_per_s == pytest.approx(0.131072)
+    assert not plan.tiers[-1].is_worth_loading
+    assert "--disk" not in plan.commands[0]
+    assert any(note.startswith("disk: loading takes longer") for note in plan.notes)
+
+
+def test_several_gpus_have_their_part_each(model: Path) -> None:
+    one, two = (make_plan(PlanOptions(model, OWN, num_gpus=n, weights_gib=10.0), None) for n in (1, 2))
+    assert (one.tiers[0].gib, two.tiers[0].gib) == (80.0, 170.0)
+    assert two.prefill_tokens_per_s == pytest.approx(2 * one.prefill_tokens_per_s)
+    assert two.tiers[1].load_ms == one.tiers[1].load_ms / 2
+    assert "--num-kv-heads 4 " in two.commands[0]
+    assert "--pool-gib 85 --store-gib 32" in two.commands[0]
+
+
+def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
+    plan = make_plan(PlanOptions(model, OWN, kv_cache_dtype="fp8_e4m3"), None)
+    assert plan.token_bytes == 65536
+    assert "--kv-cache-dtype fp8_e4m3" in plan.commands[0]
+
+
+def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
+    # Two prompts of a GiB each, again and again: 16 blocks of 512 tokens are a GiB.
+    prompts = [tuple(range(16)), tuple(range(16, 32))] * 10
+    trace = Trace("t", 512, tuple(TraceRequest(n, 8192, 100, blocks, n % 2) for n, blocks in enumerate(prompts)))
+    options = PlanOptions(model, Gpu("own", 2.0, 1000.0, 50.0), weights_gib=0.3, store_gib=2.0, disk_gib=3.0)
+    plan = make_plan(options, trace)
+    assert (plan.prompt_tokens, plan.session_tokens) == (8192, 8292)
+    assert plan.unbounded_share == 0.9
+    assert plan.needed_gib == 2.0
+    assert [tier.hit_share for tier in plan.tiers] == [0.0, 0.9, 0.9]
+    assert [tier.gained_share for tier in plan.tiers] == [0.0, 0.9, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_gpus": 3}, "num_gpus"),
+        ({"weights_gib": 90.0}, "num_gpus"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+        ({"model": Path("absent")}, "model"),
+    ],
+)
+def test_impossible_plans_name_the_option(model: Path, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make_plan(replace(PlanOptions(model, OWN), **changes), None)
+    assert caught.value.field == field
+
+
+def test_a_pool_of_one_block_is_enough(model: Path) -> None:
+    block = (2 << 20) / GIB
+    plan = make_plan(PlanOptions(model, OWN, weights_gib=90.0 - block, store_gib=0.0), None)
+    assert [(tier.name, tier.blocks) for tier in plan.tiers] == [("GPU pool", 1)]
+
+
+def test_a_model_without_a_feed_forward_width_needs_its_parameters(tmp_path: Path) -> None:
+    config = {name: value for name, value in LLAMA_3_8B.items() if name != "intermediate_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match="parameters_b"):
+        make_plan(PlanOptions(tmp_path, OWN), None)
+    assert make_plan(PlanOptions(tmp_path, OWN, parameters=8e9), None).weights_gib == pytest.approx(16e9 / GIB)
+
+
+def test_gpus_of_the_table_and_others() -> None:
+    assert find_gpu("h200") == GPUS["h200"]
+    assert find_gpu("h200", tflops=700.0).tflops == 700.0
+    assert find_gpu(None, 24.0, 100.0, 20.0) == Gpu("own", 24.0, 100.0, 20.0)
+    for arguments, field in [(("h300",), "gpu"), ((None, 24.0, 100.0), "host_gbps"), ((None,), "gpu_memory_gib")]:
+        with pytest.raises(InvalidArgumentError) as caught:
+            find_gpu(*arguments)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+def test_numbers_are_short() -> None:
+    assert [short(n) for n in (0.5, 64.0, 9999, 57_000, 16.4e6, 2e9)] == ["0.5", "64", "9999", "57k", "16.4M", "2G"]
+
+
+# ---- the command
+
+
+def invoke(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["plan", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_the_command_prints_tables(model: Path) -> None:
+    code, output = invoke("--model", model, "--gpu", "h200", "--disk-gib", 2000)
+    assert code == 0
+    for part in ("131,072 bytes", "GPU pool", "host store", "disk", "break-even", "kvservice serve --model"):
+        assert part in output
+
+
+def test_the_command_prints_json(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n' * 2)
+    code, output = invoke("--model", model, "--gpu", "h200", "--json", "--trace", trace)
+    assert code == 0
+    plan = json.loads(output)
+    assert plan["unbounded_share"] == 0.5
+    assert [tier["hit_share"] for tier in plan["tiers"]] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("option", "least", "most"),
+    [
+        ("--efficiency", 0.001, 1),
+        ("--gpu-memory-utilization", 0.2, 1),
+        ("--num-gpus", 1, 8),
+        ("--store-gib", 0, 1 << 30),
+        ("--disk-gbps", 0.001, 1e6),
+        ("--prompt-tokens", 1, 1 << 24),
+    ],
+)
+def test_both_ends_of_options(model: Path, option: str, least: float, most: float) -> None:
+    for value in (least, most):
+        assert invoke("--model", model, "--gpu", "h200", option, value)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--efficiency", 0), ("--efficiency", 1.1), ("--efficiency", "nan"), ("--gpu-memory-utilization", 1.1),
+        ("--num-gpus", 0), ("--num-gpus", 65), ("--num-gpus", 3), ("--store-gib", -1), ("--disk-gbps", 0),
+        ("--prompt-tokens", 0), ("--gpu", "h300"), ("--trace", "absent"), ("--model", "absent"), ("--block-size", 7),
+        ("--weights-gib", 1000), ("--parameters-b", 0), ("--kv-cache-dtype", "int3"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(model: Path, option: str, value: Any) -> None:
+    code, output = invoke("--model", model, "--gpu", "h200", option, value)
+    assert code == 2
+    assert (option if option != "--weights-gib" else "--num-gpus") in output
