@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from kvservice.bench.cluster_bounds import everything_share, one_cache_share
-from kvservice.bench.cluster_model import Served, Service, Simulation
+from kvservice.bench.cluster_model import Outcome, Service, Simulation
 from kvservice.bench.cluster_plot import write_plot
 from kvservice.bench.cluster_policies import OURS, policies
 from kvservice.bench.harness import table
 from kvservice.client.cluster.placement import PlacementSettings
-from kvservice.planning.trace import Trace, Workload, read_trace, synthetic_trace
+from kvservice.planning.trace import ConversationLoad, Trace, read_trace, synthetic_trace
 
 DAEMONS = (1, 8, 64)
 # The number of daemons for which events come late.
@@ -80,7 +80,9 @@ def workload(options: ClusterBenchOptions, num_daemons: int) -> tuple[Trace, Ser
         trace, num_blocks = read_trace(options.trace), FILE_BLOCKS // num_daemons
     else:
         conversations = CONVERSATIONS * num_daemons // (2 if options.quick else 1)
-        made = Workload(conversations, CONVERSATIONS_PER_S * num_daemons, num_system_prompts=8 + 4 * num_daemons)
+        made = ConversationLoad(
+            conversations, CONVERSATIONS_PER_S * num_daemons, num_system_prompts=8 + 4 * num_daemons
+        )
         trace, num_blocks = synthetic_trace(made, options.seed), SYNTHETIC_BLOCKS
     speed = trace.input_tokens / trace.duration_s / num_daemons / options.demand
     return trace, Service(num_blocks, speed)
@@ -93,7 +95,7 @@ def measure(trace: Trace, num_daemons: int, service: Service, make: Any) -> dict
     return figures(trace, simulation, served)
 
 
-def figures(trace: Trace, simulation: Simulation, served: list[Served]) -> dict[str, Any]:
+def figures(trace: Trace, simulation: Simulation, served: list[Outcome]) -> dict[str, Any]:
     """Return the share of prompt tokens that were cached; the most tokens that a daemon has computed, over the mean;
     and the times in seconds that requests waited for their prefill to begin."""
     computed = [daemon.computed_tokens for daemon in simulation.daemons]

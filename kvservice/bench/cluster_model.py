@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvservice.planning.trace import Trace, TraceRequest
+from kvservice.planning.trace import Trace, TracedRequest
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Listener(Protocol):
 
 
 @dataclass
-class Served:
+class Outcome:
     """What became of a request."""
 
     daemon: int
@@ -67,7 +67,7 @@ class ModelDaemon:
     def used_blocks(self) -> int:
         return len(self.held) + self.private_blocks
 
-    def begin(self, request: TraceRequest) -> tuple[int, float] | None:
+    def begin(self, request: TracedRequest) -> tuple[int, float] | None:
         """Begin a prefill: hold the cached blocks and make room for the others. Returns the tokens that were cached
         and the seconds that the rest takes; None: there is no room now."""
         found = next((n for n, one in enumerate(request.blocks) if not self._has(one)), len(request.blocks))
@@ -85,7 +85,7 @@ class ModelDaemon:
         slowed = 1 + self.service.decode_share * self.decoding
         return found * self.block_size, missing / self.service.tokens_per_s * slowed
 
-    def computed(self, request: TraceRequest, hit_tokens: int) -> None:
+    def computed(self, request: TracedRequest, hit_tokens: int) -> None:
         """End a prefill: its blocks are cached."""
         new = request.blocks[hit_tokens // self.block_size :]
         for one in new:
@@ -95,7 +95,7 @@ class ModelDaemon:
         self.decoding += 1
         self.listener.stored(self.number, new)
 
-    def finished(self, request: TraceRequest) -> None:
+    def finished(self, request: TracedRequest) -> None:
         """End the output: the blocks of the prompt may be evicted."""
         self.decoding -= 1
         self.private_blocks -= self._needed(request, len(request.blocks))
@@ -108,7 +108,7 @@ class ModelDaemon:
     def _has(self, block: int) -> bool:
         return block in self.held or block in self.cached
 
-    def _needed(self, request: TraceRequest, found: int) -> int:
+    def _needed(self, request: TracedRequest, found: int) -> int:
         """Return the blocks that a request takes besides those that were found."""
         return -(-(request.input_tokens + request.output_tokens) // self.block_size) - found
 
@@ -124,7 +124,7 @@ class ModelDaemon:
 class Router(Listener, Protocol):
     """Places requests."""
 
-    def place(self, number: int, request: TraceRequest, /) -> int:
+    def place(self, number: int, request: TracedRequest, /) -> int:
         """Return the daemon for a request."""
 
     def ended(self, number: int) -> None:
@@ -136,7 +136,7 @@ class Simulation:
 
     def __init__(self, trace: Trace, num_daemons: int, service: Service) -> None:
         self.trace, self.now = trace, 0.0
-        self.served: list[Served] = []
+        self.served: list[Outcome] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._router: Router | None = None
@@ -153,10 +153,10 @@ class Simulation:
         assert self._router is not None
         self._router.removed(daemon, blocks)
 
-    def run(self, router: Router) -> list[Served]:
+    def run(self, router: Router) -> list[Outcome]:
         """Return what became of each request."""
         self._router = router
-        self.served = [Served(-1, 0, 0.0, 0.0) for _ in self.trace.requests]
+        self.served = [Outcome(-1, 0, 0.0, 0.0) for _ in self.trace.requests]
         for number, request in enumerate(self.trace.requests):
             self._advance(request.arrival_s)
             daemon = router.place(number, request)
@@ -187,7 +187,7 @@ class Simulation:
         daemon.busy = True
         hit_tokens, takes_s = begun
         waited = self.now - request.arrival_s
-        self.served[number] = Served(daemon.number, hit_tokens, waited, waited + takes_s)
+        self.served[number] = Outcome(daemon.number, hit_tokens, waited, waited + takes_s)
 
         def computed() -> None:
             daemon.busy = False

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from kvservice.bench.cluster_model import Router, Simulation
 from kvservice.client.cluster.placement import HashedPrompt, Load, PlacedPrompt, Placement, PlacementSettings
-from kvservice.planning.trace import TraceRequest
+from kvservice.planning.trace import TracedRequest
 
 # Seconds between reports of load, as the client's default.
 REPORT_S = 1.0
@@ -38,28 +38,28 @@ class RandomRouter(Uninformed):
         super().__init__(simulation)
         self._rng = random.Random(0)
 
-    def place(self, _number: int, _request: TraceRequest) -> int:
+    def place(self, _number: int, _request: TracedRequest) -> int:
         return self._rng.randrange(len(self.simulation.daemons))
 
 
 class RoundRobin(Uninformed):
     """One daemon after the other."""
 
-    def place(self, number: int, _request: TraceRequest) -> int:
+    def place(self, number: int, _request: TracedRequest) -> int:
         return number % len(self.simulation.daemons)
 
 
 class Sticky(Uninformed):
     """The daemon that the hash of the conversation gives."""
 
-    def place(self, _number: int, request: TraceRequest) -> int:
+    def place(self, _number: int, request: TracedRequest) -> int:
         return crc32(b"%d" % request.conversation) % len(self.simulation.daemons)
 
 
 class LeastLoaded(Uninformed):
     """The daemon with the fewest requests that are not finished, then with the fewest used blocks."""
 
-    def place(self, _number: int, _request: TraceRequest) -> int:
+    def place(self, _number: int, _request: TracedRequest) -> int:
         def load(daemon: int) -> tuple[int, int]:
             one = self.simulation.daemons[daemon]
             return len(one.queue) + one.busy + one.decoding, one.used_blocks
@@ -78,7 +78,7 @@ class Placing:
         self._placed: dict[int, PlacedPrompt] = {}
         self._reported_at = -REPORT_S
 
-    def place(self, number: int, request: TraceRequest) -> int:
+    def place(self, number: int, request: TracedRequest) -> int:
         self._report()
         prompt = HashedPrompt(request.input_tokens, self._simulation.trace.block_size, request.blocks)
         best = self._placement.rank(prompt, self._names)[0].daemon

@@ -25,7 +25,7 @@ MAX_TOKENS = 1 << 24
 MAX_LINE_BYTES = 16 << 20
 
 
-class TraceRequest(NamedTuple):
+class TracedRequest(NamedTuple):
     """A request. `blocks` are the full blocks of its prompt; those of its output appear in the next turn's prompt."""
 
     arrival_s: float
@@ -41,7 +41,7 @@ class Trace:
 
     name: str
     block_size: int
-    requests: tuple[TraceRequest, ...]
+    requests: tuple[TracedRequest, ...]
 
     @property
     def input_tokens(self) -> int:
@@ -105,7 +105,7 @@ def _count(found: Any, name: str) -> int:
     return value
 
 
-def _with_conversations(rows: Iterable[tuple[float, int, int, tuple[int, ...]]]) -> Iterator[TraceRequest]:
+def _with_conversations(rows: Iterable[tuple[float, int, int, tuple[int, ...]]]) -> Iterator[TracedRequest]:
     """Yield requests with their conversations. A request continues the conversation whose latest prompt it contains to
     the last full block, if no earlier conversation had that block."""
     seen, last_blocks, numbers = set[int](), dict[int, int](), itertools.count()
@@ -115,11 +115,11 @@ def _with_conversations(rows: Iterable[tuple[float, int, int, tuple[int, ...]]])
         if blocks and blocks[-1] not in seen:
             last_blocks[blocks[-1]] = conversation
         seen.update(blocks)
-        yield TraceRequest(arrival_s, input_tokens, output_tokens, blocks, conversation)
+        yield TracedRequest(arrival_s, input_tokens, output_tokens, blocks, conversation)
 
 
 @dataclass(frozen=True)
-class Workload:
+class ConversationLoad:
     """A synthetic workload: conversations that begin at random (a Poisson process) with one of several system prompts,
     whose popularity follows Zipf's law, and go on for some turns with pauses for thinking. Lengths are in tokens, and
     exponentially distributed around their means, as the pauses are."""
@@ -137,7 +137,7 @@ class Workload:
     tokens_per_s: float = 50.0
 
 
-def synthetic_trace(workload: Workload, seed: int) -> Trace:
+def synthetic_trace(workload: ConversationLoad, seed: int) -> Trace:
     """Return a trace; the same for the same seed."""
     rng, new_block = random.Random(seed), itertools.count()
     size = workload.block_size
@@ -146,7 +146,7 @@ def synthetic_trace(workload: Workload, seed: int) -> Trace:
         length = rng.randint(*workload.system_tokens) // size
         systems.append([next(new_block) for _ in range(max(1, length))])
     weights = [1 / rank**workload.zipf_exponent for rank in range(1, len(systems) + 1)]
-    requests: list[tuple[float, int, TraceRequest]] = []
+    requests: list[tuple[float, int, TracedRequest]] = []
     start_s = 0.0
     for conversation in range(workload.num_conversations):
         start_s += rng.expovariate(workload.conversations_per_s)
@@ -156,7 +156,7 @@ def synthetic_trace(workload: Workload, seed: int) -> Trace:
             tokens += 1 + int(rng.expovariate(1 / workload.mean_user_tokens))
             output = 1 + int(rng.expovariate(1 / workload.mean_output_tokens))
             blocks += [next(new_block) for _ in range(tokens // size - len(blocks))]
-            request = TraceRequest(now, tokens, output, tuple(blocks), conversation)
+            request = TracedRequest(now, tokens, output, tuple(blocks), conversation)
             heapq.heappush(requests, (now, len(requests), request))
             tokens += output
             now += output / workload.tokens_per_s + rng.expovariate(1 / workload.mean_think_s)

@@ -15,13 +15,13 @@ from kvservice.bench.cluster_model import Service, Simulation
 from kvservice.bench.cluster_policies import ORACLE, OURS, RoundRobin, policies
 from kvservice.cli import main
 from kvservice.client.cluster.placement import PlacementSettings
-from kvservice.planning.trace import Trace, TraceRequest, Workload, synthetic_trace
+from kvservice.planning.trace import ConversationLoad, Trace, TracedRequest, synthetic_trace
 
 NUM_DAEMONS = 4
 
 
 def trace_of(seed: int) -> Trace:
-    return synthetic_trace(Workload(60, 0.3, num_system_prompts=8), seed)
+    return synthetic_trace(ConversationLoad(60, 0.3, num_system_prompts=8), seed)
 
 
 def service_of(trace: Trace) -> Service:
@@ -67,7 +67,7 @@ def test_every_request_is_served_once_and_room_is_respected() -> None:
 
 def test_prompts_wait_for_the_engine_and_for_room() -> None:
     prompts = ((0, 1), (0, 2), (3, 4))
-    trace = Trace("t", 10, tuple(TraceRequest(0.0, 20, 10, blocks, n) for n, blocks in enumerate(prompts)))
+    trace = Trace("t", 10, tuple(TracedRequest(0.0, 20, 10, blocks, n) for n, blocks in enumerate(prompts)))
     simulation = Simulation(trace, 1, Service(5, 10.0, output_tokens_per_s=10.0, decode_share=0.0))
     served = simulation.run(RoundRobin(simulation))
     # The first takes 2 s to compute and 1 s to decode. The second finds a block. The third has no room before 4 s.
@@ -76,7 +76,7 @@ def test_prompts_wait_for_the_engine_and_for_room() -> None:
 
 def test_the_bounds_of_a_small_trace() -> None:
     prompts = ((1, 2), (3, 4), (1, 2), (3, 4))
-    trace = Trace("t", 10, tuple(TraceRequest(float(n), 20, 1, blocks, n) for n, blocks in enumerate(prompts)))
+    trace = Trace("t", 10, tuple(TracedRequest(float(n), 20, 1, blocks, n) for n, blocks in enumerate(prompts)))
     assert everything_share(trace) == 0.5
     assert [one_cache_share(trace, blocks) for blocks in (1, 2, 3, 4)] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]
 

@@ -17,7 +17,7 @@ from kvservice.planning.gpus import GPUS, Gpu, find_gpu
 from kvservice.planning.parameters import count_parameters
 from kvservice.planning.plan import GIB, PlanOptions, make_plan
 from kvservice.planning.report import short
-from kvservice.planning.trace import Trace, TraceRequest
+from kvservice.planning.trace import Trace, TracedRequest
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -98,7 +98,7 @@ def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
 def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
     # Two prompts of a GiB each, again and again: 16 blocks of 512 tokens are a GiB.
     prompts = [tuple(range(16)), tuple(range(16, 32))] * 10
-    trace = Trace("t", 512, tuple(TraceRequest(n, 8192, 100, blocks, n % 2) for n, blocks in enumerate(prompts)))
+    trace = Trace("t", 512, tuple(TracedRequest(n, 8192, 100, blocks, n % 2) for n, blocks in enumerate(prompts)))
     options = PlanOptions(model, Gpu("own", 2.0, 1000.0, 50.0), weights_gib=0.3, store_gib=2.0, disk_gib=3.0)
     plan = make_plan(options, trace)
     assert (plan.prompt_tokens, plan.session_tokens) == (8192, 8292)

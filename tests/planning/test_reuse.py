@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.planning.reuse import accesses_of, hit_share, stack_distances
-from kvservice.planning.trace import Trace, TraceRequest
+from kvservice.planning.trace import Trace, TracedRequest
 
 
 def test_distances_of_a_small_example() -> None:
@@ -29,7 +29,7 @@ def test_distances_are_positions_in_the_list_of_latest_uses(accesses: list[int])
 
 def test_the_hit_share_grows_with_the_capacity() -> None:
     prompts = [(0, 1, 2), (0, 5, 6), (0, 1, 2)]
-    trace = Trace("t", 10, tuple(TraceRequest(n, 30, 1, blocks, n) for n, blocks in enumerate(prompts)))
+    trace = Trace("t", 10, tuple(TracedRequest(n, 30, 1, blocks, n) for n, blocks in enumerate(prompts)))
     distances = stack_distances(accesses_of(trace))
     # The third prompt needs all five blocks for its last two; the root comes last in each prompt.
     assert [hit_share(trace, distances, 10 * blocks) for blocks in (1, 2, 3, 4, 5)] == [0, 0, 2 / 9, 2 / 9, 4 / 9]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.planning.trace import MAX_TOKENS, Workload, read_trace, synthetic_trace
+from kvservice.planning.trace import MAX_TOKENS, ConversationLoad, read_trace, synthetic_trace
 
 LINE: dict[str, Any] = {"timestamp": 1500, "input_length": 1025, "output_length": 7, "hash_ids": [3, 4, 5]}
 
@@ -61,9 +61,9 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
 
 
 def test_synthetic_traces_have_turns_and_shared_prefixes() -> None:
-    trace = synthetic_trace(Workload(50, 1.0), seed=3)
-    assert trace == synthetic_trace(Workload(50, 1.0), seed=3)
-    assert trace != synthetic_trace(Workload(50, 1.0), seed=4)
+    trace = synthetic_trace(ConversationLoad(50, 1.0), seed=3)
+    assert trace == synthetic_trace(ConversationLoad(50, 1.0), seed=3)
+    assert trace != synthetic_trace(ConversationLoad(50, 1.0), seed=4)
     assert [r.arrival_s for r in trace.requests] == sorted(r.arrival_s for r in trace.requests)
     last: dict[int, tuple[int, ...]] = {}
     for request in trace.requests:

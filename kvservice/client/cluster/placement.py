@@ -27,7 +27,7 @@ from kvservice.client.cluster.prefixes import CachedPrefixes, Hashes
 @dataclass(frozen=True)
 class PlacementSettings:
     """`queue_weight`: below 1, prompts wait somewhat longer for a prefix than computing it again would take, which pays
-    because the next prompts find it too; 0.5 is the best in the simulation. `expected_s`: after this many seconds, a
+    because the next prompts find it too; the bench's README compares some. `expected_s`: after this many seconds, a
     placed prompt whose blocks no event has reported no longer counts as queued. `max_blocks`: blocks that are known of
     each daemon at most, about 150 bytes each."""
 
