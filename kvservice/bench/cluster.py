@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from kvservice.bench.cluster_bounds import everything_share, one_cache_share
-from kvservice.bench.cluster_model import Outcome, Service, Simulation
+from kvservice.bench.cluster_model import ClusterSimulation, PlacedOutcome, Service
 from kvservice.bench.cluster_plot import write_plot
 from kvservice.bench.cluster_policies import OURS, policies
 from kvservice.bench.harness import table
@@ -90,12 +90,12 @@ def workload(options: ClusterBenchOptions, num_daemons: int) -> tuple[Trace, Ser
 
 def measure(trace: Trace, num_daemons: int, service: Service, make: Any) -> dict[str, Any]:
     """Run a trace with one policy and return its figures."""
-    simulation = Simulation(trace, num_daemons, service)
+    simulation = ClusterSimulation(trace, num_daemons, service)
     served = simulation.run(make(simulation))
     return figures(trace, simulation, served)
 
 
-def figures(trace: Trace, simulation: Simulation, served: list[Outcome]) -> dict[str, Any]:
+def figures(trace: Trace, simulation: ClusterSimulation, served: list[PlacedOutcome]) -> dict[str, Any]:
     """Return the share of prompt tokens that were cached; the most tokens that a daemon has computed, over the mean;
     and the times in seconds that requests waited for their prefill to begin."""
     computed = [daemon.computed_tokens for daemon in simulation.daemons]

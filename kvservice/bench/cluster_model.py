@@ -38,7 +38,7 @@ class Listener(Protocol):
 
 
 @dataclass
-class Outcome:
+class PlacedOutcome:
     """What became of a request."""
 
     daemon: int
@@ -131,12 +131,12 @@ class Router(Listener, Protocol):
         """Note that a request's output is complete."""
 
 
-class Simulation:
+class ClusterSimulation:
     """Runs a trace. Routers read `now` and `daemons`, and plan calls with `later`."""
 
     def __init__(self, trace: Trace, num_daemons: int, service: Service) -> None:
         self.trace, self.now = trace, 0.0
-        self.served: list[Outcome] = []
+        self.served: list[PlacedOutcome] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._router: Router | None = None
@@ -153,10 +153,10 @@ class Simulation:
         assert self._router is not None
         self._router.removed(daemon, blocks)
 
-    def run(self, router: Router) -> list[Outcome]:
+    def run(self, router: Router) -> list[PlacedOutcome]:
         """Return what became of each request."""
         self._router = router
-        self.served = [Outcome(-1, 0, 0.0, 0.0) for _ in self.trace.requests]
+        self.served = [PlacedOutcome(-1, 0, 0.0, 0.0) for _ in self.trace.requests]
         for number, request in enumerate(self.trace.requests):
             self._advance(request.arrival_s)
             daemon = router.place(number, request)
@@ -187,7 +187,7 @@ class Simulation:
         daemon.busy = True
         hit_tokens, takes_s = begun
         waited = self.now - request.arrival_s
-        self.served[number] = Outcome(daemon.number, hit_tokens, waited, waited + takes_s)
+        self.served[number] = PlacedOutcome(daemon.number, hit_tokens, waited, waited + takes_s)
 
         def computed() -> None:
             daemon.busy = False

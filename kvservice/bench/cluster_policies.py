@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from kvservice.bench.cluster_model import Router, Simulation
+from kvservice.bench.cluster_model import ClusterSimulation, Router
 from kvservice.client.cluster.placement import HashedPrompt, Load, PlacedPrompt, Placement, PlacementSettings
 from kvservice.planning.trace import TracedRequest
 
@@ -18,7 +18,7 @@ NEVER_S = 1e12
 class Uninformed:
     """A router that needs no events."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation = simulation
 
     def stored(self, daemon: int, blocks: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class Uninformed:
 class RandomRouter(Uninformed):
     """Any daemon."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: ClusterSimulation) -> None:
         super().__init__(simulation)
         self._rng = random.Random(0)
 
@@ -71,7 +71,9 @@ class Placing:
     """The client's own placement, with events that come `delay_s` late; without a delay and with loads that are known
     at once it is the oracle."""
 
-    def __init__(self, simulation: Simulation, delay_s: float, settings: PlacementSettings, *, exact: bool) -> None:
+    def __init__(
+        self, simulation: ClusterSimulation, delay_s: float, settings: PlacementSettings, *, exact: bool
+    ) -> None:
         self._simulation, self._delay_s, self._exact = simulation, delay_s, exact
         self._names = [str(daemon.number) for daemon in simulation.daemons]
         self._placement = Placement(self._names, lambda: simulation.now, settings)
@@ -122,7 +124,7 @@ class Placing:
 OURS, ORACLE = "kvservice", "the same, perfect knowledge"
 
 
-def policies(delay_s: float, settings: PlacementSettings) -> dict[str, Callable[[Simulation], Router]]:
+def policies(delay_s: float, settings: PlacementSettings) -> dict[str, Callable[[ClusterSimulation], Router]]:
     """Return the makers of routers by name."""
     exact = PlacementSettings(settings.queue_weight, expected_s=NEVER_S, max_blocks=1 << 40)
     return {

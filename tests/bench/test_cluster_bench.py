@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvservice.bench.cluster import measure
 from kvservice.bench.cluster_bounds import everything_share, one_cache_share
-from kvservice.bench.cluster_model import Service, Simulation
+from kvservice.bench.cluster_model import ClusterSimulation, Service
 from kvservice.bench.cluster_policies import ORACLE, OURS, RoundRobin, policies
 from kvservice.cli import main
 from kvservice.client.cluster.placement import PlacementSettings
@@ -52,7 +52,7 @@ def test_knowledge_of_events_that_never_come_in_time_finds_less() -> None:
 
 def test_every_request_is_served_once_and_room_is_respected() -> None:
     trace = trace_of(1)
-    simulation = Simulation(trace, NUM_DAEMONS, service_of(trace))
+    simulation = ClusterSimulation(trace, NUM_DAEMONS, service_of(trace))
     served = simulation.run(RoundRobin(simulation))
     assert len(served) == len(trace.requests)
     for request, one in zip(trace.requests, served, strict=True):
@@ -68,7 +68,7 @@ def test_every_request_is_served_once_and_room_is_respected() -> None:
 def test_prompts_wait_for_the_engine_and_for_room() -> None:
     prompts = ((0, 1), (0, 2), (3, 4))
     trace = Trace("t", 10, tuple(TracedRequest(0.0, 20, 10, blocks, n) for n, blocks in enumerate(prompts)))
-    simulation = Simulation(trace, 1, Service(5, 10.0, output_tokens_per_s=10.0, decode_share=0.0))
+    simulation = ClusterSimulation(trace, 1, Service(5, 10.0, output_tokens_per_s=10.0, decode_share=0.0))
     served = simulation.run(RoundRobin(simulation))
     # The first takes 2 s to compute and 1 s to decode. The second finds a block. The third has no room before 4 s.
     assert [(one.queued_s, one.hit_tokens) for one in served] == [(0.0, 0), (2.0, 10), (4.0, 0)]
