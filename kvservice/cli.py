@@ -228,7 +228,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, store, restarts, limits, attention, swapping."""
+    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, store, disk, restarts, limits, attention, swap."""
 
 
 def _report(
@@ -397,6 +397,24 @@ def bench_remote(quick: bool, as_json: bool) -> None:
     from kvservice.bench import remote
 
     _report(lambda: remote.run(quick), remote.render, as_json)
+
+
+@bench.command("disk")
+@click.option("--directory", type=click.Path(exists=True, file_okay=False), default=".", show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="The median counts.")
+@_quick_option
+@_json_option
+def bench_disk(directory: str, rounds: int, quick: bool, as_json: bool) -> None:
+    """Measure the disk tier against fio on the same files, and its start with a million values.
+
+    It needs about 6 GiB of the disk that has the directory, and removes its files afterwards.
+    """
+    from kvservice.bench import disk
+
+    options = disk.DiskBenchOptions(Path(directory), rounds)
+    if quick:
+        options = disk.DiskBenchOptions(Path(directory), 1, round_bytes=256 << 20, num_values=50_000)
+    _report(lambda: disk.run(options), disk.render, as_json)
 
 
 @bench.command("restart")

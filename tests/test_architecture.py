@@ -151,6 +151,7 @@ ROOMS: dict[str, set[str]] = {
     # It measures the packages from inside.
     "bench": {
         "",
+        "_ext",
         "auth",
         "blocks",
         "client",

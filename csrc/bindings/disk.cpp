@@ -13,7 +13,7 @@
 namespace kvservice {
 namespace {
 
-using disk::DiskFiles, disk::Operation, disk::SpaceName, disk::State;
+using disk::DiskFiles, disk::SpaceName, disk::State;
 
 constexpr int64_t kMaxThreads = 256;
 

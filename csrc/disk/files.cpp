@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace kvservice::disk {
 namespace {
@@ -111,6 +112,7 @@ uint64_t DiskFiles::remove(const SpaceName& space, std::string keys) {
     return operation->id;
   }
   std::vector<Key> removed;
+  removed.reserve(operation->found.size());
   for (size_t i = 0; i < operation->found.size(); ++i) removed.push_back(operation->key(i));
   for (const Key& key : removed) {
     const DiskIndex::Removed result = index_->remove(space, key);
@@ -151,10 +153,10 @@ void DiskFiles::cancel(uint64_t id) {
 }
 
 std::vector<std::shared_ptr<Operation>> DiskFiles::take_completed() {
-  const Lock lock(mutex_);
   uint64_t count = 0;
   while (read(event_.fd(), &count, sizeof(count)) > 0) {
   }
+  const Lock lock(mutex_);
   return std::exchange(completed_, {});
 }
 
@@ -274,12 +276,11 @@ void DiskFiles::end_use(Operation& operation) {
   if (operation.begun == 0 && operation.cancelled) complete(operation.shared_from_this());
 }
 
-void DiskFiles::complete(const OperationPointer& operation) {
+void DiskFiles::complete(OperationPointer operation) {
   if (operation->completed) return;
-  const OperationPointer held = operation;
-  held->completed = true;
-  operations_.erase(held->id);
-  completed_.push_back(held);
+  operation->completed = true;
+  operations_.erase(operation->id);
+  completed_.push_back(std::move(operation));
   const uint64_t one = 1;
   if (completed_.size() == 1 && write(event_.fd(), &one, sizeof(one)) < 0) errors_ += 1;
 }

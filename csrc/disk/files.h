@@ -104,6 +104,14 @@ class DiskFiles {
     size_t i;
   };
 
+  // Where a value is in a file and in memory.
+  struct Place {
+    int fd;
+    int64_t at;
+    char* memory;
+    int64_t num_bytes;
+  };
+
   struct Sweep {
     OperationPointer operation;
     uint32_t space;
@@ -131,20 +139,20 @@ class DiskFiles {
   void drop(std::deque<Task>& tasks, const SpaceName& space, const std::vector<Key>* keys);
   void finish(Operation& operation, size_t i, bool found);
   void end_use(Operation& operation);
-  void complete(const OperationPointer& operation);
+  void complete(OperationPointer operation);
   void complete_when_written(const OperationPointer& operation);
   void complete_written();
 
   void write_sector(Worker& worker, Lock& lock);
   void sweep(Lock& lock);
-  void read_value(Worker& worker, Lock& lock);
-  void write_value(Worker& worker, Lock& lock);
+  void serve_get(Worker& worker, Lock& lock);
+  void serve_put(Worker& worker, Lock& lock);
   void answer(Slot& slot, bool stored);
   void requeue_waiting();
   void count_errors(bool done, uint64_t& errors_in_row);
-  bool read_into(Worker& worker, const Slot& slot, char* memory, int64_t num_bytes) const;
-  bool write_from(Worker& worker, const Slot& slot, const char* memory, int64_t num_bytes) const;
-  int file_of(const Slot& slot) const { return data_[slot.slab % kDataFiles].fd(); }
+  Place place_of(const Slot& slot, const Task& task) const;
+  static bool read_value(Worker& worker, const Place& place);
+  static bool write_value(Worker& worker, const Place& place);
 
   const Options options_;
   Geometry geometry_{};

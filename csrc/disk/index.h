@@ -103,7 +103,7 @@ class DiskIndex {
   Removed remove(const SpaceName& name, const Key& key);
   // The values of a space are not found any more. sweep() removes them, slab by slab.
   void clear(const SpaceName& name, std::vector<uint32_t>& cleared);
-  void sweep(uint32_t space, uint32_t slab, std::vector<Slot*>& unrecorded);
+  void sweep(uint32_t space, uint32_t number, std::vector<Slot*>& unrecorded);
 
   // Fills the image of a sector to be written, kSectorBytes. Returns whether there is one.
   bool take_sector(SectorWrite& write, char* image);
@@ -138,7 +138,7 @@ class DiskIndex {
   static int64_t reserve_of(const SizeClass& size_class);
   void make_room(SizeClass& size_class, int64_t wanted);
   void assign(Slab& slab, SizeClass* size_class);
-  void lay_out(Slab& slab, SizeClass& size_class);
+  void lay_out(Slab& slab, SizeClass& size_class) const;
   void detach(Slab& slab);
   void return_slab(Slab& slab);
   Slot& take_free_slot(SizeClass& size_class);
@@ -152,10 +152,10 @@ class DiskIndex {
   void set_busy(Slot& slot);
   void clear_busy(Slot& slot);
 
-  void mark(Slab& slab, uint32_t sector);
-  void queue(Slab& slab, uint32_t sector);
+  void mark(Slab& slab, uint32_t number);
+  void queue(Slab& slab, uint32_t number);
   static bool is_ready(const Sector& sector);
-  void encode(Slab& slab, uint32_t sector, char* image, SectorWrite& write) const;
+  void encode(Slab& slab, uint32_t number, char* image, SectorWrite& write) const;
   void end_header(Slab& slab, bool written);
   void end_record(Slot& slot, SlotState before, bool written, std::vector<Recorded>& recorded);
   void recover_slot(Slab& slab, Slot& slot, const Record& record);

@@ -56,10 +56,10 @@ void DiskIndex::assign(Slab& slab, SizeClass* size_class) {
   queue(slab, 0);
 }
 
-void DiskIndex::lay_out(Slab& slab, SizeClass& size_class) {
+void DiskIndex::lay_out(Slab& slab, SizeClass& size_class) const {
   slab.size_class = &size_class;
   slab.num_slots = static_cast<uint32_t>(geometry_.slab_bytes / size_class.stride);
-  slab.slots.reset(new Slot[slab.num_slots]);  // not initialized
+  slab.slots.reset(new Slot[slab.num_slots]);  // NOLINT(modernize-make-unique): it would initialize them
   slab.sectors.assign(1 + (slab.num_slots + kSectorRecords - 1) / kSectorRecords, {});
   slab.free = nullptr;
   slab.num_fresh = slab.num_used = slab.num_busy = 0;

@@ -11,7 +11,13 @@ namespace kvservice::disk {
 namespace {
 
 // The rest of the threads is for reads.
-constexpr int writing_threads(int num_threads) { return std::max(1, num_threads * 3 / 4); }
+constexpr int writing_threads(int num_threads) { return std::max(1, num_threads * 7 / 8); }
+
+// The bytes of a value that need no buffer.
+int64_t whole_sectors(const char* memory, int64_t num_bytes) {
+  const bool aligned = reinterpret_cast<uintptr_t>(memory) % kSectorBytes == 0;
+  return aligned ? num_bytes / kSectorBytes * kSectorBytes : 0;
+}
 
 }  // namespace
 
@@ -142,10 +148,10 @@ bool DiskFiles::step(Worker& worker, Lock& lock) {
   const bool can_write = !writes_.empty() && num_writing_ < writing_threads(options_.num_threads);
   const bool must_write = can_write && num_writing_ == 0 && num_reading_ > 0;
   if (!reads_.empty() && !must_write) {
-    read_value(worker, lock);
+    serve_get(worker, lock);
     return true;
   }
-  if (can_write) write_value(worker, lock);
+  if (can_write) serve_put(worker, lock);
   return can_write;
 }
 
@@ -182,7 +188,7 @@ void DiskFiles::sweep(Lock& lock) {
   lock.lock();
 }
 
-void DiskFiles::read_value(Worker& worker, Lock& lock) {
+void DiskFiles::serve_get(Worker& worker, Lock& lock) {
   Task task;
   if (!take_task(reads_, task)) return;
   Operation& operation = *task.operation;
@@ -191,11 +197,10 @@ void DiskFiles::read_value(Worker& worker, Lock& lock) {
   ++operation.begun;
   ++num_reading_;
   const uint64_t expected = slot->value_checksum;
-  const int64_t num_bytes = operation.space.num_bytes;
-  char* const memory = options_.memory + operation.offsets[task.i];
+  const Place place = place_of(*slot, task);
   lock.unlock();
-  const bool done = read_into(worker, *slot, memory, num_bytes);
-  const bool right = done && checksum_of(memory, num_bytes) == expected;
+  const bool done = read_value(worker, place);
+  const bool right = done && checksum_of(place.memory, place.num_bytes) == expected;
   lock.lock();
   using Read = DiskIndex::Read;
   index_->unpin(*slot, right ? Read::kRight : done ? Read::kCorrupt : Read::kFailed);
@@ -204,14 +209,14 @@ void DiskFiles::read_value(Worker& worker, Lock& lock) {
   if (right) {
     operation.checksums[task.i] = expected;
     ++read_values_;
-    read_bytes_ += static_cast<uint64_t>(num_bytes);
+    read_bytes_ += static_cast<uint64_t>(place.num_bytes);
   }
   end_use(operation);
   finish(operation, task.i, right);
   requeue_waiting();
 }
 
-void DiskFiles::write_value(Worker& worker, Lock& lock) {
+void DiskFiles::serve_put(Worker& worker, Lock& lock) {
   Task task;
   if (!take_task(writes_, task)) return;
   Operation& operation = *task.operation;
@@ -232,8 +237,9 @@ void DiskFiles::write_value(Worker& worker, Lock& lock) {
   if (index_->has_sectors()) changed_.notify_one();
   ++operation.begun;
   ++num_writing_;
+  const Place place = place_of(*begin.slot, task);
   lock.unlock();
-  const bool done = write_from(worker, *begin.slot, options_.memory + operation.offsets[task.i], num_bytes);
+  const bool done = write_value(worker, place);
   lock.lock();
   --num_writing_;
   count_errors(done, write_errors_in_row_);
@@ -247,30 +253,35 @@ void DiskFiles::write_value(Worker& worker, Lock& lock) {
   changed_.notify_one();  // this thread may not be the first to see a limit of threads that is not reached any more
 }
 
-// Values in memory go directly, as far as whole sectors of both go; the rest goes through a buffer.
-bool DiskFiles::read_into(Worker& worker, const Slot& slot, char* memory, int64_t num_bytes) const {
-  const bool aligned = reinterpret_cast<uintptr_t>(memory) % kSectorBytes == 0;
-  const int64_t whole = aligned ? num_bytes / kSectorBytes * kSectorBytes : 0, rest = num_bytes - whole;
+DiskFiles::Place DiskFiles::place_of(const Slot& slot, const Task& task) const {
+  const Operation& operation = *task.operation;
+  char* const memory = options_.memory + operation.offsets[task.i];
+  return {data_[slot.slab % kDataFiles].fd(), index_->offset_in_file(slot), memory, operation.space.num_bytes};
+}
+
+// Memory is read and written directly, as far as whole sectors are aligned in it. The rest goes through a buffer.
+bool DiskFiles::read_value(Worker& worker, const Place& place) {
+  const int64_t whole = whole_sectors(place.memory, place.num_bytes), rest = place.num_bytes - whole;
   char* const buffer = worker.bounce.reserve(rest);
   if (rest > 0 && buffer == nullptr) return false;
-  const iovec first = {memory, static_cast<size_t>(whole)}, second = {buffer, static_cast<size_t>(stride_of(rest))};
-  if (!transfer(Direction::kRead, file_of(slot), {{first, second}, index_->offset_in_file(slot)})) return false;
-  if (rest > 0) std::memcpy(memory + whole, buffer, static_cast<size_t>(rest));
+  const iovec first = {place.memory, static_cast<size_t>(whole)};
+  const iovec second = {buffer, static_cast<size_t>(stride_of(rest))};
+  if (!transfer(Direction::kRead, place.fd, {{first, second}, place.at})) return false;
+  if (rest > 0) std::memcpy(place.memory + whole, buffer, static_cast<size_t>(rest));
   return true;
 }
 
-bool DiskFiles::write_from(Worker& worker, const Slot& slot, const char* memory, int64_t num_bytes) const {
-  const bool aligned = reinterpret_cast<uintptr_t>(memory) % kSectorBytes == 0;
-  const int64_t whole = aligned ? num_bytes / kSectorBytes * kSectorBytes : 0, rest = num_bytes - whole;
+bool DiskFiles::write_value(Worker& worker, const Place& place) {
+  const int64_t whole = whole_sectors(place.memory, place.num_bytes), rest = place.num_bytes - whole;
   char* const buffer = worker.bounce.reserve(rest);
   if (rest > 0 && buffer == nullptr) return false;
-  const iovec first = {const_cast<char*>(memory), static_cast<size_t>(whole)};
+  const iovec first = {place.memory, static_cast<size_t>(whole)};
   const iovec second = {buffer, static_cast<size_t>(stride_of(rest))};
   if (rest > 0) {
-    std::memcpy(buffer, memory + whole, static_cast<size_t>(rest));
+    std::memcpy(buffer, place.memory + whole, static_cast<size_t>(rest));
     std::memset(buffer + rest, 0, second.iov_len - static_cast<size_t>(rest));
   }
-  return transfer(Direction::kWrite, file_of(slot), {{first, second}, index_->offset_in_file(slot)});
+  return transfer(Direction::kWrite, place.fd, {{first, second}, place.at});
 }
 
 // Values that waited for room are written next.
