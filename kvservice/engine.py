@@ -21,6 +21,8 @@ from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.scheduler import EngineScheduler, ScheduledBatch, Scheduler
 
 Array = np.ndarray[Any, Any]
+# Namespaces besides those of the sessions, for sequences that are being read from the disk.
+NUM_HIDDEN_NAMESPACES = 2
 # The value of `part` that selects the whole step.
 WHOLE = (0, 0)
 # The assumed speed of copies between the tiers, until so many blocks were copied.
@@ -253,7 +255,7 @@ def _make_manager(
                 watermark=config.watermark,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_sequences=config.max_sequences,
-                max_namespaces=config.max_sessions,
+                max_namespaces=config.max_sessions + NUM_HIDDEN_NAMESPACES,
                 max_sequence_tokens=config.max_sequence_tokens,
                 max_request_tokens=limits.max_request_tokens,
                 max_request_blocks=limits.max_request_blocks,

@@ -31,7 +31,7 @@ from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.loading import Loader, MissingBlocks, PoolCopy, PoolLoad
 from kvservice.blocks.manager import BlockManager
-from kvservice.blocks.namespaces import SessionNamespace
+from kvservice.blocks.namespaces import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
@@ -55,6 +55,7 @@ __all__ = [
     "BlockManager",
     "BlocksConfig",
     "BlocksStats",
+    "DiskSequence",
     "EventJournal",
     "FoundPrompt",
     "KeptMaps",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import counts_for, int64_array, refuse
 from kvservice.blocks.intents import DROP, RESTORE
 from kvservice.blocks.limits import check_request_blocks
-from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
+from kvservice.blocks.namespaces import NO_STEP, DiskSequence, SessionNamespace
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows
@@ -61,7 +61,7 @@ class Reclaimer:
     def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
         """See BlockManager.free. The ids are free after the first slice, all blocks after the last one."""
         self._state.enter(namespace)
-        if namespace.lost:
+        if namespace.lost or namespace.on_disk:
             sequence_ids = self._forget_lost(namespace, sequence_ids)
             if not len(sequence_ids):
                 return
@@ -82,16 +82,28 @@ class Reclaimer:
         self._state.settle_lost(namespace)
 
     def _forget_lost(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Int64Array:
-        """Forget those of these sequences that are lost. Returns the others."""
+        """Forget those of these sequences that are lost or on the disk. Returns the others."""
         ids = int64_array(sequence_ids, "sequence_ids")
         names = ids.tolist()
-        gone = namespace.lost.intersection(names)
-        others = ids[[name not in gone for name in names]] if gone else ids
+        gone, on_disk = namespace.lost.intersection(names), namespace.on_disk.keys() & set(names)
+        without_row = gone | on_disk
+        others = ids[[name not in without_row for name in names]] if without_row else ids
         if len(others):
             namespace.lookup(others)
         if gone:
             self._state.forget_lost(namespace, gone)
+        self._forget_on_disk(namespace, on_disk)
         return others
+
+    def _forget_on_disk(self, namespace: SessionNamespace, names: set[int]) -> None:
+        """Forget sequences that are on the disk. Until the operation counts, they are lost after a restart, so that a
+        client can repeat it."""
+        if not names:
+            return
+        for name in names:
+            del namespace.on_disk[name]
+        self._state.keep_lost(namespace.number, namespace.lost | names)
+        self._state.settle_lost(namespace)
 
     def _cut(self, rows: Int64Array) -> list[Int64Array]:
         return [rows] if len(rows) == 1 else cut_rows(rows, self._sequences.num_blocks[rows])
@@ -135,15 +147,37 @@ class Reclaimer:
         self._sequences.states[rows, NAMESPACE] = 0
         self._sequences.ending.update(rows.tolist())
         self._state.forget_lost(namespace, list(namespace.lost))
+        namespace.on_disk.clear()
         yield from self._end_steps(namespace)
         yield from self._end_pins(namespace)
         if len(rows):
             yield from self._free_parts(self._cut(rows))
         return len(rows)
 
-    def end_steps(self, namespace: SessionNamespace) -> Slices[None]:
+    def move_to_disk(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
+        """See BlockManager.move_to_disk_in_slices."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
+        states = self._sequences.states[rows]
+        moved = zip(ids.tolist(), states[:, LENGTH].tolist(), states[:, NUM_COMPUTED].tolist(), strict=True)
+        on_disk = {name: DiskSequence(length, num_computed) for name, length, num_computed in moved}
+        self._state.counters.swapped_out_sequences += len(ids)
+        freeing = self.free(namespace, ids)
+        try:
+            next(freeing)
+        except StopIteration:
+            namespace.on_disk.update(on_disk)
+            return
+        namespace.on_disk.update(on_disk)
+        yield
+        yield from freeing
+
+    def end_steps(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike | None) -> Slices[None]:
         """See BlockManager.end_steps_in_slices."""
         self._state.enter(namespace)
+        if sequence_ids is not None:
+            self._sequences.end_steps(namespace, namespace.lookup(sequence_ids)[1])
+            return
         yield from self._end_steps(namespace)
         rows = np.array(list(namespace.rows.values()), np.int64)
         self._sequences.steps[rows] = NO_STEP

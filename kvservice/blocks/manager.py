@@ -451,14 +451,34 @@ class BlockManager:
 
     # Sequences that outlive the daemon
 
-    def end_steps_in_slices(self, namespace: SessionNamespace) -> Slices[None]:
-        """Make all steps of a namespace stale. Their tokens that are not computed stay pending."""
-        return self._reclaimer.end_steps(namespace)
+    def end_steps_in_slices(
+        self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike | None = None
+    ) -> Slices[None]:
+        """Make the steps of these sequences stale, or all steps of a namespace. Their tokens that are not computed stay
+        pending."""
+        return self._reclaimer.end_steps(namespace, sequence_ids)
 
-    def save_in_slices(self, namespace: SessionNamespace) -> Slices[SavedTables]:
-        """Return all sequences of a namespace as values, and the places of their blocks. Lookahead blocks are left out.
-        The caller keeps others from changing the sequences between the slices."""
-        return self._restorer.save(namespace)
+    def save_in_slices(
+        self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike | None = None
+    ) -> Slices[SavedTables]:
+        """Return sequences of a namespace as values, and the places of their blocks. Lookahead blocks are left out.
+
+        sequence_ids int64[n], distinct; None: all that have a row. The caller keeps others from changing the sequences
+        between the slices.
+        """
+        return self._restorer.save(namespace, sequence_ids)
+
+    def move_to_disk_in_slices(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
+        """Free sequences that the caller has saved on a disk, and list them in `namespace.on_disk`.
+
+        sequence_ids int64[n], distinct. Operations on them raise SequenceSwappedError then, except `free`, which
+        forgets them.
+        """
+        return self._reclaimer.move_to_disk(namespace, sequence_ids)
+
+    def adopt(self, namespace: SessionNamespace, other: SessionNamespace) -> None:
+        """Move all sequences of another namespace, which were restored there from a disk, to this one."""
+        self._restorer.adopt(namespace, other)
 
     def restore_in_slices(self, namespace: SessionNamespace, saved: SavedSequences) -> Slices[RestoredBlocks]:
         """Create saved sequences in an empty namespace, which nobody uses and no restart finds yet. Returns the places

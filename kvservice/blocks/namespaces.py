@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvservice.errors import (
     InvalidArgumentError,
     KVServiceError,
     SequenceLostError,
+    SequenceSwappedError,
     StaleStepError,
     UnknownSequenceError,
     UnknownStepError,
@@ -27,6 +29,13 @@ NUM_COUNTERS = 3
 # Indices of the kept ids of a namespace.
 LAST_STEP_ID, LAST_PIN_ID = range(2)
 _NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class DiskSequence(NamedTuple):
+    """A sequence that is swapped out to a disk: its length and its computed tokens."""
+
+    length: int
+    num_computed: int
 
 
 @dataclass(slots=True)
@@ -75,7 +84,8 @@ class SessionNamespace:
     """Namespace of one client, created by BlockManager.open_namespace. The manager owns its attributes except
     `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused.
 
-    `lost` are the ids of sequences that did not survive a restart of the daemon. Steps up to
+    `lost` are the ids of sequences that did not survive a restart of the daemon, and `on_disk` sequences that have no
+    row, because they are swapped out to a disk. Steps up to
     `last_step_before_restart` were opened before it. `kept_ids` int64[2] holds the last ids for the next restart."""
 
     number: int
@@ -90,6 +100,7 @@ class SessionNamespace:
     last_pin_id: int = 0
     kept_ids: MutableSequence[int] | memoryview[int] = field(default_factory=lambda: [0, 0])
     lost: set[int] = field(default_factory=set)
+    on_disk: dict[int, DiskSequence] = field(default_factory=dict)
     last_step_before_restart: int = NO_STEP
     _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
 
@@ -127,13 +138,14 @@ class SessionNamespace:
     def check_new_ids(self, ids: list[int], field: str) -> None:
         """Check that these sequence ids are valid and unused. `field` is a format string for the index of an id.
         Raises InvalidArgumentError, DuplicateSequenceError."""
-        if all(map(_is_id, ids)) and len(set(ids)) == len(ids) and self.rows.keys().isdisjoint(ids):
+        known = self.rows.keys() | self.on_disk.keys() if self.on_disk else self.rows.keys()
+        if all(map(_is_id, ids)) and len(set(ids)) == len(ids) and known.isdisjoint(ids):
             return
         seen: set[int] = set()
         for i, sequence_id in enumerate(ids):
             whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
-            if sequence_id in self.rows or sequence_id in seen:
-                where = "is in use" if sequence_id in self.rows else "appears twice"
+            if sequence_id in known or sequence_id in seen:
+                where = "is in use" if sequence_id in known else "appears twice"
                 raise DuplicateSequenceError(
                     f"sequence {sequence_id} {where}", field=field.format(i), sequence_id=sequence_id
                 )
@@ -175,11 +187,16 @@ class SessionNamespace:
         return self.last_pin_id
 
     def unknown_sequence(self, names: list[int], field: str) -> KVServiceError:
-        """Return the error for the first of these ids that is unknown."""
-        i = next(i for i, name in enumerate(names) if name not in self.rows)
+        """Return the error for the first of these ids that is unknown, or that is on the disk."""
+        without_row = [i for i, name in enumerate(names) if name not in self.rows]
+        i = next((i for i in without_row if names[i] not in self.on_disk), without_row[0])
         where, name = f"{field}[{i}]", names[i]
         if name < 0:
             return InvalidArgumentError("must not be negative", field=where)
+        if name in self.on_disk:
+            return SequenceSwappedError(
+                f"sequence {name} is swapped out to the disk", field=where, sequence_id=name, tier="disk"
+            )
         if name in self.lost:
             return SequenceLostError(f"sequence {name} did not survive a restart", field=where, sequence_id=name)
         return UnknownSequenceError(f"sequence {name} is not known", field=where, sequence_id=name)

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.blocks.events import StoredBlock
+from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.limits import check_sequence_lengths
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.prefix import token_bytes
-from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, SWAPPED
+from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, in_turn
 from kvservice.blocks.state import BlockState
 from kvservice.chain_hash import block_hash
@@ -72,7 +74,8 @@ class SavedTables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoredBlocks:
-    """The places of restored blocks, as in SavedTables. `found` bool[n] are those that have their K/V already.
+    """The places of restored blocks, as in SavedTables; the id of a block that no sequence has is -1. `found` bool[n]
+    are those that have their K/V already.
     `hashes` and `parents` are the chain hashes of full computed blocks and of the blocks before them."""
 
     block_ids: Int64Array
@@ -90,10 +93,13 @@ class Restorer:
         self._device, self._swap, self._sequences = state.device, state.swap, state.sequences
         self._shift, self._mask = state.config.block_shift, state.config.block_mask
 
-    def save(self, namespace: SessionNamespace) -> Slices[SavedTables]:
+    def save(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike | None) -> Slices[SavedTables]:
         """See BlockManager.save_in_slices."""
         self._state.enter(namespace)
         rows = list(namespace.rows.items())
+        if sequence_ids is not None:
+            ids, found = namespace.lookup(sequence_ids)
+            rows = list(zip(ids.tolist(), found.tolist(), strict=True))
         sequences = yield from in_turn(self._save(namespace, name, row) for name, row in rows)
         places = np.concatenate([one.blocks for one in sequences]) if sequences else np.zeros(0, np.int64)
         used = np.zeros(self._config.num_blocks + self._config.num_swap_blocks, np.bool_)
@@ -168,19 +174,20 @@ class Restorer:
     def _plan(self, saved: SavedSequences, made: RestoredBlocks) -> bool:
         """Return whether swapped sequences become swapped ones again: if the swap tier has room, or if the pool has
         none. Raises OutOfBlocksError unless the sequences fit now. Restored sequences leave the watermark free."""
-        swapped = np.zeros(saved.num_blocks, np.bool_)
+        swapped, used = np.zeros(saved.num_blocks, np.bool_), np.zeros(saved.num_blocks, np.bool_)
         for one in saved.sequences:
+            used[one.blocks] = True
             if one.swapped:
                 swapped[one.blocks] = True
         num_swapped = int(np.count_nonzero(swapped))
         to_swap = num_swapped <= self._swap.num_free
-        if not to_swap and self._missing_blocks(np.ones_like(swapped), made) > 0:
+        if not to_swap and self._missing_blocks(used, made) > 0:
             raise OutOfBlocksError(
                 f"{num_swapped} swap blocks needed and {self._swap.num_free} of {self._swap.num_blocks} are free",
                 tier="swap", required=num_swapped, free=self._swap.num_free, total=self._swap.num_blocks,
                 never=num_swapped > self._swap.num_blocks,
             )  # fmt: skip
-        resident = ~swapped if to_swap else np.ones_like(swapped)
+        resident = used & ~swapped if to_swap else used
         if self._missing_blocks(resident, made) > 0:
             required = int(np.count_nonzero(resident))
             kept = self._config.watermark_blocks
@@ -272,10 +279,23 @@ class Restorer:
         if rest := len(tokens) & self._mask:
             token_ids[blocks[num_full], :rest] = tokens[num_full << self._shift :]
 
+    def adopt(self, namespace: SessionNamespace, other: SessionNamespace) -> None:
+        """See BlockManager.adopt."""
+        self._state.enter(namespace)
+        names, rows = list(other.rows), np.array(list(other.rows.values()), np.int64)
+        for name in names:
+            namespace.on_disk.pop(name, None)
+        namespace.check_new_ids(names, "sequence_ids[{}]")
+        self._state.intents.begin(RESTORE, rows)
+        namespace.rows.update(other.rows)
+        other.rows.clear()
+        self._sequences.states[rows, NAMESPACE] = namespace.number
+        self._state.counters.swapped_in_sequences += len(names)
+
     def index(self, namespace: SessionNamespace, made: RestoredBlocks) -> Slices[None]:
         """See BlockManager.index_restored_in_slices."""
         self._state.enter(namespace)
-        new = np.flatnonzero(~made.in_swap & ~made.found).tolist()
+        new = np.flatnonzero(~made.in_swap & ~made.found & (made.block_ids != _MISSING)).tolist()
         full = [number for number in new if made.hashes[number] is not None]
         for first in range(0, len(full), SLICE_BLOCKS):
             if first:

@@ -41,6 +41,7 @@ from kvservice.wire.tensors import Array
 
 # Asks the daemon to close the session with this token, if the client with this holder id still has it.
 CloseSession = Callable[[bytes, int], Awaitable[None]]
+_SWAP_TIERS = {"host": blocks_pb2.SWAP_TIER_UNSPECIFIED, "disk": blocks_pb2.SWAP_TIER_DISK}
 
 
 class SessionCore(Generic[StepT, SchedulerT]):
@@ -296,14 +297,23 @@ class SessionCore(Generic[StepT, SchedulerT]):
         await self.call("truncate", request, timeout_s)
         sequence.length = length
 
-    async def swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
-        """Move sequences to the swap tier. Returns the number of blocks moved."""
-        request = build(blocks_pb2.SwapOutRequest, request_id=self._request_id(), sequence_ids=ids_of(sequences))
+    async def swap_out(self, sequences: Batch[Sequence], *, tier: str = "host", timeout_s: float | None = None) -> int:
+        """Move sequences to the swap tier, or with the tier "disk" to the daemon's disk, where they take no memory.
+        Returns the number of blocks moved. Raises SavedSessionsOffError without a disk, and the errors of `detach`."""
+        if tier not in _SWAP_TIERS:
+            raise InvalidArgumentError(f"is {tier!r}, not one of {', '.join(_SWAP_TIERS)}", field="tier")
+        request = build(
+            blocks_pb2.SwapOutRequest,
+            request_id=self._request_id(),
+            sequence_ids=ids_of(sequences),
+            tier=_SWAP_TIERS[tier],
+        )
         return int((await self.call("swap_out", request, timeout_s)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
-        prefix cache still had."""
+        prefix cache still had. Sequences on the disk need a call of their own; SessionNotRestoredError says that the
+        file of one is damaged."""
         request = build(blocks_pb2.SwapInRequest, request_id=self._request_id(), sequence_ids=ids_of(sequences))
         return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
 

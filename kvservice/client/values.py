@@ -83,7 +83,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """The daemon's state of a sequence. `token_ids` and `block_ids` are empty unless requested."""
+    """The daemon's state of a sequence. `token_ids` and `block_ids` are empty unless requested, and for a sequence on
+    the disk."""
 
     sequence_id: int
     length: int
@@ -92,6 +93,7 @@ class SequenceInfo:
     swapped: bool
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,12 +27,24 @@ from kvservice.saved.format import SECTOR_BYTES, FileHeader
 logger = logging.getLogger(__name__)
 
 _WHOLE: Final = ".session"
+_SWAPPED: Final = ".swapped"
 _PART: Final = ".part"
+# Files with swapped sequences end with their session, see SavedFiles.orphans.
+NEVER: Final = 1e300
 
 
 def name_of(token: bytes) -> str:
     """Return the name of a session's file. It does not reveal the token."""
-    return hashlib.sha256(b"kvservice session " + token).hexdigest() + _WHOLE
+    return _hash_of(token) + _WHOLE
+
+
+def swapped_name(token: bytes) -> str:
+    """Return a new name of a file with sequences that a session swaps out."""
+    return f"{_hash_of(token)}.{secrets.token_hex(8)}{_SWAPPED}"
+
+
+def _hash_of(token: bytes) -> str:
+    return hashlib.sha256(b"kvservice session " + token).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ class SavedFiles:
         for path in sorted(folder.iterdir()):
             if path.suffix == _PART:
                 path.unlink()
-            elif path.suffix == _WHOLE:
+            elif path.suffix in (_WHOLE, _SWAPPED):
                 self._find(path)
 
     def __len__(self) -> int:
@@ -156,6 +168,17 @@ class SavedFiles:
         except FileNotFoundError:
             return None
         return part
+
+    def swapped_of(self, token: bytes) -> list[str]:
+        """Return the names of the files with swapped sequences of a session."""
+        return [name for name in self._entries if name.startswith(_hash_of(token)) and name.endswith(_SWAPPED)]
+
+    def orphans(self, tokens: Iterable[bytes]) -> list[str]:
+        """Return the names of the files with swapped sequences whose sessions are neither open, with these tokens, nor
+        saved."""
+        owners = {_hash_of(token) for token in tokens}
+        owners |= {name.removesuffix(_WHOLE) for name in self._entries if name.endswith(_WHOLE)}
+        return [name for name in self._entries if name.endswith(_SWAPPED) and name.partition(".")[0] not in owners]
 
     def expired(self) -> list[str]:
         """Return the names of the files whose time is over."""

@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -35,13 +35,15 @@ _JSON_BYTES: Final = struct.Struct("<Q")
 @dataclass(frozen=True)
 class SessionValues:
     """The values of a session besides its sequences. `credential` is Identity.credential of its owner in hexadecimal
-    digits; `wait_s` is the time that the session waits for its client when it is detached."""
+    digits; `wait_s` is the time that the session waits for its client when it is detached. `on_disk` has the lengths
+    and the computed tokens of swapped sequences by their ids, as texts, by the names of their files."""
 
     name: str
     tenant: str
     owner: str
     credential: str
     wait_s: float
+    on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,13 @@ class SessionFiles:
     async def write(
         self, token: bytes, session: SessionValues, tables: SavedTables, ttl_s: float, check: Callable[[], None]
     ) -> int:
-        """Write the file of a session, in place of an older one. Returns its size in bytes when it is on the disk.
+        """Write the file of a session, in place of an older one, as `write_as`. It expires after `ttl_s` seconds."""
+        return await self.write_as(name_of(token), session, tables, self._wall() + ttl_s, check)
+
+    async def write_as(
+        self, name: str, session: SessionValues, tables: SavedTables, expires_at: float, check: Callable[[], None]
+    ) -> int:
+        """Write a file, in place of an older one. Returns its size in bytes when it is on the disk.
 
         `check` raises an error if others may use the blocks of `tables` by now. Must not be cancelled. Raises
         QuotaExceededError, DiskFullError, DiskFailedError, and the errors of `check`; an older file stays then.
@@ -72,11 +78,10 @@ class SessionFiles:
         self.files.reserve(num_bytes)
         try:
             with disk_errors():
-                file = await self._transfers.run(NewFile, self.files.folder, name_of(token))
+                file = await self._transfers.run(NewFile, self.files.folder, name)
                 try:
                     checksums = await self._transfers.save(file.file, places, check)
                     manifest = self._manifest(session, tables, checksums)
-                    expires_at = self._wall() + ttl_s
                     header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest))
                     await self._transfers.run(_commit, file, manifest, header)
                 except BaseException:
@@ -98,7 +103,10 @@ class SessionFiles:
     async def open(self, token: bytes) -> OpenedSession | None:
         """Open the file of a session and read its manifest. Returns None if there is none. Raises
         SessionNotRestoredError and DiskFailedError."""
-        name = name_of(token)
+        return await self.open_as(name_of(token))
+
+    async def open_as(self, name: str) -> OpenedSession | None:
+        """Do as `open` for the file of this name."""
         path = self.files.find(name)
         if path is None:
             return None
@@ -130,7 +138,7 @@ class SessionFiles:
         SessionNotRestoredError and DiskFailedError; the blocks are of no use then."""
         manifest = opened.manifest
         computed = np.flatnonzero(manifest.saved.computed_blocks(manifest.block_size))
-        slots = np.flatnonzero(~restored.found[computed])
+        slots = np.flatnonzero(~restored.found[computed] & (restored.block_ids[computed] >= 0))
         numbers = computed[slots]
         order = np.argsort(restored.in_swap[numbers], kind="stable")
         slots, numbers = slots[order], numbers[order]
@@ -148,17 +156,29 @@ class SessionFiles:
         return SessionNotRestoredError(f"the file of the saved session is damaged: {error}", cause="damaged")
 
     async def remove(self, token: bytes) -> None:
-        """Remove the file of a session, if it is there. Raises DiskFailedError."""
-        await self._remove(name_of(token))
+        """Remove the files of a session, if they are there. Raises DiskFailedError."""
+        for name in (name_of(token), *self.files.swapped_of(token)):
+            await self.remove_as(name)
 
-    async def expire(self) -> int:
-        """Remove the files whose time is over. Returns how many they were. Raises DiskFailedError."""
+    async def keep_swapped(self, token: bytes, names: Collection[str]) -> None:
+        """Remove the files with swapped sequences of a session, except those with these names. Raises
+        DiskFailedError."""
+        for name in self.files.swapped_of(token):
+            if name not in names:
+                await self.remove_as(name)
+
+    async def expire(self, tokens: Iterable[bytes]) -> int:
+        """Remove the files whose time is over, and those of sessions that have ended; sessions with these tokens are
+        open. Returns how many have expired. Raises DiskFailedError."""
         over = self.files.expired()
         for name in over:
-            await self._remove(name)
+            await self.remove_as(name)
+        for name in self.files.orphans(tokens):
+            await self.remove_as(name)
         return len(over)
 
-    async def _remove(self, name: str) -> None:
+    async def remove_as(self, name: str) -> None:
+        """Remove a file, if it is there. Raises DiskFailedError."""
         with disk_errors():
             if (path := self.files.take_away(name)) is not None:
                 await self._transfers.run(path.unlink)

@@ -13,6 +13,7 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
+from kvservice.server.disk_swaps import DiskSwaps
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.pool_tier import PoolTier
 from kvservice.server.server_session import ServerSession
@@ -22,9 +23,11 @@ from kvservice.wire.tensors import Array, to_ints, token_array
 
 
 class BlockCalls:
-    def __init__(self, config: ServeConfig, engine: CacheEngine, tier: PoolTier | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, engine: CacheEngine, swaps: DiskSwaps, tier: PoolTier | None = None
+    ) -> None:
         """`tier` loads missing blocks, if there is one."""
-        self._engine = engine
+        self._engine, self._swaps = engine, swaps
         self._manager = engine.manager
         self._tier = tier
         self._before = None if tier is None else tier.before_allocation
@@ -105,9 +108,15 @@ class BlockCalls:
         self._manager.fork(session.namespace, parents, children)
         return blocks_pb2.ForkResponse()
 
-    def swap_out(self, session: ServerSession, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_out(session.namespace, _own_ids(session, request))
-        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+    def swap_out(
+        self, session: ServerSession, request: blocks_pb2.SwapOutRequest
+    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+        ids = _own_ids(session, request)
+        if request.tier == blocks_pb2.SWAP_TIER_DISK:
+            return _moved(self._swaps.swap_out(session, ids.tolist()))
+        if request.tier != blocks_pb2.SWAP_TIER_UNSPECIFIED:
+            raise InvalidArgumentError(f"there is no tier {request.tier}", field="tier")
+        return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_out(session.namespace, ids)))
 
     def can_swap_out(
         self, session: ServerSession, request: blocks_pb2.CanSwapOutRequest
@@ -116,16 +125,28 @@ class BlockCalls:
             ok=self._manager.can_swap_out(session.namespace, to_ints(request.sequence_ids))
         )
 
-    def swap_in(self, session: ServerSession, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_in(session.namespace, _own_ids(session, request))
-        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+    def swap_in(
+        self, session: ServerSession, request: blocks_pb2.SwapInRequest
+    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+        ids = _own_ids(session, request)
+        if _any_on_disk(session, ids):
+            return _moved(self._swaps.swap_in(session, ids.tolist()))
+        return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_in(session.namespace, ids)))
 
     def can_swap_in(self, session: ServerSession, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
-        status = self._manager.can_swap_in(session.namespace, to_ints(request.sequence_ids))
+        ids = to_ints(request.sequence_ids)
+        if _any_on_disk(session, ids):
+            status = self._swaps.can_swap_in(session, ids.tolist())
+        else:
+            status = self._manager.can_swap_in(session.namespace, ids)
         return blocks_pb2.CanSwapInResponse(status=ALLOC_STATUS[status])
 
     def free(self, session: ServerSession, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
-        yield from self._manager.free_in_slices(session.namespace, _own_ids(session, request))
+        ids = _own_ids(session, request)
+        on_disk = _any_on_disk(session, ids)
+        yield from self._manager.free_in_slices(session.namespace, ids)
+        if on_disk:
+            self._swaps.forget(session)
         return blocks_pb2.FreeResponse()
 
     def describe(
@@ -133,10 +154,11 @@ class BlockCalls:
     ) -> Slices[blocks_pb2.DescribeResponse]:
         if request.first < 0:
             raise InvalidArgumentError("is negative", field="first")
+        ids = codec.optional_ints(request.sequence_ids)
         chosen = functools.partial(
             self._manager.describe_in_slices,
             session.namespace,
-            codec.optional_ints(request.sequence_ids),
+            _with_rows(session, ids),
             first=request.first,
             limit=self._max_request_sequences,
         )
@@ -148,14 +170,33 @@ class BlockCalls:
             )
             self._check_described(sequences)  # the sequences may have grown between the slices
         descriptions = yield from in_turn(codec.description(info) for info in sequences)
+        if session.namespace.on_disk:
+            descriptions = self._with_disk(session, ids, request.first, descriptions)
         lost = session.namespace.lost
         listed = sorted(lost)[request.first :][: self._max_request_sequences] if not request.sequence_ids else ()
         return blocks_pb2.DescribeResponse(
-            num_sequences=len(session.namespace),
+            num_sequences=len(session.namespace) + len(session.namespace.on_disk),
             sequences=descriptions,
             lost_sequence_ids=listed,
             num_lost_sequences=len(lost),
         )
+
+    def _with_disk(
+        self,
+        session: ServerSession,
+        ids: Array | None,
+        first: int,
+        descriptions: list[blocks_pb2.SequenceDescription],
+    ) -> list[blocks_pb2.SequenceDescription]:
+        """Add the sequences on the disk to the descriptions of the others: those of `ids` in their order, or those
+        after the others."""
+        on_disk = session.namespace.on_disk
+        if ids is None:
+            begin = max(first - len(session.namespace), 0)
+            names = list(on_disk)[begin : begin + self._max_request_sequences - len(descriptions)]
+            return descriptions + [codec.disk_description(name, on_disk[name]) for name in names]
+        others = {one.sequence_id: one for one in descriptions}
+        return [others.get(name) or codec.disk_description(name, on_disk[name]) for name in ids.tolist()]
 
     def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
@@ -188,6 +229,26 @@ class BlockCalls:
     ) -> blocks_pb2.CommonPrefixResponse:
         num_blocks = self._manager.common_prefix_blocks(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
+
+
+def _with_rows(session: ServerSession, ids: Array | None) -> Array | None:
+    """Return those of these sequences that are not on the disk. Raises the error for unknown ones."""
+    on_disk = session.namespace.on_disk
+    if ids is None or not on_disk:
+        return ids
+    names = ids.tolist()
+    if not all(name in session.namespace or name in on_disk for name in names):
+        raise session.namespace.unknown_sequence(names, "sequence_ids")
+    return ids[[name not in on_disk for name in names]]
+
+
+def _moved(slices: Waits[int]) -> Waits[blocks_pb2.SwapResponse]:
+    return blocks_pb2.SwapResponse(moved_blocks=(yield from slices))
+
+
+def _any_on_disk(session: ServerSession, ids: Array) -> bool:
+    on_disk = session.namespace.on_disk
+    return bool(on_disk) and not on_disk.keys().isdisjoint(ids.tolist())
 
 
 def _own_ids(

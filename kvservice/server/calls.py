@@ -26,7 +26,7 @@ def session_handlers(
     tier: PoolTier | None = None,
 ) -> tuple[Handler, ...]:
     return (
-        *BlockCalls(config, engine, tier).handlers(),
+        *BlockCalls(config, engine, saved.swaps, tier).handlers(),
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
         *TransferCalls().handlers(),

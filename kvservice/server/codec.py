@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvservice.attention_options import AttentionOptions, BlockSparse
-from kvservice.blocks import BlocksStats, SequenceSnapshot, StepPlan
+from kvservice.blocks import BlocksStats, DiskSequence, SequenceSnapshot, StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError
@@ -181,6 +181,16 @@ def description(info: SequenceSnapshot) -> blocks_pb2.SequenceDescription:
         swapped=info.swapped,
         token_ids=() if info.token_ids is None else info.token_ids.tolist(),
         block_ids=() if info.block_ids is None else info.block_ids.tolist(),
+    )
+
+
+def disk_description(sequence_id: int, info: DiskSequence) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        swapped=True,
+        on_disk=True,
     )
 
 

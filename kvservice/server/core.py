@@ -60,7 +60,7 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
 
 def content_identity(config: ServeConfig) -> dict[str, Any]:
     """Return the options that decide the meaning of a block's bytes, in any daemon, as values of JSON by name."""
-    return {**asdict(config.layout), "kv_scales": _digest(config.kv_scales)}
+    return {**asdict(config.layout), "kv_scales": _digest(config.kv_scales), "weights": config.weights}
 
 
 def _digest(path: str) -> str:

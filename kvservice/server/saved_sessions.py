@@ -14,11 +14,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Iterator
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from kvservice.auth import CALLER, Identity
-from kvservice.blocks import BlockManager, Slices
+from kvservice.blocks import BlockManager
 from kvservice.config import ServeConfig
+from kvservice.engine import NUM_HIDDEN_NAMESPACES
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -29,20 +30,17 @@ from kvservice.errors import (
 )
 from kvservice.logs import LogBudget
 from kvservice.saved import OpenedSession, SessionFiles, SessionValues
+from kvservice.server.disk_swaps import DiskSwaps
 from kvservice.server.handlers import Handler, SessionHandler
 from kvservice.server.server_session import SaveInProgress, ServerSession
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.slices import in_slices, to_the_end
+from kvservice.server.slices import finished, to_the_end
 from kvservice.v1 import session_pb2
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # How often expired files are removed.
 EXPIRY_INTERVAL_S: Final = 30.0
-# Most sessions that are written or restored at one time. Others wait.
-MAX_TRANSFERS: Final = 2
 
 
 class SavedSize(NamedTuple):
@@ -62,12 +60,18 @@ class SavedSessions:
         self.files = files
         self.num_saved = self.num_restored = self.num_expired = 0
         self._config, self._manager, self._sessions = config, manager, sessions
-        self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
+        # Limits the sessions that are written or restored at one time; others wait.
+        self._transfers = asyncio.Semaphore(NUM_HIDDEN_NAMESPACES)
         self._restoring: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._log = LogBudget(logger)
+        hidden = range(config.max_sessions + 1, config.max_sessions + 1 + NUM_HIDDEN_NAMESPACES)
+        self.swaps = DiskSwaps(manager, files, self._transfers, self._save_record, hidden)
         if files is not None:
             sessions.on_close = self._closed
             sessions.restoring = self.restoring
+
+    def _save_record(self, session: ServerSession) -> None:
+        self._sessions.save(session)
 
     # ---- Detach
 
@@ -112,22 +116,24 @@ class SavedSessions:
     ) -> SavedSize:
         async with self._transfers:
             saving.check()
-            await _run(self._manager.end_steps_in_slices(session.namespace))
-            tables = await _run(self._manager.save_in_slices(session.namespace))
+            await finished(self._manager.end_steps_in_slices(session.namespace))
+            tables = await finished(self._manager.save_in_slices(session.namespace))
             values = SessionValues(
                 name=session.name,
                 tenant=session.tenant,
                 owner=session.owner.name,
                 credential=session.owner.credential.hex(),
                 wait_s=ttl_s,
+                on_disk=session.record().on_disk,
             )
             num_bytes = await files.write(session.token, values, tables, ttl_s, saving.check)
             if saving.failure is not None:
                 if session.namespace.closed:
                     await files.remove(session.token)
                 raise saving.failure
+            await files.keep_swapped(session.token, session.on_disk)
         self.num_saved += 1
-        count = len(tables.saved.sequences)
+        count = len(tables.saved.sequences) + len(session.namespace.on_disk)
         self._log.write(
             logging.INFO, "session %d saved: %d sequences, %d bytes", session.session_id, count, num_bytes,
             extra={"session_id": session.session_id},
@@ -178,12 +184,13 @@ class SavedSessions:
         session = self._sessions.begin(token, values.name, values.tenant, owner, values.wait_s)
         try:
             with _fitting():
-                restored = await _run(self._manager.restore_in_slices(session.namespace, opened.manifest.saved))
+                restored = await finished(self._manager.restore_in_slices(session.namespace, opened.manifest.saved))
             num_loaded = await files.load(opened, restored)
-            await _run(self._manager.index_restored_in_slices(session.namespace, restored))
+            await finished(self._manager.index_restored_in_slices(session.namespace, restored))
         except BaseException as error:
-            await _run(self._sessions.close_in_slices(session, f"refused: not restored, {type(error).__name__}"))
+            await finished(self._sessions.close_in_slices(session, f"refused: not restored, {type(error).__name__}"))
             raise
+        session.recall(values.on_disk)
         session.asleep = True
         self.num_restored += 1
         found = len(opened.manifest.checksums) - num_loaded
@@ -192,8 +199,8 @@ class SavedSessions:
     # ---- the end of files
 
     def _closed(self, session: ServerSession) -> None:
-        """Remove the file of a session that was closed."""
-        if self.files is not None and self.files.has(session.token):
+        """Remove the files of a session that was closed."""
+        if self.files is not None and (self.files.has(session.token) or session.on_disk):
             to_the_end(self._remove(self.files, session.token))
 
     async def _remove(self, files: SessionFiles, token: bytes) -> None:
@@ -203,16 +210,16 @@ class SavedSessions:
             self._log.write(logging.WARNING, "the file of a closed session stays until it expires: %s", error)
 
     async def run(self) -> None:
-        """Remove expired files. Runs until cancelled."""
+        """Remove expired files, and those of sessions that an earlier process lost. Runs until cancelled."""
         while self.files is not None:
-            await asyncio.sleep(EXPIRY_INTERVAL_S)
             await self.expire()
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
 
     async def expire(self) -> None:
         """Remove the files whose time is over."""
         assert self.files is not None, "somebody asks for it"
         try:
-            self.num_expired += await self.files.expire()
+            self.num_expired += await self.files.expire([session.token for session in self._sessions])
         except KVServiceError as error:
             self._log.write(logging.WARNING, "expired sessions stay on the disk: %s", error)
 
@@ -220,12 +227,6 @@ class SavedSessions:
         """End the threads after their work."""
         if self.files is not None:
             self.files.close()
-
-
-async def _run(slices: Slices[T]) -> T:
-    """Run an operation in slices."""
-    answer = in_slices(slices)
-    return await answer if isinstance(answer, asyncio.Task) else answer
 
 
 @contextlib.contextmanager

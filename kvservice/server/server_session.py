@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from kvservice.auth import Identity
-from kvservice.blocks import SessionNamespace
+from kvservice.blocks import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, SessionBusyError
@@ -32,7 +32,8 @@ class SessionRecord:
     """The values that a later process needs to resume a session, besides its row, its replies and its sequences.
 
     `credential` is Identity.credential. `waits_until` is the time when the session is lost if no stream attaches to it
-    until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session.
+    until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session. `on_disk` is
+    ServerSession.on_disk as values of JSON.
     """
 
     session_id: int
@@ -44,6 +45,7 @@ class SessionRecord:
     wait_s: float
     holder: int | None
     waits_until: float | None
+    on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         values = asdict(self) | {"token": self.token.hex(), "credential": self.credential.hex()}
@@ -122,13 +124,17 @@ class ServerSession:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     saving: SaveInProgress | None = None
+    # The sequences that are swapped out to the disk, by id, by the names of their files.
+    on_disk: dict[str, dict[int, DiskSequence]] = field(default_factory=dict)
+    # See SessionRecord.
+    waits_until: float | None = None
     # Whether the session leaves memory when no stream holds it, because its file has it as it is.
     asleep: bool = False
 
     # The ids of sequences that an Allocate in slices is about to create.
     allocated_soon: set[int] = field(default_factory=set)
 
-    def record(self, waits_until: float | None) -> SessionRecord:
+    def record(self) -> SessionRecord:
         return SessionRecord(
             session_id=self.session_id,
             token=self.token,
@@ -138,8 +144,20 @@ class ServerSession:
             credential=self.owner.credential,
             wait_s=self.wait_s,
             holder=self.holder,
-            waits_until=waits_until,
+            waits_until=self.waits_until,
+            on_disk={
+                name: {str(sequence_id): list(one) for sequence_id, one in sequences.items()}
+                for name, sequences in self.on_disk.items()
+            },
         )
+
+    def recall(self, on_disk: dict[str, dict[str, list[int]]]) -> None:
+        """Remember which sequences are on the disk, from a record. Those with a row are not there any more."""
+        for name, sequences in on_disk.items():
+            found = {int(number): DiskSequence(*one) for number, one in sequences.items()}
+            left = {number: one for number, one in found.items() if number not in self.namespace.rows}
+            self.on_disk[name] = left
+            self.namespace.on_disk.update(left)
 
     def begin_call(self) -> None:
         """Begin a call that may change the session, so that its file does not have it as it is any more. Raises

@@ -188,6 +188,9 @@ class SessionRegistry:
             session = self._make(record, rows[number], recovery.namespaces[number + 1])
             self._sessions[session.token] = session
             session.holder = record.holder
+            session.recall(record.on_disk)
+            if lost := session.namespace.lost & session.namespace.on_disk.keys():
+                self._manager.state.forget_lost(session.namespace, lost)
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
         return recovery
@@ -282,7 +285,12 @@ class SessionRegistry:
         self._call_later(session, self._config.session_grace_s, session.unshare)
 
     def _save(self, session: ServerSession, waits_until: float | None) -> None:
-        self._memory.records[session.row.number] = session.record(waits_until).to_bytes()
+        session.waits_until = waits_until
+        self.save(session)
+
+    def save(self, session: ServerSession) -> None:
+        """Keep the record of an open session."""
+        self._memory.records[session.row.number] = session.record().to_bytes()
 
     def end_streams_of(self, check: Callable[[Identity], None]) -> None:
         """End the streams of owners for whom `check` raises UnauthenticatedError. Their sessions then wait as after any

@@ -49,6 +49,19 @@ def in_slices(slices: Waits[AnswerT]) -> Answer[AnswerT]:
     return to_the_end(_rest(slices, event))
 
 
+def waiting(coroutine: Coroutine[Any, Any, AnswerT]) -> Waits[AnswerT]:
+    """Run a coroutine to its end, as a part of an operation in slices, which so ends together with its reply."""
+    task = to_the_end(coroutine)
+    yield asyncio.wait((task,))
+    return task.result()
+
+
+async def finished(slices: Waits[AnswerT]) -> AnswerT:
+    """Run an operation in slices to its end."""
+    answer = in_slices(slices)
+    return await answer if isinstance(answer, asyncio.Task) else answer
+
+
 def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
     """Return a task that runs the coroutine, whether or not a caller waits for it."""
     task = asyncio.get_running_loop().create_task(coroutine)

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/blocks.proto\x12\x0ckvservice.v1\")\n\x08\x45xtraKey\x12\x10\n\x08position\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"h\n\x12SequenceAllocation\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12*\n\nextra_keys\x18\x03 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"\x84\x01\n\x0f\x41llocateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x33\n\tsequences\x18\x03 \x03(\x0b\x32 .kvservice.v1.SequenceAllocation\x12\x11\n\tlookahead\x18\x04 \x01(\x05\"A\n\x10\x41llocateResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x03(\x03\x12\x12\n\nnum_blocks\x18\x02 \x03(\x05\"s\n\x12\x43\x61nAllocateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x33\n\tsequences\x18\x02 \x03(\x0b\x32 .kvservice.v1.SequenceAllocation\x12\x11\n\tlookahead\x18\x03 \x01(\x05\"@\n\x13\x43\x61nAllocateResponse\x12)\n\x06status\x18\x01 \x01(\x0e\x32\x19.kvservice.v1.AllocStatus\"\xc1\x01\n\rAppendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\x12\x12\n\nnum_tokens\x18\x05 \x03(\x05\x12\x18\n\x10\x65xpected_lengths\x18\x06 \x03(\x10\x12\x11\n\tlookahead\x18\x07 \x01(\x05\x12\x1b\n\x13return_slot_mapping\x18\x08 \x01(\x08\"f\n\x10\x43\x61nAppendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x12\n\nnum_tokens\x18\x03 \x03(\x05\x12\x11\n\tlookahead\x18\x04 \x01(\x05\"\x1f\n\x11\x43\x61nAppendResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\"\x83\x01\n\x0fOpenStepRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x12\n\nnum_tokens\x18\x04 \x03(\x05\x12\x1b\n\x13return_slot_mapping\x18\x05 \x01(\x08\"\x9d\x01\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x12\n\nquery_lens\x18\x02 \x03(\x05\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\x05\x12\x12\n\ncow_copies\x18\x04 \x01(\x05\x12\x14\n\x0cslot_mapping\x18\x05 \x03(\x03\x12(\n\x06mapped\x18\x06 \x01(\x0b\x32\x18.kvservice.v1.MappedStep\"*\n\nMappedStep\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"c\n\x0fTruncateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x0f\n\x07lengths\x18\x04 \x03(\x03\"\x12\n\x10TruncateResponse\"_\n\x0b\x46orkRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x12\n\nparent_ids\x18\x03 \x03(\x10\x12\x11\n\tchild_ids\x18\x04 \x03(\x10\"\x0e\n\x0c\x46orkResponse\"Q\n\x0eSwapOutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\"@\n\x11\x43\x61nSwapOutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\" \n\x12\x43\x61nSwapOutResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\"P\n\rSwapInRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\"?\n\x10\x43\x61nSwapInRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\">\n\x11\x43\x61nSwapInResponse\x12)\n\x06status\x18\x01 \x01(\x0e\x32\x19.kvservice.v1.AllocStatus\"$\n\x0cSwapResponse\x12\x14\n\x0cmoved_blocks\x18\x01 \x01(\x03\"N\n\x0b\x46reeRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\"\x0e\n\x0c\x46reeResponse\"\x81\x01\n\x0f\x44\x65scribeRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x18\n\x10return_token_ids\x18\x03 \x01(\x08\x12\x18\n\x10return_block_ids\x18\x04 \x01(\x08\x12\r\n\x05\x66irst\x18\x05 \x01(\x03\"\xa2\x01\n\x13SequenceDescription\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x03\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x0f\n\x07swapped\x18\x05 \x01(\x08\x12\x11\n\ttoken_ids\x18\x06 \x03(\x0f\x12\x11\n\tblock_ids\x18\x07 \x03(\x0f\"\x96\x01\n\x10\x44\x65scribeResponse\x12\x34\n\tsequences\x18\x01 \x03(\x0b\x32!.kvservice.v1.SequenceDescription\x12\x15\n\rnum_sequences\x18\x02 \x01(\x03\x12\x19\n\x11lost_sequence_ids\x18\x03 \x03(\x10\x12\x1a\n\x12num_lost_sequences\x18\x04 \x01(\x03\"j\n\x12MatchPrefixRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12*\n\nextra_keys\x18\x03 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"0\n\x13MatchPrefixResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\x03\"\x85\x01\n\nPinRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\x0f\x12*\n\nextra_keys\x18\x04 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\"8\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\x03\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\x03\"I\n\x0cUnpinRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x0e\n\x06pin_id\x18\x03 \x01(\x03\"\x0f\n\rUnpinResponse\"D\n\x17ResetPrefixCacheRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x1a\n\x18ResetPrefixCacheResponse\"B\n\x13\x43ommonPrefixRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\"*\n\x14\x43ommonPrefixResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05*p\n\x0b\x41llocStatus\x12\x1c\n\x18\x41LLOC_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41LLOC_STATUS_OK\x10\x01\x12\x16\n\x12\x41LLOC_STATUS_LATER\x10\x02\x12\x16\n\x12\x41LLOC_STATUS_NEVER\x10\x03\x32\xcc\n\n\x0c\x42lockService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12R\n\x0b\x43\x61nAllocate\x12 .kvservice.v1.CanAllocateRequest\x1a!.kvservice.v1.CanAllocateResponse\x12\x41\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1a.kvservice.v1.StepResponse\x12L\n\tCanAppend\x12\x1e.kvservice.v1.CanAppendRequest\x1a\x1f.kvservice.v1.CanAppendResponse\x12\x45\n\x08OpenStep\x12\x1d.kvservice.v1.OpenStepRequest\x1a\x1a.kvservice.v1.StepResponse\x12I\n\x08Truncate\x12\x1d.kvservice.v1.TruncateRequest\x1a\x1e.kvservice.v1.TruncateResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x07SwapOut\x12\x1c.kvservice.v1.SwapOutRequest\x1a\x1a.kvservice.v1.SwapResponse\x12O\n\nCanSwapOut\x12\x1f.kvservice.v1.CanSwapOutRequest\x1a .kvservice.v1.CanSwapOutResponse\x12\x41\n\x06SwapIn\x12\x1b.kvservice.v1.SwapInRequest\x1a\x1a.kvservice.v1.SwapResponse\x12L\n\tCanSwapIn\x12\x1e.kvservice.v1.CanSwapInRequest\x1a\x1f.kvservice.v1.CanSwapInResponse\x12=\n\x04\x46ree\x12\x19.kvservice.v1.FreeRequest\x1a\x1a.kvservice.v1.FreeResponse\x12I\n\x08\x44\x65scribe\x12\x1d.kvservice.v1.DescribeRequest\x1a\x1e.kvservice.v1.DescribeResponse\x12R\n\x0bMatchPrefix\x12 .kvservice.v1.MatchPrefixRequest\x1a!.kvservice.v1.MatchPrefixResponse\x12:\n\x03Pin\x12\x18.kvservice.v1.PinRequest\x1a\x19.kvservice.v1.PinResponse\x12@\n\x05Unpin\x12\x1a.kvservice.v1.UnpinRequest\x1a\x1b.kvservice.v1.UnpinResponse\x12\x61\n\x10ResetPrefixCache\x12%.kvservice.v1.ResetPrefixCacheRequest\x1a&.kvservice.v1.ResetPrefixCacheResponse\x12U\n\x0c\x43ommonPrefix\x12!.kvservice.v1.CommonPrefixRequest\x1a\".kvservice.v1.CommonPrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/blocks.proto\x12\x0ckvservice.v1\")\n\x08\x45xtraKey\x12\x10\n\x08position\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"h\n\x12SequenceAllocation\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12*\n\nextra_keys\x18\x03 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"\x84\x01\n\x0f\x41llocateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x33\n\tsequences\x18\x03 \x03(\x0b\x32 .kvservice.v1.SequenceAllocation\x12\x11\n\tlookahead\x18\x04 \x01(\x05\"A\n\x10\x41llocateResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x03(\x03\x12\x12\n\nnum_blocks\x18\x02 \x03(\x05\"s\n\x12\x43\x61nAllocateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x33\n\tsequences\x18\x02 \x03(\x0b\x32 .kvservice.v1.SequenceAllocation\x12\x11\n\tlookahead\x18\x03 \x01(\x05\"@\n\x13\x43\x61nAllocateResponse\x12)\n\x06status\x18\x01 \x01(\x0e\x32\x19.kvservice.v1.AllocStatus\"\xc1\x01\n\rAppendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\x12\x12\n\nnum_tokens\x18\x05 \x03(\x05\x12\x18\n\x10\x65xpected_lengths\x18\x06 \x03(\x10\x12\x11\n\tlookahead\x18\x07 \x01(\x05\x12\x1b\n\x13return_slot_mapping\x18\x08 \x01(\x08\"f\n\x10\x43\x61nAppendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x12\n\nnum_tokens\x18\x03 \x03(\x05\x12\x11\n\tlookahead\x18\x04 \x01(\x05\"\x1f\n\x11\x43\x61nAppendResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\"\x83\x01\n\x0fOpenStepRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x12\n\nnum_tokens\x18\x04 \x03(\x05\x12\x1b\n\x13return_slot_mapping\x18\x05 \x01(\x08\"\x9d\x01\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x12\n\nquery_lens\x18\x02 \x03(\x05\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\x05\x12\x12\n\ncow_copies\x18\x04 \x01(\x05\x12\x14\n\x0cslot_mapping\x18\x05 \x03(\x03\x12(\n\x06mapped\x18\x06 \x01(\x0b\x32\x18.kvservice.v1.MappedStep\"*\n\nMappedStep\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"c\n\x0fTruncateRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x0f\n\x07lengths\x18\x04 \x03(\x03\"\x12\n\x10TruncateResponse\"_\n\x0b\x46orkRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x12\n\nparent_ids\x18\x03 \x03(\x10\x12\x11\n\tchild_ids\x18\x04 \x03(\x10\"\x0e\n\x0c\x46orkResponse\"w\n\x0eSwapOutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12$\n\x04tier\x18\x04 \x01(\x0e\x32\x16.kvservice.v1.SwapTier\"@\n\x11\x43\x61nSwapOutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\" \n\x12\x43\x61nSwapOutResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\"P\n\rSwapInRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\"?\n\x10\x43\x61nSwapInRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\">\n\x11\x43\x61nSwapInResponse\x12)\n\x06status\x18\x01 \x01(\x0e\x32\x19.kvservice.v1.AllocStatus\"$\n\x0cSwapResponse\x12\x14\n\x0cmoved_blocks\x18\x01 \x01(\x03\"N\n\x0b\x46reeRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\"\x0e\n\x0c\x46reeResponse\"\x81\x01\n\x0f\x44\x65scribeRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x18\n\x10return_token_ids\x18\x03 \x01(\x08\x12\x18\n\x10return_block_ids\x18\x04 \x01(\x08\x12\r\n\x05\x66irst\x18\x05 \x01(\x03\"\xb3\x01\n\x13SequenceDescription\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x03\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x0f\n\x07swapped\x18\x05 \x01(\x08\x12\x11\n\ttoken_ids\x18\x06 \x03(\x0f\x12\x11\n\tblock_ids\x18\x07 \x03(\x0f\x12\x0f\n\x07on_disk\x18\x08 \x01(\x08\"\x96\x01\n\x10\x44\x65scribeResponse\x12\x34\n\tsequences\x18\x01 \x03(\x0b\x32!.kvservice.v1.SequenceDescription\x12\x15\n\rnum_sequences\x18\x02 \x01(\x03\x12\x19\n\x11lost_sequence_ids\x18\x03 \x03(\x10\x12\x1a\n\x12num_lost_sequences\x18\x04 \x01(\x03\"j\n\x12MatchPrefixRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12*\n\nextra_keys\x18\x03 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"0\n\x13MatchPrefixResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\x03\"\x85\x01\n\nPinRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\x0f\x12*\n\nextra_keys\x18\x04 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\"8\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\x03\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\x03\"I\n\x0cUnpinRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x0e\n\x06pin_id\x18\x03 \x01(\x03\"\x0f\n\rUnpinResponse\"D\n\x17ResetPrefixCacheRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x1a\n\x18ResetPrefixCacheResponse\"B\n\x13\x43ommonPrefixRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\"*\n\x14\x43ommonPrefixResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05*p\n\x0b\x41llocStatus\x12\x1c\n\x18\x41LLOC_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41LLOC_STATUS_OK\x10\x01\x12\x16\n\x12\x41LLOC_STATUS_LATER\x10\x02\x12\x16\n\x12\x41LLOC_STATUS_NEVER\x10\x03*9\n\x08SwapTier\x12\x19\n\x15SWAP_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0eSWAP_TIER_DISK\x10\x01\x32\xcc\n\n\x0c\x42lockService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12R\n\x0b\x43\x61nAllocate\x12 .kvservice.v1.CanAllocateRequest\x1a!.kvservice.v1.CanAllocateResponse\x12\x41\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1a.kvservice.v1.StepResponse\x12L\n\tCanAppend\x12\x1e.kvservice.v1.CanAppendRequest\x1a\x1f.kvservice.v1.CanAppendResponse\x12\x45\n\x08OpenStep\x12\x1d.kvservice.v1.OpenStepRequest\x1a\x1a.kvservice.v1.StepResponse\x12I\n\x08Truncate\x12\x1d.kvservice.v1.TruncateRequest\x1a\x1e.kvservice.v1.TruncateResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x07SwapOut\x12\x1c.kvservice.v1.SwapOutRequest\x1a\x1a.kvservice.v1.SwapResponse\x12O\n\nCanSwapOut\x12\x1f.kvservice.v1.CanSwapOutRequest\x1a .kvservice.v1.CanSwapOutResponse\x12\x41\n\x06SwapIn\x12\x1b.kvservice.v1.SwapInRequest\x1a\x1a.kvservice.v1.SwapResponse\x12L\n\tCanSwapIn\x12\x1e.kvservice.v1.CanSwapInRequest\x1a\x1f.kvservice.v1.CanSwapInResponse\x12=\n\x04\x46ree\x12\x19.kvservice.v1.FreeRequest\x1a\x1a.kvservice.v1.FreeResponse\x12I\n\x08\x44\x65scribe\x12\x1d.kvservice.v1.DescribeRequest\x1a\x1e.kvservice.v1.DescribeResponse\x12R\n\x0bMatchPrefix\x12 .kvservice.v1.MatchPrefixRequest\x1a!.kvservice.v1.MatchPrefixResponse\x12:\n\x03Pin\x12\x18.kvservice.v1.PinRequest\x1a\x19.kvservice.v1.PinResponse\x12@\n\x05Unpin\x12\x1a.kvservice.v1.UnpinRequest\x1a\x1b.kvservice.v1.UnpinResponse\x12\x61\n\x10ResetPrefixCache\x12%.kvservice.v1.ResetPrefixCacheRequest\x1a&.kvservice.v1.ResetPrefixCacheResponse\x12U\n\x0c\x43ommonPrefix\x12!.kvservice.v1.CommonPrefixRequest\x1a\".kvservice.v1.CommonPrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.blocks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ALLOCSTATUS']._serialized_start=3114
-  _globals['_ALLOCSTATUS']._serialized_end=3226
+  _globals['_ALLOCSTATUS']._serialized_start=3169
+  _globals['_ALLOCSTATUS']._serialized_end=3281
+  _globals['_SWAPTIER']._serialized_start=3283
+  _globals['_SWAPTIER']._serialized_end=3340
   _globals['_EXTRAKEY']._serialized_start=43
   _globals['_EXTRAKEY']._serialized_end=84
   _globals['_SEQUENCEALLOCATION']._serialized_start=86
@@ -66,49 +68,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORKRESPONSE']._serialized_start=1466
   _globals['_FORKRESPONSE']._serialized_end=1480
   _globals['_SWAPOUTREQUEST']._serialized_start=1482
-  _globals['_SWAPOUTREQUEST']._serialized_end=1563
-  _globals['_CANSWAPOUTREQUEST']._serialized_start=1565
-  _globals['_CANSWAPOUTREQUEST']._serialized_end=1629
-  _globals['_CANSWAPOUTRESPONSE']._serialized_start=1631
-  _globals['_CANSWAPOUTRESPONSE']._serialized_end=1663
-  _globals['_SWAPINREQUEST']._serialized_start=1665
-  _globals['_SWAPINREQUEST']._serialized_end=1745
-  _globals['_CANSWAPINREQUEST']._serialized_start=1747
-  _globals['_CANSWAPINREQUEST']._serialized_end=1810
-  _globals['_CANSWAPINRESPONSE']._serialized_start=1812
-  _globals['_CANSWAPINRESPONSE']._serialized_end=1874
-  _globals['_SWAPRESPONSE']._serialized_start=1876
-  _globals['_SWAPRESPONSE']._serialized_end=1912
-  _globals['_FREEREQUEST']._serialized_start=1914
-  _globals['_FREEREQUEST']._serialized_end=1992
-  _globals['_FREERESPONSE']._serialized_start=1994
-  _globals['_FREERESPONSE']._serialized_end=2008
-  _globals['_DESCRIBEREQUEST']._serialized_start=2011
-  _globals['_DESCRIBEREQUEST']._serialized_end=2140
-  _globals['_SEQUENCEDESCRIPTION']._serialized_start=2143
-  _globals['_SEQUENCEDESCRIPTION']._serialized_end=2305
-  _globals['_DESCRIBERESPONSE']._serialized_start=2308
-  _globals['_DESCRIBERESPONSE']._serialized_end=2458
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=2460
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=2566
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=2568
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=2616
-  _globals['_PINREQUEST']._serialized_start=2619
-  _globals['_PINREQUEST']._serialized_end=2752
-  _globals['_PINRESPONSE']._serialized_start=2754
-  _globals['_PINRESPONSE']._serialized_end=2810
-  _globals['_UNPINREQUEST']._serialized_start=2812
-  _globals['_UNPINREQUEST']._serialized_end=2885
-  _globals['_UNPINRESPONSE']._serialized_start=2887
-  _globals['_UNPINRESPONSE']._serialized_end=2902
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2904
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2972
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2974
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3000
-  _globals['_COMMONPREFIXREQUEST']._serialized_start=3002
-  _globals['_COMMONPREFIXREQUEST']._serialized_end=3068
-  _globals['_COMMONPREFIXRESPONSE']._serialized_start=3070
-  _globals['_COMMONPREFIXRESPONSE']._serialized_end=3112
-  _globals['_BLOCKSERVICE']._serialized_start=3229
-  _globals['_BLOCKSERVICE']._serialized_end=4585
+  _globals['_SWAPOUTREQUEST']._serialized_end=1601
+  _globals['_CANSWAPOUTREQUEST']._serialized_start=1603
+  _globals['_CANSWAPOUTREQUEST']._serialized_end=1667
+  _globals['_CANSWAPOUTRESPONSE']._serialized_start=1669
+  _globals['_CANSWAPOUTRESPONSE']._serialized_end=1701
+  _globals['_SWAPINREQUEST']._serialized_start=1703
+  _globals['_SWAPINREQUEST']._serialized_end=1783
+  _globals['_CANSWAPINREQUEST']._serialized_start=1785
+  _globals['_CANSWAPINREQUEST']._serialized_end=1848
+  _globals['_CANSWAPINRESPONSE']._serialized_start=1850
+  _globals['_CANSWAPINRESPONSE']._serialized_end=1912
+  _globals['_SWAPRESPONSE']._serialized_start=1914
+  _globals['_SWAPRESPONSE']._serialized_end=1950
+  _globals['_FREEREQUEST']._serialized_start=1952
+  _globals['_FREEREQUEST']._serialized_end=2030
+  _globals['_FREERESPONSE']._serialized_start=2032
+  _globals['_FREERESPONSE']._serialized_end=2046
+  _globals['_DESCRIBEREQUEST']._serialized_start=2049
+  _globals['_DESCRIBEREQUEST']._serialized_end=2178
+  _globals['_SEQUENCEDESCRIPTION']._serialized_start=2181
+  _globals['_SEQUENCEDESCRIPTION']._serialized_end=2360
+  _globals['_DESCRIBERESPONSE']._serialized_start=2363
+  _globals['_DESCRIBERESPONSE']._serialized_end=2513
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=2515
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=2621
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=2623
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=2671
+  _globals['_PINREQUEST']._serialized_start=2674
+  _globals['_PINREQUEST']._serialized_end=2807
+  _globals['_PINRESPONSE']._serialized_start=2809
+  _globals['_PINRESPONSE']._serialized_end=2865
+  _globals['_UNPINREQUEST']._serialized_start=2867
+  _globals['_UNPINREQUEST']._serialized_end=2940
+  _globals['_UNPINRESPONSE']._serialized_start=2942
+  _globals['_UNPINRESPONSE']._serialized_end=2957
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2959
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=3027
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=3029
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3055
+  _globals['_COMMONPREFIXREQUEST']._serialized_start=3057
+  _globals['_COMMONPREFIXREQUEST']._serialized_end=3123
+  _globals['_COMMONPREFIXRESPONSE']._serialized_start=3125
+  _globals['_COMMONPREFIXRESPONSE']._serialized_end=3167
+  _globals['_BLOCKSERVICE']._serialized_start=3343
+  _globals['_BLOCKSERVICE']._serialized_end=4699
 # @@protoc_insertion_point(module_scope)

@@ -13,10 +13,17 @@ class AllocStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALLOC_STATUS_OK: _ClassVar[AllocStatus]
     ALLOC_STATUS_LATER: _ClassVar[AllocStatus]
     ALLOC_STATUS_NEVER: _ClassVar[AllocStatus]
+
+class SwapTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SWAP_TIER_UNSPECIFIED: _ClassVar[SwapTier]
+    SWAP_TIER_DISK: _ClassVar[SwapTier]
 ALLOC_STATUS_UNSPECIFIED: AllocStatus
 ALLOC_STATUS_OK: AllocStatus
 ALLOC_STATUS_LATER: AllocStatus
 ALLOC_STATUS_NEVER: AllocStatus
+SWAP_TIER_UNSPECIFIED: SwapTier
+SWAP_TIER_DISK: SwapTier
 
 class ExtraKey(_message.Message):
     __slots__ = ("position", "key")
@@ -181,14 +188,16 @@ class ForkResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SwapOutRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "sequence_ids")
+    __slots__ = ("session_token", "request_id", "sequence_ids", "tier")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tier: SwapTier
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[SwapTier, str]] = ...) -> None: ...
 
 class CanSwapOutRequest(_message.Message):
     __slots__ = ("session_token", "sequence_ids")
@@ -263,7 +272,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., return_token_ids: bool = ..., return_block_ids: bool = ..., first: _Optional[int] = ...) -> None: ...
 
 class SequenceDescription(_message.Message):
-    __slots__ = ("sequence_id", "length", "num_computed_tokens", "num_blocks", "swapped", "token_ids", "block_ids")
+    __slots__ = ("sequence_id", "length", "num_computed_tokens", "num_blocks", "swapped", "token_ids", "block_ids", "on_disk")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +280,7 @@ class SequenceDescription(_message.Message):
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    ON_DISK_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     length: int
     num_computed_tokens: int
@@ -278,7 +288,8 @@ class SequenceDescription(_message.Message):
     swapped: bool
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., swapped: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    on_disk: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., swapped: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ..., on_disk: bool = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("sequences", "num_sequences", "lost_sequence_ids", "num_lost_sequences")

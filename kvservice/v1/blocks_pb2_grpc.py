@@ -223,6 +223,12 @@ class BlockServiceServicer(object):
 
     def SwapOut(self, request, context):
         """Swaps sequences out to the swap tier. A block that the given sequences share is moved once and stays shared.
+
+        With SWAP_TIER_DISK they go to the daemon's disk, resident ones and those in the swap tier, and take no memory: the
+        response comes when they are there. They survive as long as the session: a restart of the daemon, and with Detach
+        also a reboot. Other calls of the session fail meanwhile with FAILED_PRECONDITION, reason SESSION_BUSY; the errors
+        of the disk are those of Detach. Calls that name such sequences fail as for other swapped ones, except SwapIn,
+        CanSwapIn, Describe and Free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,14 +242,17 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SwapIn(self, request, context):
-        """Swaps sequences back in. A block that is still in the prefix cache is reused instead of copied.
+        """Swaps sequences back in. A block that is still in the prefix cache is reused instead of copied. Sequences on the
+        disk and others need separate calls. If the file of a sequence is damaged, the call fails with FAILED_PRECONDITION,
+        reason SESSION_NOT_RESTORED; the sequence can only be freed then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CanSwapIn(self, request, context):
-        """Returns whether SwapIn would succeed now, later or never. Changes nothing.
+        """Returns whether SwapIn would succeed now, later or never. Changes nothing. For sequences on the disk it counts no
+        block as shared or cached, so SwapIn may succeed although the answer is not OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

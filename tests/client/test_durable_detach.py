@@ -150,3 +150,26 @@ def test_a_session_of_another_model_is_refused_with_the_reason(disk: str) -> Non
             assert raised.value.metadata == {"cause": "another_model"}
     with daemon_with(disk) as daemon, KVClient(daemon.address) as client:
         assert len(client.resume(token).describe()) == 1
+
+
+def test_sequences_that_are_swapped_out_to_the_disk_survive_a_kill_and_a_reboot(disk: str) -> None:
+    with daemon_with(disk, keeper=True) as daemon, KVClient(daemon.address) as client:
+        kv = client.session()
+        seq, written = compute(kv)
+        other = kv.allocate([7] * 18)
+        assert kv.swap_out([seq, other], tier="disk") == 10
+        with pytest.raises(InvalidArgumentError, match="tier: is 'tape'"):
+            kv.swap_out([seq], tier="tape")
+        os.kill(daemon.daemon_pid(), signal.SIGKILL)
+        assert [(one.swapped, one.on_disk, one.length) for one in kv.describe()] == [(True, True, 18)] * 2
+        assert kv.can_swap_in([seq]) == "ok"
+        assert kv.swap_in([seq]) > 0
+        for there, before in zip(kv.read(seq, 0, 18), written, strict=True):
+            assert np.array_equal(there, before)
+        kv.swap_out([seq], tier="disk")
+        token = kv.detach(durable=True)
+    with daemon_with(disk) as daemon, KVClient(daemon.address) as client, client.resume(token) as kv:
+        kv.free([other])
+        kv.swap_in([seq])
+        for there, before in zip(kv.read(seq, 0, 18), written, strict=True):
+            assert np.array_equal(there, before)

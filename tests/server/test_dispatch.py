@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from reply_rings import no_replies
@@ -62,7 +63,7 @@ def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
     async def scenario() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, append=manager.append)
-        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
+        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine, swaps=Mock()).handlers())
         namespace, access = manager.open_namespace(1), Access()
         session = session_with(namespace, access)
 
@@ -92,7 +93,7 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
     async def scenario() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, open_step=manager.open_step)
-        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
+        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine, swaps=Mock()).handlers())
         namespace, done = manager.open_namespace(1), []
 
         async def publish() -> None:

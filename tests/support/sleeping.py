@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from daemon_lives import Life, end_stream
 
 from kvservice.blocks.slices import finish
+from kvservice.saved.transfers import BlockTransfers
 from kvservice.server.server_session import ServerSession
 from kvservice.v1 import blocks_pb2, session_pb2
 
 KINDS = ("allocate", "allocate", "append", "fork", "swap_out", "swap_in", "truncate", "free", "chunk")
+
+
+# The code that saves and restores sessions and sequences, below kvservice.
+FOLDERS = (
+    "saved/", "server/saved_sessions.py", "server/disk_swaps.py", "server/sessions.py", "server/dispatch.py",
+    "blocks/restoring.py",
+)  # fmt: skip
+
+
+# Options with which a daemon has little state to copy.
+FEW: dict[str, Any] = {"max_sessions": 4, "store_gib": 0.0, "share_store": "off"}
 
 
 class Found(NamedTuple):
@@ -118,3 +133,19 @@ def sharing(life: Life, session: ServerSession) -> list[list[tuple[bool, int]]]:
         [(bool(tables.in_swap[number]), int(tables.block_ids[number])) for number in one.blocks.tolist()]
         for one in tables.saved.sequences
     ]
+
+
+async def settle() -> None:
+    """Let tasks and threads finish."""
+    for _ in range(3):
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+def inline_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the calls of threads run on the event loop, so that a test sees each of their effects."""
+
+    async def run_here(_: BlockTransfers, call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
+
+    monkeypatch.setattr(BlockTransfers, "run", run_here)
