@@ -120,7 +120,7 @@ class TierChain:
         """Look for missing values in reads in progress, then in the tiers."""
         flags, left = np.zeros(len(missing), np.bool_), missing.copy()
         reads = set()
-        for i in np.flatnonzero(missing):
+        for i in np.flatnonzero(missing) if self._reads else ():
             if (read := self._reads.find(space, keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])) is not None:
                 reads.add(read)
                 flags[i], left[i] = True, False

@@ -63,9 +63,13 @@ class Reads:
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[str, asyncio.Semaphore] = {}
 
+    def __bool__(self) -> bool:
+        """Whether a read is in progress."""
+        return bool(self._by_key)
+
     def find(self, space: Space, key: bytes) -> Read | None:
         """Return the read in progress of a value."""
-        return self._by_key.get(space.digest + key) if self._by_key else None
+        return self._by_key.get(space.digest + key)
 
     def start(self, namespace: StoredNamespace, space: Space, tier: MeasuredTier, keys: bytes) -> None:
         """Begin to read values that the tier has, those for which there is room. The first ones come first."""

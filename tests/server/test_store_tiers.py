@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from both_faces import Face
 from kept_daemon import next_process
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, keys
 from store_daemons import SMALL_STORE
+from store_daemons import store_of as store_of_client
 from waiting import until
 
+from kvservice.client import StoreNamespace
+from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 from kvservice.v1 import inspect_pb2, store_pb2
 
@@ -172,6 +178,33 @@ def test_a_namespace_that_gives_way_is_found_again(directory: Path, raw: Any) ->
         assert again.opened.num_blocks == 0
         assert again.get(1, 2, 3) == (b"\x03", blocks(1, 2))
         wire.close()
+
+
+@pytest.mark.parametrize("face", ["blocking", "async"])
+@pytest.mark.parametrize("transport", ["mapped", "region", "inline"])
+def test_the_client_finds_blocks_below_memory(daemon: Daemon, wire: Any, raw: Any, face: Face, transport: str) -> None:
+    session = raw.RawSession(wire)
+    fill(wire, RawStore(session, block_bytes=LARGE))
+    session.close()
+    packed = [number.to_bytes(32, "little") for number in BELOW]
+    out = np.zeros((len(BELOW), LARGE), np.uint8)
+
+    async def work() -> None:
+        namespace = StoreNamespace("m", LARGE)
+        async with store_of_client(face, daemon.address, namespace, transport=transport) as store:
+            assert (await store.lookup(packed, max_wait_s=1000.0)).num_leading == len(BELOW)
+            assert (await store.get(packed[:8], out[:8], max_wait_s=1000.0)).all()
+            assert [row.tobytes() for row in out[:8]] == [block(number, LARGE) for number in BELOW[:8]]
+            lease = await store.acquire(packed[:8], leading_only=True, max_wait_s=1000.0)
+            assert lease.found.all()
+            await lease.release()
+            assert not (await store.lookup(packed[8:], max_wait_s=1e-9)).found.all(), "the disk is not that fast"
+            for name in ("lookup", "acquire"):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    await getattr(store, name)(packed, max_wait_s=-1.0)
+                assert refused.value.field == "max_wait_s"
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("max_wait_s", [-1.0, float("nan"), float("inf")])
