@@ -84,6 +84,9 @@ class Plan:
 
 def make_plan(options: PlanOptions, trace: Trace | None) -> Plan:
     """Raises InvalidArgumentError naming the option."""
+    for field, gib in (("disk_gib", options.disk_gib), ("shared_gib", options.shared_gib)):
+        if gib and not options.store_gib:
+            raise InvalidArgumentError("this tier keeps values of the block store: set --store-gib", field=field)
     shape = read_pool_options(options.model)
     layout = _layout(shape, options)
     if trace is not None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvservice.cli import main
+from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import pool_options
 from kvservice.planning.gpus import GPUS, Gpu, find_gpu
@@ -112,6 +113,8 @@ def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
     ("changes", "field"),
     [
         ({"num_gpus": 3}, "num_gpus"),
+        ({"store_gib": 0.0, "disk_gib": 1.0}, "disk_gib"),
+        ({"store_gib": 0.0, "shared_gib": 1.0}, "shared_gib"),
         ({"weights_gib": 90.0}, "num_gpus"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
         ({"model": Path("absent")}, "model"),
@@ -205,3 +208,14 @@ def test_wrong_options_are_named(model: Path, option: str, value: Any) -> None:
     code, output = invoke("--model", model, "--gpu", "h200", option, value)
     assert code == 2
     assert (option if option != "--weights-gib" else "--num-gpus") in output
+
+
+def test_the_recommended_command_is_one_that_the_daemon_takes(model: Path) -> None:
+    for num_gpus, dtype in ((1, "auto"), (2, "fp8_e5m2")):
+        options = PlanOptions(
+            model, OWN, num_gpus=num_gpus, kv_cache_dtype=dtype, disk_gib=500.0, shared_gib=500.0, disk_gb_per_s=20.0
+        )
+        words = make_plan(options, None).commands[0].removeprefix("kvservice serve ").split()
+        given = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        assert {"disk", "disk_gib", "mooncake"} <= given.keys()
+        load_config({**given, "mooncake": "127.0.0.1:50051"}, {}, None)
