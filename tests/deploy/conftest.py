@@ -1,4 +1,4 @@
-"""The container stack of deploy/, which is built and started once for all tests."""
+"""The container stacks of deploy/, each of which is built and started once for all tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import container_engine
 import pytest
-from container_stack import Stack
+from container_stack import MooncakeStack, Stack
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +18,16 @@ def stack() -> Iterator[Stack]:
             running.up()
             yield running
         finally:
-            running.compose("down", "--volumes", "--timeout", "5")
+            running.down()
+
+
+@pytest.fixture(scope="session")
+def mooncake_stack() -> Iterator[MooncakeStack]:
+    with container_engine.engine():
+        running = MooncakeStack()
+        running.build()
+        try:
+            running.up()
+            yield running
+        finally:
+            running.down()

@@ -5,15 +5,25 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvservice.pool import sealed
-from kvservice.pool.sealed import CHECKED_BYTES, SLICE_BYTES, SealedMemory
+from kvservice.pool.sealed import CHECKED_BYTES, SLICE_BYTES, SealedMemory, await_children
 
 NUM_BYTES = 4 * mmap.PAGESIZE
+
+HOLD = """
+import sys
+from kvservice.mooncake.process import lock_memory
+lock_memory(int(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 def reopened(memory: SealedMemory) -> int:
@@ -139,3 +149,30 @@ def test_more_than_there_is() -> None:
     with pytest.raises(OSError, match="memory"):
         SealedMemory("test", 1 << 60, read_only=False)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_is_used_when_no_child_process_holds_it() -> None:
+    memory = SealedMemory("test", 4096, read_only=False)
+    await_children(memory.fd)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", HOLD, str(memory.fd)],
+        pass_fds=[memory.fd],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with pytest.raises(BlockingIOError):
+            await_children(memory.fd, limit_s=0.0)
+        child.kill()
+        await_children(memory.fd)
+    memory.close()
+
+
+def test_memory_that_children_write_is_read_only_for_others() -> None:
+    memory = SealedMemory("test", 4096, read_only=True, kept=True)
+    mmap.mmap(memory.fd, 4096)[0] = 1
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.shared_fd, 4096)
+    memory.close()

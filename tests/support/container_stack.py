@@ -28,6 +28,7 @@ HOST_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 DEBIAN_BASE = "kvservice-test:debian"
 DEBIAN_PROMETHEUS = "kvservice-test:prometheus"
 DAEMON_IMAGE = "kvservice-test:cpu"
+MOONCAKE_IMAGE = "kvservice-test:mooncake"
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
 PROMETHEUS_RECIPE = f"""
 FROM {DEBIAN_BASE}
@@ -48,6 +49,8 @@ OPTIONS = {
     "allow_client_shm": "on",
     "http_token": "token-of-these-tests",
 }
+
+MOONCAKE_OPTIONS = {"num_layers": "2", "num_kv_heads": "2", "head_size": "32", "pool_gib": "0.05", "store_gib": "0.125"}
 
 
 def available(image: str) -> bool:
@@ -92,51 +95,32 @@ def default_image(service: str) -> str:
     """Return the image in the compose file; for the daemon, its base image."""
     found = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
     value: str = found["build"]["args"]["BASE_IMAGE"] if "build" in found else found["image"]
+    return default(value)
+
+
+def default(value: str) -> str:
+    """Return the default of a variable in a compose file."""
     return value.partition(":-")[2].removesuffix("}")
 
 
-class Stack:
-    """The compose file's services under a separate project name, so that a stack in use here is not affected."""
+class ComposeProject:
+    """A compose file's services under a separate project name, so that a stack in use here is not affected."""
 
-    def __init__(self) -> None:
-        self._compose = compose_command()
-        base, prometheus = default_image("daemon"), default_image("prometheus")
-        self.project = f"kvservice-test-{os.getpid()}"
-        self.services = ["daemon", "prometheus"]
-        if available(default_image("grafana")):
-            self.services.append("grafana")
-        self.rpc_port, self.http_port, self.prometheus_port, self.grafana_port = free_ports(4)
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)} | {
-            "COMPOSE_PROFILES": "cpu",
-            "BASE_IMAGE": base if available(base) else debian_base(),
-            "DAEMON_IMAGE": DAEMON_IMAGE,
-            "CLIENT_IMAGE": DAEMON_IMAGE,
-            "PROMETHEUS_IMAGE": prometheus if available(prometheus) else debian_prometheus(),
-            "DAEMON_PORT": str(self.rpc_port),
-            "METRICS_PORT": str(self.http_port),
-            "PROMETHEUS_PORT": str(self.prometheus_port),
-            "GRAFANA_PORT": str(self.grafana_port),
-            **{ENV_PREFIX + name.upper(): value for name, value in OPTIONS.items()},
-        }
-
-    def build(self) -> None:
-        self.compose("build", "daemon", timeout_s=1500)
+    def __init__(self, file: str, project: str, services: list[str], environment: dict[str, str]) -> None:
+        self._compose, self._file = compose_command(), str(DEPLOY / file)
+        self.project, self.services = project, services
+        foreign = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        self._environment = foreign | environment
 
     def up(self) -> None:
         self.compose("up", "--detach", "--no-build", *self.services)
         self.await_healthy()
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.rpc_port}"
-
-    @property
-    def socket_volume(self) -> str:
-        return f"{self.project}_socket"
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--timeout", "5")
 
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
-        file = str(DEPLOY / "docker-compose.yml")
-        command = [*self._compose, "--project-name", self.project, "--file", file, *arguments]
+        command = [*self._compose, "--project-name", self.project, "--file", self._file, *arguments]
         return output(*command, timeout_s=timeout_s, env=self._environment)
 
     def container(self, service: str) -> str:
@@ -151,11 +135,70 @@ class Stack:
         for service in self.services:
             wait_for(f"{service} is healthy", functools.partial(self.is_healthy, service))
 
-    def rises(self, counter: str) -> bool:
-        return any(self.values(f"rate({counter}[1m]) > 0"))
-
     def is_healthy(self, service: str) -> bool:
         return bool(self.state(service)["Health"]["Status"] == "healthy")
+
+
+class MooncakeStack(ComposeProject):
+    """The services of docker-compose.mooncake.yml."""
+
+    def __init__(self) -> None:
+        ports = free_ports(4)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
+        text = (DEPLOY / "docker-compose.mooncake.yml").read_text()
+        base = default(yaml.safe_load(text)["services"]["master"]["build"]["args"]["BASE_IMAGE"])
+        environment = {
+            "BASE_IMAGE": base if available(base) else debian_base(),
+            "MOONCAKE_IMAGE": MOONCAKE_IMAGE,
+            "NODE_GIB": "0.25",
+            "DAEMON_MEMORY": "2g",
+            **{ENV_PREFIX + name.upper(): value for name, value in MOONCAKE_OPTIONS.items()},
+        }
+        names = ("DAEMON_A_PORT", "DAEMON_B_PORT", "METRICS_A_PORT", "METRICS_B_PORT")
+        environment |= dict(zip(names, map(str, ports), strict=True))
+        services = ["master", "node", "daemon-a", "daemon-b"]
+        super().__init__("docker-compose.mooncake.yml", f"kvservice-test-mooncake-{os.getpid()}", services, environment)
+
+    def build(self) -> None:
+        self.compose("build", "master", timeout_s=1500)
+
+
+class Stack(ComposeProject):
+    """The services of docker-compose.yml."""
+
+    def __init__(self) -> None:
+        base, prometheus = default_image("daemon"), default_image("prometheus")
+        services = ["daemon", "prometheus"]
+        if available(default_image("grafana")):
+            services.append("grafana")
+        self.rpc_port, self.http_port, self.prometheus_port, self.grafana_port = free_ports(4)
+        environment = {
+            "COMPOSE_PROFILES": "cpu",
+            "BASE_IMAGE": base if available(base) else debian_base(),
+            "DAEMON_IMAGE": DAEMON_IMAGE,
+            "CLIENT_IMAGE": DAEMON_IMAGE,
+            "PROMETHEUS_IMAGE": prometheus if available(prometheus) else debian_prometheus(),
+            "DAEMON_PORT": str(self.rpc_port),
+            "METRICS_PORT": str(self.http_port),
+            "PROMETHEUS_PORT": str(self.prometheus_port),
+            "GRAFANA_PORT": str(self.grafana_port),
+            **{ENV_PREFIX + name.upper(): value for name, value in OPTIONS.items()},
+        }
+        super().__init__("docker-compose.yml", f"kvservice-test-{os.getpid()}", services, environment)
+
+    def build(self) -> None:
+        self.compose("build", "daemon", timeout_s=1500)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.rpc_port}"
+
+    @property
+    def socket_volume(self) -> str:
+        return f"{self.project}_socket"
+
+    def rises(self, counter: str) -> bool:
+        return any(self.values(f"rate({counter}[1m]) > 0"))
 
     def query(self, path: str, **parameters: str) -> Any:
         """Return `data` of Prometheus's answer."""
