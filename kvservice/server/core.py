@@ -44,11 +44,12 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
         "max_labels",
         "store_gib",
         "max_store_namespaces",
-        "weights",
     )
     return {
         **asdict(config.layout),
         **{name: getattr(config, name) for name in names},
+        # Earlier versions did not name the weights.
+        **({"weights": config.weights} if config.weights else {}),
         "pool_blocks": config.pool_blocks,
         "swap_blocks": config.swap_blocks,
         "kv_scales": _digest(config.kv_scales),
