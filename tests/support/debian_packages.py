@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +20,27 @@ def require(packages: Mapping[str, str]) -> None:
     _install([program for program in packages if shutil.which(program) is None], packages)
 
 
-def require_libraries(packages: Mapping[str, str]) -> None:
-    """Make shared libraries available. `packages` maps their names to Debian packages. Skips the test with the reason
-    if that fails."""
-    _install([library for library in packages if not _has_library(library)], packages)
+def require_libraries(packages: Mapping[str, Sequence[str]]) -> None:
+    """Make shared libraries available to processes that are started from now on. `packages` maps their names to Debian
+    packages, with those that they depend on; they are unpacked in a temporary folder. Skips the test with the reason if
+    that fails."""
+    missing = [library for library in packages if not _has_library(library)]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        pytest.skip(f"{', '.join(missing)}: not installed; packages can be fetched on Debian and its kin only")
+    folder = Path(tempfile.mkdtemp(prefix="libraries-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    names = sorted({name for library in missing for name in packages[library]})
+    done = subprocess.run(
+        ["apt-get", "download", *names], cwd=folder, capture_output=True, text=True, timeout=900, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"{', '.join(missing)}: not installed, and cannot be fetched: {done.stderr[-500:]}")
+    for package in folder.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "--extract", package, folder / "root"], timeout=900, check=True)
+    found = {str(path.parent) for path in (folder / "root").rglob("*.so.*")}
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(found), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 def _has_library(name: str) -> bool:

@@ -27,9 +27,9 @@ from kvservice.tiers import Space, Values
 
 # Shared libraries that Mooncake's wheel does not bring, and their packages in Debian and its kin.
 LIBRARIES = {
-    "libcurl.so.4": "libcurl4",
-    "libibverbs.so.1": "libibverbs1",
-    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": ["libcurl4"],
+    "libibverbs.so.1": ["libibverbs1", "libnl-3-200", "libnl-route-3-200"],
+    "libnuma.so.1": ["libnuma1"],
 }
 BLOCK_BYTES = 64 << 10
 STRIDE = BLOCK_BYTES + 4096
