@@ -173,3 +173,19 @@ def test_sequences_that_are_swapped_out_to_the_disk_survive_a_kill_and_a_reboot(
         kv.swap_in([seq])
         for there, before in zip(kv.read(seq, 0, 18), written, strict=True):
             assert np.array_equal(there, before)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_dtype_comes_back(disk: str, dtype: str) -> None:
+    with daemon_with(disk, dtype=dtype) as daemon, KVClient(daemon.address) as client:
+        kv = client.session()
+        _, written = compute(kv)
+        token = kv.detach(durable=True)
+    error = pytest.raises(SessionNotRestoredError, match=f"dtype was '{dtype}', is 'float32'")
+    with daemon_with(disk) as daemon, KVClient(daemon.address) as client, error:
+        client.resume(token)
+    with daemon_with(disk, dtype=dtype) as daemon, KVClient(daemon.address) as client:
+        kv = client.resume(token)
+        (found,) = kv.describe()
+        for there, before in zip(kv.read(Sequence(found.sequence_id, 18), 0, 18), written, strict=True):
+            assert np.array_equal(there, before)
