@@ -31,7 +31,7 @@ from kvservice.v1 import transfer_pb2
 
 logger = logging.getLogger(__name__)
 
-# Size of the region through which blocks travel that lie elsewhere, unless one block is larger.
+# Size of the region through which blocks travel that lie elsewhere, unless two blocks are larger.
 STAGING_BYTES: Final = 32 << 20
 # The daemon carries blocks in slots: one is copied while others are transferred. Small ones stay in caches.
 NUM_SLOTS: Final = 3
@@ -156,7 +156,7 @@ class RemoteRegions:
 
     async def open(self) -> None:
         """Open the staging region. Raises the errors of RemoteRegion.open."""
-        region = await self._open(max(self._block_bytes, STAGING_BYTES))
+        region = await self._open(max(2 * self._block_bytes, STAGING_BYTES))
         if self._closed:
             region.close()
         else:

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 # One slot is copied while others are transferred.
 NUM_SLOTS: Final = 3
+# The engine moves parts of a slot over several connections.
+PART_BYTES: Final = 1 << 20
 # How long a slot may take, in seconds.
 TRANSFER_S: Final = 5.0
 # The IP address of the client whose call is executed; empty on the unix socket.
@@ -233,7 +235,7 @@ class RemoteMemory:
 
 def _ranges(places: Places, begin: int) -> Iterator[Range]:
     """Yield the ranges of blocks in the client's memory, and their places one after the other from `begin` on. Pieces
-    that are neighbours are one range."""
+    that are neighbours are ranges of PART_BYTES."""
     offsets = places.offsets.reshape(-1).astype(np.int64)
     sizes = np.broadcast_to(places.piece_bytes, places.offsets.shape).reshape(-1).astype(np.int64)
     starts = np.concatenate(([True], offsets[1:] != offsets[:-1] + sizes[:-1]))
@@ -241,4 +243,5 @@ def _ranges(places: Places, begin: int) -> Iterator[Range]:
     locals_ = begin + np.concatenate(([0], np.cumsum(sizes)[:-1]))
     totals = np.add.reduceat(sizes, first)
     for local, remote, num_bytes in zip(locals_[first], offsets[first], totals, strict=True):
-        yield Range(int(local), int(remote), int(num_bytes))
+        for done in range(0, int(num_bytes), PART_BYTES):
+            yield Range(int(local) + done, int(remote) + done, min(PART_BYTES, int(num_bytes) - done))

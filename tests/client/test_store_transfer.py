@@ -28,9 +28,9 @@ from kvservice.launch import Daemon
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 BLOCK_BYTES = 64 << 10
-STAGING_BYTES, SLOT_BYTES = 512 << 10, 128 << 10
+STAGING_BYTES, SLOT_BYTES = 1 << 20, 128 << 10
 # Blocks of four requests, each of them of four slots of the daemon, the last of which is not full.
-COUNT = 3 * STAGING_BYTES // BLOCK_BYTES + 7
+COUNT = 3 * STAGING_BYTES // 2 // BLOCK_BYTES + 7
 NUMBERS = range(COUNT)
 
 
@@ -191,7 +191,7 @@ async def test_bytes_that_change_on_the_way_are_sent_again(
     """A put is damaged after its checksums were computed; a get when it has arrived."""
 
     def damage(region: Any) -> None:
-        region.array(STAGING_BYTES, "uint8")[BLOCK_BYTES + 5] ^= 1
+        region.array(STAGING_BYTES, "uint8")[STAGING_BYTES // 2 + BLOCK_BYTES + 5] ^= 1  # of the second request
 
     async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
         around_calls(monkeypatch, way, 1, *((damage, nothing) if way == "put" else (nothing, damage)))

@@ -10,7 +10,9 @@ with another checksum, are left to messages.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -26,12 +28,34 @@ from kvservice.v1 import store_pb2
 
 Get: TypeAlias = Callable[[slice, store_pb2.Scatter], Awaitable[store_pb2.BatchGetResponse]]
 Put: TypeAlias = Callable[[slice, store_pb2.Scatter, bytes], Awaitable[store_pb2.BatchPutResponse]]
-# Moves the blocks of a part, whose places in the region are given; the last argument is whether they are staged.
-Move: TypeAlias = Callable[[RemoteRegion, slice, Numbers, bool], Awaitable[bool]]
+Move: TypeAlias = "Callable[[Route, Executor], Awaitable[bool]]"
+# Most bytes of blocks in a request, unless one block is larger.
+AHEAD_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Blocks of `part` at `places` of a region."""
+
+    part: slice
+    places: Numbers
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of all blocks through one region, request by request. If they are `staged`, requests use the halves of
+    the staging region by turns."""
+
+    region: RemoteRegion
+    requests: list[Placed]
+    staged: bool
 
 
 class BlockTransfer:
-    """One `get` or `put`. Blocks that it did not finish are false in `done`, bool `[num_keys]`."""
+    """One `get` or `put`. Blocks that it did not finish are false in `done`, bool `[num_keys]`.
+
+    While the daemon executes a request, a thread here computes checksums for the next one, or compares those of the one
+    before."""
 
     def __init__(self, link: StoreLink, keys: bytes, pieces: Pieces, timeout_s: float | None) -> None:
         self._link, self._pieces, self._timeout_s = link, pieces, timeout_s
@@ -40,100 +64,103 @@ class BlockTransfer:
     async def get(self, ask: Get, found: Flags) -> None:
         """Set the flags in `found` of blocks that are copied."""
 
-        async def move(region: RemoteRegion, part: slice, places: Numbers, staged: bool) -> bool:
-            response = await ask(part, store_pb2.Scatter(region=region.name, offsets=places.tobytes()))
-            there = flags_of(response.found, len(places))
-            checksums = response.checksums
-            if len(checksums) != 8 * int(there.sum()):
-                raise InternalError(f"the daemon has sent {len(checksums)} bytes of checksums")
-            if staged:
-                target, link = self._pieces.part(part).part(there), self._link
-                right = await link.connection.run(
-                    copies.copy_out,
-                    region.address,
-                    places[there].tobytes(),
-                    link.block_bytes,
-                    target,
-                    link.copy_threads,
-                    checksums,
-                )
-            else:
-                right = np.frombuffer(await self._checksums(region, places[there]), np.uint64) == np.frombuffer(
-                    checksums, np.uint64
-                )
-            copied = there.copy()
-            copied[there] = right
-            found[part] = copied
-            self.done[part] = copied | ~there
-            return bool(right.all())
+        async def move(route: Route, beside: Executor) -> bool:
+            all_right, last = True, None
+            for placed in route.requests:
+                scatter = store_pb2.Scatter(region=route.region.name, offsets=placed.places.tobytes())
+                response = await ask(placed.part, scatter)
+                if last is not None:
+                    all_right &= await self._link.connection.run(last.result)
+                last = beside.submit(self._take, route, placed, response, found)
+            return all_right and (last is None or await self._link.connection.run(last.result))
 
         await self._run(move)
+
+    def _take(self, route: Route, placed: Placed, response: store_pb2.BatchGetResponse, found: Flags) -> bool:
+        """Compare the checksums of blocks that have arrived. Returns whether all were right."""
+        there, link = flags_of(response.found, len(placed.places)), self._link
+        checksums, places = response.checksums, placed.places[there].tobytes()
+        if len(checksums) != len(places):
+            raise InternalError(f"the daemon has sent {len(checksums)} bytes of checksums")
+        if route.staged:
+            target = self._pieces.part(placed.part).part(there)
+            threads = link.copy_threads
+            right = copies.copy_out(route.region.address, places, link.block_bytes, target, threads, checksums)
+        else:
+            now = _ext.store_checksums(route.region.address, places, link.block_bytes, link.copy_threads)
+            right = np.frombuffer(now, np.uint64) == np.frombuffer(checksums, np.uint64)
+        copied = there.copy()
+        copied[there] = right
+        found[placed.part] = copied
+        self.done[placed.part] = copied | ~there
+        return bool(right.all())
 
     async def put(self, send: Put, statuses: Statuses) -> None:
         """Set the statuses of blocks that the daemon has taken or refused."""
 
-        async def move(region: RemoteRegion, part: slice, places: Numbers, staged: bool) -> bool:
-            link = self._link
-            if staged:
-                checksums = await link.connection.run(
-                    copies.copy_in,
-                    region.address,
-                    places.tobytes(),
-                    link.block_bytes,
-                    self._pieces.part(part),
-                    link.copy_threads,
-                )
-            else:
-                checksums = await self._checksums(region, places)
-            response = await send(part, store_pb2.Scatter(region=region.name, offsets=places.tobytes()), checksums)
-            answered = statuses_of(response.statuses, len(places))
-            right: Flags = answered != DAMAGED
-            statuses[part] = np.where(right, answered, statuses[part])
-            self.done[part] = right
-            return bool(right.all())
+        async def move(route: Route, beside: Executor) -> bool:
+            all_right = True
+            prepared = [beside.submit(self._give, route, placed) for placed in route.requests[:1]]
+            for number, placed in enumerate(route.requests, 1):
+                checksums = await self._link.connection.run(prepared.pop().result)
+                prepared += [beside.submit(self._give, route, one) for one in route.requests[number : number + 1]]
+                scatter = store_pb2.Scatter(region=route.region.name, offsets=placed.places.tobytes())
+                response = await send(placed.part, scatter, checksums)
+                answered = statuses_of(response.statuses, len(placed.places))
+                right: Flags = answered != DAMAGED
+                statuses[placed.part] = np.where(right, answered, statuses[placed.part])
+                self.done[placed.part] = right
+                all_right &= bool(right.all())
+            return all_right
 
         await self._run(move)
 
-    async def _checksums(self, region: RemoteRegion, places: Numbers) -> bytes:
-        link = self._link
-        return await link.connection.run(
-            _ext.store_checksums, region.address, places.tobytes(), link.block_bytes, link.copy_threads
-        )
+    def _give(self, route: Route, placed: Placed) -> bytes:
+        """Return the checksums of blocks, which lie in the region then."""
+        link, places = self._link, placed.places.tobytes()
+        if not route.staged:
+            return _ext.store_checksums(route.region.address, places, link.block_bytes, link.copy_threads)
+        source = self._pieces.part(placed.part)
+        return copies.copy_in(route.region.address, places, link.block_bytes, source, link.copy_threads)
 
     async def _run(self, move: Move) -> None:
         """Move all blocks, from and to where they lie, or through the staging region."""
         remote = self._link.remote
-        count, most = len(self.done), blocks_in_request(self._link)
-        if len(self._pieces.sizes) == 1:
-            for region in remote.regions:
-                places = self._pieces.offsets_in(region.address, region.num_bytes)
-                if places is not None:
-                    flat = places[:, 0]
-                    await self._move_parts(region, move, [(part, flat[part]) for part in parts(count, most)], False)
-                    return
-        async with remote.lock:
-            staging = remote.staging()
-            if staging is None:
+        for region in remote.regions if len(self._pieces.sizes) == 1 else []:
+            if (places := self._pieces.offsets_in(region.address, region.num_bytes)) is not None:
+                await self._move(move, self._direct(region, places[:, 0]))
                 return
-            block_bytes = self._link.block_bytes
-            most = min(most, staging.num_bytes // block_bytes)
-            packed = [(part, copies.packed(part.stop - part.start, block_bytes)) for part in parts(count, most)]
-            await self._move_parts(staging, move, packed, True)
+        async with remote.lock:
+            if (staging := remote.staging()) is not None:
+                await self._move(move, self._through(staging))
 
-    async def _move_parts(
-        self, region: RemoteRegion, move: Move, places: list[tuple[slice, Numbers]], staged: bool
-    ) -> None:
+    def _direct(self, region: RemoteRegion, places: Numbers) -> Route:
+        most = min(blocks_in_request(self._link), max(1, AHEAD_BYTES // self._link.block_bytes))
+        return Route(region, [Placed(part, places[part]) for part in parts(len(self.done), most)], False)
+
+    def _through(self, staging: RemoteRegion) -> Route:
+        block_bytes = self._link.block_bytes
+        most = min(blocks_in_request(self._link), staging.num_bytes // 2 // block_bytes)
+        halves = (0, staging.num_bytes // 2)
+        requests = [
+            Placed(part, copies.packed(part.stop - part.start, block_bytes) + np.uint64(halves[number % 2]))
+            for number, part in enumerate(parts(len(self.done), most))
+        ]
+        return Route(staging, requests, True)
+
+    async def _move(self, move: Move, route: Route) -> None:
         """Give the region up after a failure, and after a call without an answer, which may still be executed."""
-        remote, own = self._link.remote, None if staged else region
+        remote, own = self._link.remote, None if route.staged else route.region
         try:
-            results = [await move(region, part, some, staged) for part, some in places]
+            with ThreadPoolExecutor(1, thread_name_prefix="kvservice-checksums") as beside:
+                all_right = await move(route, beside)
         except REFUSED as error:
             remote.fail(error, own)
         except BaseException:
             remote.drop(own)
             raise
         else:
-            if not all(results):
+            if not all_right:
                 remote.fail(TransferFailedError("blocks arrived with wrong checksums"), own)
 
 
