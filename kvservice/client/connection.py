@@ -195,8 +195,12 @@ class SessionConnection:
     def deadline(self, timeout_s: float | None = None) -> float | None:
         """Return the deadline, a time of `Waiting.clock`, of a call that starts now, or None for no limit. Raises
         InvalidArgumentError."""
-        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
+        limit_s = self.limit_s(timeout_s)
         return None if limit_s is None else self.waiting.clock() + limit_s
+
+    def limit_s(self, timeout_s: float | None) -> float | None:
+        """Return the time limit of a call in seconds, None for no limit. Raises InvalidArgumentError."""
+        return self._timeout_s if timeout_s is None else time_limit(timeout_s)
 
     def left_s(self, deadline: float | None, most_s: float) -> float:
         """Return the seconds until the deadline, at most `most_s`."""

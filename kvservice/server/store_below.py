@@ -67,7 +67,8 @@ async def clear_below(
     chain: TierChain, namespace: StoredNamespace, cleared: Slices[store_pb2.ClearResponse]
 ) -> store_pb2.ClearResponse:
     begun = chain.begin_clear(namespace)
-    answer = in_slices(cleared)
-    response = await answer if isinstance(answer, asyncio.Task) else answer
-    await chain.finish_clear(begun)
-    return response
+    try:
+        answer = in_slices(cleared)
+        return await answer if isinstance(answer, asyncio.Task) else answer
+    finally:
+        await chain.finish_clear(begun)

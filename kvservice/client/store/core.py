@@ -129,9 +129,9 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         counts as missing. Raises MessageTooLargeError if a block must fit into a message and does not.
 
         Blocks in tiers below the daemon's memory are brought up first. Those that are not there within `max_wait_s`
-        seconds count as missing; 0: the tiers' own limits apply.
+        seconds, or within half of the time limit of a request, count as missing.
         """
-        packed, patience = key_bytes(keys), Patience(max_wait_s)
+        packed, patience = key_bytes(keys), Patience(max_wait_s, timeout_s)
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         target = pieces_of(out, len(found), self.namespace.block_bytes, "out", writable=True)
         await self._access.attempt(
@@ -166,7 +166,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         first that is missing. The daemon refuses a longer time with InvalidArgumentError. Without `counted`,
         the daemon does not count the blocks as read: for a lease that protects what another call reads. `max_wait_s`
         is as in `get`."""
-        packed, ttl_s, patience = key_bytes(keys), wait_time(ttl_s, "ttl_s"), Patience(max_wait_s)
+        packed, ttl_s, patience = key_bytes(keys), wait_time(ttl_s, "ttl_s"), Patience(max_wait_s, timeout_s)
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         held: list[Held] = []
         used: StoreLink | None = None

@@ -32,7 +32,7 @@ async def acquire(
             ttl_s=ttl_s,
             leading_only=leading_only,
             uncounted=not counted,
-            max_wait_s=patience.left_s,
+            max_wait_s=patience.left_s(link),
         )
         response = await link.hold("store_acquire", request, timeout_s)
         if response.lease_id:

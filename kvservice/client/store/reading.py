@@ -51,7 +51,7 @@ class BlockReader:
                 request_id=link.next_request_id(),
                 namespace_id=link.namespace_id,
                 keys=keys,
-                max_wait_s=self._patience.left_s,
+                max_wait_s=self._patience.left_s(self._link),
             )
             response = await link.hold("store_acquire", request, self._timeout_s)
             if not response.lease_id:
@@ -137,7 +137,7 @@ class BlockReader:
             region=region,
             verify=self._verify,
             return_checksums=return_checksums,
-            max_wait_s=self._patience.left_s,
+            max_wait_s=self._patience.left_s(self._link),
         )
         response: store_pb2.BatchGetResponse = await self._link.call("store_batch_get", request, self._timeout_s)
         return response
