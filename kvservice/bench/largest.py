@@ -18,7 +18,16 @@ from kvservice.bench.largest_schedule import schedule_requests
 from kvservice.bench.largest_store import store_requests
 from kvservice.bench.sending import METHODS, Sender, attach_call
 from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
-from kvservice.v1 import blocks_pb2, events_pb2, host_pb2, inspect_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.v1 import (
+    blocks_pb2,
+    events_pb2,
+    host_pb2,
+    inspect_pb2,
+    pool_pb2,
+    session_pb2,
+    shared_memory_pb2,
+    transfer_pb2,
+)
 
 Cycle = Callable[[], Awaitable[None]]
 
@@ -81,6 +90,8 @@ def small(sender: Sender) -> Cycle:
         ("CudaSharedMemoryRegister", "texts", kinds.CudaSharedMemoryRegisterRequest(
             name=text, raw_handle=data, byte_size=1 << 62)),
         ("CudaSharedMemoryUnregister", "texts", kinds.CudaSharedMemoryUnregisterRequest(name=text)),
+        ("CreateRemoteRegion", "texts", transfer_pb2.CreateRemoteRegionRequest(name=text, byte_size=1 << 62)),
+        ("RemoveRemoteRegion", "texts", transfer_pb2.RemoveRemoteRegionRequest(name=text)),
         ("OpenLane", "", host_pb2.OpenLaneRequest()),
         ("CloseLane", "", host_pb2.CloseLaneRequest()),
         ("MapPool", "writable", host_pb2.MapPoolRequest(writable=True)),

@@ -27,6 +27,7 @@ from kvservice.v1 import (
     shared_memory_pb2,
     store_pb2,
     tensor_pb2,
+    transfer_pb2,
 )
 
 RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]
@@ -157,6 +158,10 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         ),
         "CudaSharedMemoryUnregister": shared_memory_pb2.CudaSharedMemoryUnregisterRequest(**name, name="g"),
         "CreateRegion": shared_memory_pb2.CreateRegionRequest(**name, name="m", byte_size=4096),
+        "CreateRemoteRegion": transfer_pb2.CreateRemoteRegionRequest(
+            **name, name="m", byte_size=4096, remote_bytes=4096, port=9, address=4096
+        ),
+        "RemoveRemoteRegion": transfer_pb2.RemoveRemoteRegionRequest(**name, name="m"),
         "OpenLane": host_pb2.OpenLaneRequest(**name),
         "CloseLane": host_pb2.CloseLaneRequest(**name),
         "MapPool": host_pb2.MapPoolRequest(**name, writable=True),
