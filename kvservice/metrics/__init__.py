@@ -4,5 +4,5 @@ pool        blocks, tokens, swap, prefix cache      calls     latency of RPCs an
 holders     sessions, tenants, regions, lanes       about     build, configuration, events
 access      connections over TCP, refused callers   store     the block store
 scheduling  queues, preemptions and tokens of schedulers
-tiers       the tiers below the block store
+tiers       the tiers below the block store              spill     blocks of the pool below it, saved sessions
 """

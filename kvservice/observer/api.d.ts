@@ -165,6 +165,23 @@ interface TierRow {
   hit_share?: number;
 }
 
+/** The blocks of the pool that are saved in the block store, and loaded from it and the tiers below. */
+interface Spill {
+  saved_blocks: number;
+  loaded_blocks: number;
+  hit_tokens: number;
+  up_bytes_per_s: number;
+  down_bytes_per_s: number;
+}
+
+/** The sessions on the disk. */
+interface SavedSessions {
+  num_sessions: number;
+  used_bytes: number;
+  capacity_bytes: number;
+  damaged: number;
+}
+
 /** How the daemon's process began, and what it took over from the one before. */
 interface Restart {
   outcome: "first start" | "taken over" | "refused";
@@ -192,6 +209,10 @@ interface Snapshot {
   restart: Restart;
   /** Fastest first. */
   tiers: TierRow[];
+  /** Missing if blocks of the pool are not saved in the block store. */
+  spill?: Spill;
+  /** Missing if the daemon has no disk for sessions. */
+  saved?: SavedSessions;
 }
 
 /** One value per chart, null where there is none. */

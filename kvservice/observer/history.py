@@ -15,6 +15,7 @@ from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.reading import IntArray, Reading
 from kvservice.telemetry.scheduling import BETWEEN_TOKENS, FIRST_TOKEN
 from kvservice.tiers.protocol import TierStats
+from kvservice.tiers.spill_stats import SpillStats
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
@@ -87,6 +88,16 @@ class History:
         first, last = self._window[0], self._window[-1]
         before, now = _store_flow(first), _store_flow(last)
         return _flow_rates(before, now, _seconds(first, last))
+
+    def spill(self) -> dict[str, float]:
+        """Return the rates of `SpillSnapshot`."""
+        first, last = self._window[0], self._window[-1]
+        now = last.spill or SpillStats()
+        before, seconds = first.spill or now, _seconds(first, last)
+        return {
+            "up_bytes_per_s": (now.loaded_bytes - before.loaded_bytes) / seconds,
+            "down_bytes_per_s": (now.saved_bytes - before.saved_bytes) / seconds,
+        }
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """Return the rates of `TierSnapshot` for each tier of the latest reading, by name."""

@@ -28,6 +28,7 @@ from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
 from kvservice.metrics.restarts import restart_metrics
 from kvservice.metrics.scheduling import scheduler_metrics
+from kvservice.metrics.spill import spill_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.metrics.tiers import tier_metrics
 from kvservice.observer.access import Refusals
@@ -142,6 +143,7 @@ class Observer:
         yield from scheduler_metrics(reading)
         yield from store_metrics(reading)
         yield from tier_metrics(reading)
+        yield from spill_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)

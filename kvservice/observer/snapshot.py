@@ -12,10 +12,13 @@ from kvservice.kept.report import RestartReport
 from kvservice.observer.history import History
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
+from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
 
 # The fields of `PoolSnapshot` have the names of `BlocksStats` and `ServerStats`.
 _POOL = tuple(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name)
+# These fields of `SpillSnapshot` have the names of `SpillStats`.
+_SPILL = tuple(name for name in inspect_pb2.SpillSnapshot.DESCRIPTOR.fields_by_name if name in SpillStats._fields)
 # These fields of `StoreSnapshot` have the names of `ModelFigures`.
 _STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name in ModelFigures._fields)
 
@@ -44,6 +47,7 @@ def take_snapshot(
             "tiers": _tiers(latest, history),
         }
         | _store(latest, history)
+        | _spill(latest, history)
         | _scheduling(latest, history)
     )
 
@@ -73,6 +77,17 @@ def _store(latest: Reading, history: History) -> dict[str, Any]:
 def _tiers(latest: Reading, history: History) -> list[dict[str, Any]]:
     rates = history.tiers()
     return [tier._asdict() | rates.get(tier.name, {}) for tier in latest.tiers]
+
+
+def _spill(latest: Reading, history: History) -> dict[str, Any]:
+    """Return the figures of spilled blocks and of saved sessions, if the daemon has them."""
+    found: dict[str, Any] = {}
+    if latest.spill is not None:
+        figures = latest.spill._asdict()
+        found["spill"] = {name: figures[name] for name in _SPILL} | history.spill()
+    if latest.saved is not None:
+        found["saved"] = latest.saved._asdict()
+    return found
 
 
 def _scheduling(latest: Reading, history: History) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -61,8 +60,8 @@ from kvservice.server.slots import Slots, max_rpcs
 from kvservice.server.standard import health_handlers, reflection_handlers
 from kvservice.server.standing_by import StandbyEndedError, stand_by
 from kvservice.server.telemetry import StatsWriter, configuration
+from kvservice.server.tier_reports import TierReports
 from kvservice.telemetry.calls import CallTable
-from kvservice.tiers import TierStats
 
 if TYPE_CHECKING:
     from kvservice.server.tracing import Tracer
@@ -108,8 +107,8 @@ class KVServer:
         handlers = (*session_handlers(config, self.engine, self.store, core.saved, tier), *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
-        tiers: Callable[[], Sequence[TierStats]] = tuple if self.chain is None else self.chain.stats
-        self._health = Health(lambda: note_of(tiers()))
+        tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
+        self._health = Health(lambda: note_of(tiers.tiers()))
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(

@@ -35,6 +35,7 @@ from kvservice.server.handlers import Handler, SessionHandler
 from kvservice.server.server_session import SaveInProgress, ServerSession
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slices import finished, to_the_end
+from kvservice.telemetry.figures import SavedStats
 from kvservice.v1 import session_pb2
 
 logger = logging.getLogger(__name__)
@@ -222,6 +223,20 @@ class SavedSessions:
             self.num_expired += await self.files.expire([session.token for session in self._sessions])
         except KVServiceError as error:
             self._log.write(logging.WARNING, "expired sessions stay on the disk: %s", error)
+
+    def stats(self) -> SavedStats:
+        """Return the figures of the sessions on the disk, which there must be."""
+        assert self.files is not None, "somebody asks for it"
+        files = self.files.files
+        return SavedStats(
+            num_sessions=len(files),
+            used_bytes=files.used_bytes,
+            capacity_bytes=files.capacity_bytes,
+            saved=self.num_saved,
+            restored=self.num_restored,
+            expired=self.num_expired,
+            damaged=files.num_damaged,
+        )
 
     def close(self) -> None:
         """End the threads after their work."""

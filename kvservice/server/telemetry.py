@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvservice import __version__
@@ -18,13 +17,12 @@ from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.sessions import SessionRegistry
+from kvservice.server.tier_reports import TierReports
 from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.tiers import TierStats
 
 
 class StatsWriter:
@@ -42,16 +40,14 @@ class StatsWriter:
         integrity: IntegrityWatch,
         connections: ConnectionWatch,
         store: BlockStore | None,
-        tiers: Callable[[], Sequence[TierStats]],
+        tiers: TierReports,
         config: ServeConfig,
     ) -> None:
-        """`tiers` returns the figures of the tiers below the block store."""
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
         self._connections, self._store, self._tiers = connections, store, tiers
         num_bytes = 0 if store is None else store.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
-        self._tier_table = TierTable(arrays.zeros)
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
@@ -93,7 +89,7 @@ class StatsWriter:
         )
         if self._store is not None:
             self._store_table.write(self._store.figures())
-        self._tier_table.write(self._tiers())
+        self._tiers.write()
         schedulers = engine.schedulers
         by_row = {namespace - 1: figures for namespace, figures in schedulers.figures().items()}
         self._scheduler_table.write(by_row, schedulers.totals(), schedulers.latencies)

@@ -20,11 +20,13 @@ from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.daemon_stats import ServerStats
+from kvservice.telemetry.figures import SavedStats, read_figures
 from kvservice.telemetry.scheduling import SchedulerReading, read_schedulers
 from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.store import read_store
 from kvservice.telemetry.tiers import read_tiers
 from kvservice.tiers.protocol import TierStats
+from kvservice.tiers.spill_stats import SpillStats
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001
@@ -75,6 +77,7 @@ class Reading:
     `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
     `store_bytes` is the size of the block store, 0 if there is none. `tiers` are those below it, fastest first.
+    `spill` is None if blocks of the pool are not saved, `saved` if sessions are not.
     """
 
     time_s: float
@@ -91,6 +94,8 @@ class Reading:
     store_models: dict[str, ModelFigures]
     schedulers: SchedulerReading
     tiers: tuple[TierStats, ...] = ()
+    spill: SpillStats | None = None
+    saved: SavedStats | None = None
 
 
 class Reader:
@@ -124,6 +129,8 @@ class Reader:
             *read_store(arrays),
             schedulers,
             read_tiers(arrays),
+            read_figures(arrays, "spill", SpillStats),
+            read_figures(arrays, "saved", SavedStats),
         )
 
     def sequences(self) -> SequenceRows:

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvservice.top import format as fmt
-from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, SchedulingSnapshot, Snapshot, StoreSnapshot, TierSnapshot
+from kvservice.top.tier_lines import items, tier_lines
+from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, SchedulingSnapshot, Snapshot, StoreSnapshot
 
 # States of blocks with their characters and colours. Without colours the characters distinguish the states.
 _STATES = (
@@ -22,8 +23,6 @@ _STATES = (
 )
 _SWAPPED = ("swapped", "█", "magenta")
 _FREE = _STATES[-1]
-# Styles of the states of a tier that need attention.
-_TIER_STYLES = {"opening": "bold yellow", "suspended": "bold red", "failed": "bold red"}
 _Part = tuple[int, str, str]
 
 
@@ -47,7 +46,7 @@ def summary(snapshot: Snapshot, address: str) -> RenderableType:
     scheduling = [_scheduling(snapshot.scheduling)] if snapshot.HasField("scheduling") else []
     restart = [_restart(snapshot)] if snapshot.restart.summary else []
     pool = snapshot.pool
-    memory: list[RenderableType] = [_bars(pool), _legend(pool), *store, *_tiers(snapshot.tiers)]
+    memory: list[RenderableType] = [_bars(pool), _legend(pool), *store, *tier_lines(snapshot)]
     return Group(_heading(snapshot, address), *restart, *memory, _rates(snapshot.rates), *scheduling)
 
 
@@ -94,7 +93,7 @@ def _bars(pool: PoolSnapshot) -> Table:
 def _legend(pool: PoolSnapshot) -> Columns:
     counts = [(state, sign, colour, getattr(pool, f"{state}_blocks")) for state, sign, colour in _STATES]
     counts.append((*_SWAPPED, pool.used_swap_blocks))
-    return _items(
+    return items(
         Text.assemble((sign, colour), f" {fmt.count(number)} {state}") for state, sign, colour, number in counts
     )
 
@@ -109,38 +108,7 @@ def _store(store: StoreSnapshot) -> Columns:
         ("in quarantine", fmt.count(store.quarantined)),
         ("found", fmt.share(store.hits / lookups if lookups else None)),
     )
-    return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
-
-
-def _tiers(tiers: Sequence[TierSnapshot]) -> list[Columns]:
-    """Return a line for each tier, with aligned texts. Counters of faults are shown if any tier has some."""
-    faults = [name for name in ("errors", "corrupt", "suspensions") if any(getattr(tier, name) for tier in tiers)]
-    lines = [[*_tier(tier), *(_fault(name, getattr(tier, name)) for name in faults)] for tier in tiers]
-    for column in zip(*lines, strict=True):
-        width = max(text.cell_len for text in column)
-        for text in column:
-            text.pad_right(width - text.cell_len)
-    return [_items(iter(line)) for line in lines]
-
-
-def _tier(tier: TierSnapshot) -> Iterator[Text]:
-    room = f" of {fmt.size(tier.capacity_bytes)}" if tier.capacity_bytes else ""
-    state = fmt.printable(tier.state)
-    yield Text.assemble(fmt.printable(tier.name).capitalize(), " ", (f"{fmt.size(tier.used_bytes)}{room}", "bold"))
-    yield Text(state, style=_TIER_STYLES.get(state, ""))
-    pairs = (
-        ("values", fmt.count(tier.num_values)),
-        ("found", fmt.share(tier.hit_share if tier.HasField("hit_share") else None)),
-        ("read", f"{fmt.size(tier.up_bytes_per_s)}/s"),
-        ("written", f"{fmt.size(tier.down_bytes_per_s)}/s"),
-        ("latency", fmt.latency(tier.latency_s or None)),
-    )
-    for name, value in pairs:
-        yield Text.assemble(f"{name} ", (value, "bold"))
-
-
-def _fault(name: str, number: int) -> Text:
-    return Text.assemble(f"{name} ", (fmt.count(number), "bold red" if number else "bold"))
+    return items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
 
 
 def _scheduling(scheduling: SchedulingSnapshot) -> Columns:
@@ -161,7 +129,7 @@ def _scheduling(scheduling: SchedulingSnapshot) -> Columns:
         ("p99", _latency(scheduling, "between_tokens_p99_s")),
         *((("proposals right", fmt.share(accepted)),) if totals.proposed_tokens else ()),
     )
-    return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
+    return items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
 
 
 def _latency(scheduling: SchedulingSnapshot, name: str) -> str:
@@ -183,10 +151,6 @@ def _rates(rates: Rates) -> Columns:
         ("out of blocks", f"{fmt.rate(rates.out_of_blocks)}/s"),
     )
     alarming = {"errors": rates.errors, "out of blocks": rates.out_of_blocks}
-    return _items(
+    return items(
         Text.assemble(f"{name} ", (value, "bold red" if alarming.get(name) else "bold")) for name, value in pairs
     )
-
-
-def _items(texts: Iterator[Text]) -> Columns:
-    return Columns(list(texts), padding=(0, 2))

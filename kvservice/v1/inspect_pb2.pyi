@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers", "spill", "saved")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class Snapshot(_message.Message):
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     RESTART_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    SPILL_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -44,7 +46,61 @@ class Snapshot(_message.Message):
     scheduling: SchedulingSnapshot
     restart: RestartSnapshot
     tiers: _containers.RepeatedCompositeFieldContainer[TierSnapshot]
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ...) -> None: ...
+    spill: SpillSnapshot
+    saved: SavedSnapshot
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ..., spill: _Optional[_Union[SpillSnapshot, _Mapping]] = ..., saved: _Optional[_Union[SavedSnapshot, _Mapping]] = ...) -> None: ...
+
+class SpillSnapshot(_message.Message):
+    __slots__ = ("saved_blocks", "saved_bytes", "refused", "torn", "dropped", "loaded_blocks", "loaded_bytes", "hit_tokens", "slower", "crowded", "corrupt", "queued", "loading", "down_bytes_per_s", "up_bytes_per_s")
+    SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TORN_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOWER_FIELD_NUMBER: _ClassVar[int]
+    CROWDED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    saved_blocks: int
+    saved_bytes: int
+    refused: int
+    torn: int
+    dropped: int
+    loaded_blocks: int
+    loaded_bytes: int
+    hit_tokens: int
+    slower: int
+    crowded: int
+    corrupt: int
+    queued: int
+    loading: int
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    def __init__(self, saved_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., refused: _Optional[int] = ..., torn: _Optional[int] = ..., dropped: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., slower: _Optional[int] = ..., crowded: _Optional[int] = ..., corrupt: _Optional[int] = ..., queued: _Optional[int] = ..., loading: _Optional[int] = ..., down_bytes_per_s: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class SavedSnapshot(_message.Message):
+    __slots__ = ("num_sessions", "used_bytes", "capacity_bytes", "saved", "restored", "expired", "damaged")
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    num_sessions: int
+    used_bytes: int
+    capacity_bytes: int
+    saved: int
+    restored: int
+    expired: int
+    damaged: int
+    def __init__(self, num_sessions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., saved: _Optional[int] = ..., restored: _Optional[int] = ..., expired: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
 
 class RestartSnapshot(_message.Message):
     __slots__ = ("outcome", "is_kept", "ended", "reason", "num_restarts", "down_s", "take_over_s", "kept", "lost", "summary")

@@ -73,7 +73,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
     own, target = (f"127.0.0.1:{port}" for port in free_ports(2))
     directory = tmp_path_factory.mktemp("prometheus")
     with (
-        Daemon(**SMALL_POOL | {"http_address": target}) as daemon,
+        Daemon(**SMALL_POOL | {"http_address": target, "disk": directory / "disk", "disk_gib": 1 / 4}) as daemon,
         PrometheusServer(directory, own, target) as server,
         Traffic(daemon.address).open() as traffic,
     ):

@@ -39,11 +39,11 @@ class Exposed:
 
 
 @pytest.fixture(scope="module")
-def exposed() -> Exposed:
+def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
     """By a daemon with calls that bring forth every kind of metric."""
     port = free_port()
     options: dict[str, Any] = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
-    options["store_gib"] = 1 / 64
+    options |= {"store_gib": 1 / 64, "disk": tmp_path_factory.mktemp("disk"), "disk_gib": 1 / 4}
     with (
         Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,

@@ -16,6 +16,7 @@ from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 from kvservice.tiers import TierStats
+from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
 
 METHODS = ["append", "free", "fork"]
@@ -175,3 +176,11 @@ def test_rates_of_the_store_and_of_tiers_are_over_the_window() -> None:
     for second in range(3, 3 + WINDOW):
         history.add(stored(second, disk), second)
     assert history.tiers() == {"disk": none}, "the window has moved on"
+
+
+def test_rates_of_spilled_blocks_are_over_the_window() -> None:
+    history = History(KEYS, block_bytes=100)
+    history.add(dataclasses.replace(reading(0.0), spill=SpillStats(saved_bytes=10, loaded_bytes=5)), 0.0)
+    assert history.spill() == {"up_bytes_per_s": 0, "down_bytes_per_s": 0}
+    history.add(dataclasses.replace(reading(4.0), spill=SpillStats(saved_bytes=50, loaded_bytes=9)), 4.0)
+    assert history.spill() == {"up_bytes_per_s": 1, "down_bytes_per_s": 10}

@@ -351,6 +351,9 @@ def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_pag
     assert page.js(drawn) == pytest.approx(widths, abs=0.1)
     assert page.texts("#tier-charts h2") == ["Read from tiers per second", "Written to tiers per second"]
     page.wait("document.querySelectorAll('#tier-charts path').length === 4")
+    notes = page.text("#tiers .notes")
+    assert "(24 MiB/s) below and loaded" in notes
+    assert notes.endswith("Saved sessions: 3, 5 GiB of 16 GiB.")
 
 
 def test_a_tier_that_is_not_open_stands_out(pool: PagePool, port: int, open_page: OpenPage) -> None:

@@ -22,9 +22,11 @@ from kvservice.observer.snapshot import take_snapshot
 from kvservice.scheduler import Request, SchedulerFigures
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.daemon_stats import ServerStats
+from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
 from kvservice.tiers import TierStats
+from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
 
 POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.fields]
@@ -57,6 +59,20 @@ def test_tiers_are_in_the_snapshot_with_their_rates() -> None:
     assert (first.name, first.state, first.capacity_bytes, first.hit_share) == ("disk", "open", 1 << 40, 0.75)
     assert first.down_bytes_per_s > first.up_bytes_per_s > 0
     assert (second.state, second.HasField("hit_share")) == ("failed", False)
+
+
+def test_spilled_blocks_and_saved_sessions_are_in_the_snapshot() -> None:
+    assert not {"spill", "saved"} & snapshot_of(ObservedPool()).keys()
+    pool = ObservedPool()
+    for saved_bytes in (100, 700):
+        pool.spill_table.write(SpillStats(saved_blocks=3, saved_bytes=saved_bytes, hit_tokens=16))
+        pool.saved_table.write(SavedStats(num_sessions=2, used_bytes=50))
+        pool.read()
+    decoded = inspect_pb2.Snapshot(**snapshot_of(pool))
+    assert (decoded.spill.saved_blocks, decoded.spill.hit_tokens) == (3, 16)
+    assert decoded.spill.down_bytes_per_s > decoded.spill.up_bytes_per_s == 0
+    assert (decoded.saved.num_sessions, decoded.saved.used_bytes) == (2, 50)
+    assert list(SavedStats._fields) == list(inspect_pb2.SavedSnapshot.DESCRIPTOR.fields_by_name)
 
 
 def test_schedulers_are_with_their_sessions_and_summed_up() -> None:

@@ -114,6 +114,9 @@ def add_tiers(snapshot: inspect_pb2.Snapshot) -> None:
     rates = {"up_bytes_per_s": 1 << 30, "down_bytes_per_s": 300 << 20, "hit_share": 0.634}
     snapshot.tiers.add(name="disk", state="open", **disk, **rates)
     snapshot.tiers.add(name="mooncake", state="suspended", used_bytes=7 << 20, num_values=7, errors=12, suspensions=3)
+    spill = inspect_pb2.SpillSnapshot(saved_blocks=900, loaded_blocks=80, hit_tokens=1280, down_bytes_per_s=3 << 20)
+    snapshot.spill.CopyFrom(spill)
+    snapshot.saved.CopyFrom(inspect_pb2.SavedSnapshot(num_sessions=3, used_bytes=5 << 30, capacity_bytes=16 << 30))
 
 
 def add_scheduler(snapshot: inspect_pb2.Snapshot) -> None:

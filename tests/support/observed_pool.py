@@ -20,11 +20,13 @@ from kvservice.scheduler import Scheduler
 from kvservice.telemetry.arrays import SharedArrays, open_arrays
 from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
+from kvservice.telemetry.figures import FiguresTable, SavedStats
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.telemetry.store import StoreTable
 from kvservice.telemetry.tiers import TierTable
+from kvservice.tiers.spill_stats import SpillStats
 
 METHODS = ["allocate", "free"]
 MAX_SESSIONS, MAX_TENANTS = 5, 3
@@ -64,6 +66,8 @@ class ObservedPool:
         self.stats = DaemonStatsTable(2, shared.zeros)
         StoreTable(0, 1, shared.zeros)
         self.tier_table = TierTable(shared.zeros)
+        self.spill_table = FiguresTable("spill", SpillStats, shared.zeros)
+        self.saved_table = FiguresTable("saved", SavedStats, shared.zeros)
         self.schedulers = Scheduler(self.manager)
         self.scheduler_table = SchedulerTable(MAX_SESSIONS, shared.zeros)
         self.sessions: list[OpenSession] = []

@@ -24,9 +24,11 @@ from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys
 from kvservice.telemetry.daemon_stats import ServerStats
+from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED
 from kvservice.tiers import TierStats
+from kvservice.tiers.spill_stats import SpillStats
 
 BLOCK_SIZE = 16
 CALLED = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
@@ -227,7 +229,17 @@ class PagePool(ObservedPool):
             "mooncake", self.mooncake_state, num_values=41_000, used_bytes=82 * GIB,
             hits=seconds if is_open else 0, misses=4 * seconds, latency_s=0.0021, errors=0 if is_open else 12,
         )  # fmt: skip
-        return {"store_bytes": 64 * GIB, "store_models": {"m": figures}, "tiers": (disk, mooncake)}
+        spill = SpillStats(
+            saved_blocks=12 * seconds, saved_bytes=24 * MIB * seconds, loaded_blocks=2 * seconds,
+            loaded_bytes=4 * MIB * seconds, hit_tokens=32 * seconds,
+        )  # fmt: skip
+        return {
+            "store_bytes": 64 * GIB,
+            "store_models": {"m": figures},
+            "tiers": (disk, mooncake),
+            "spill": spill,
+            "saved": SavedStats(num_sessions=3, used_bytes=5 * GIB, capacity_bytes=16 * GIB),
+        }
 
     async def _read(self) -> Reading:
         self.num_readings += 1

@@ -11,11 +11,13 @@ import pytest
 from kvservice.blocks import BlocksStats
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.daemon_stats import ServerStats
+from kvservice.telemetry.figures import FiguresTable, SavedStats
 from kvservice.telemetry.reading import Reader
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
 from kvservice.telemetry.store import StoreTable
 from kvservice.telemetry.tiers import TierTable
+from kvservice.tiers.spill_stats import SpillStats
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
 
@@ -37,6 +39,8 @@ class Both:
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, self._zeros)
         StoreTable(0, 1, self._zeros)
         TierTable(self._zeros)
+        FiguresTable("spill", SpillStats, self._zeros)
+        FiguresTable("saved", SavedStats, self._zeros)
         SchedulerTable(MAX_SESSIONS, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 

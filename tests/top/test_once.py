@@ -76,12 +76,14 @@ def test_a_line_for_each_tier(inspected: Inspected) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("Disk"))
-    assert lines[at - 1].startswith("Store")
-    assert [line.rstrip() for line in lines[at : at + 2]] == [
+    assert lines[at - 2].startswith("Store")
+    assert [line.rstrip() for line in lines[at - 1 : at + 3]] == [
+        "Pool to store 3.0 MiB/s  back 0 B/s  saved 900  loaded 80  tokens found below 1,280  waiting 0",
         "Disk 1.2 TiB of 2.0 TiB  open       values 600,000  found 63.4 %  read 1.0 GiB/s  written 300.0 MiB/s  "
         "latency 310 µs  errors 0   suspensions 0",
         "Mooncake 7.0 MiB         suspended  values 7        found -       read 0 B/s      written 0 B/s        "
         "latency -       errors 12  suspensions 3",
+        "Saved sessions 3  bytes 5.0 GiB of 16.0 GiB  saved 0  restored 0  expired 0",
     ]
     found = json.loads(top("--once", "--json", "--address", inspected.address).stdout)
     assert [(tier["name"], tier["state"], tier["hit_share"]) for tier in found["tiers"]] == [

@@ -2,6 +2,7 @@
 
 import { Facts } from "./dom.js";
 import * as format from "./format.js";
+import { hasTiers } from "./tiers.js";
 
 export class Figures {
   /** @param {HTMLElement} host */
@@ -13,7 +14,8 @@ export class Figures {
    * @param {Snapshot} snapshot
    * @param {Pick<Info, "prefix_caching">} info
    */
-  frame({ pool, rates, store, scheduling, tiers }, info) {
+  frame(snapshot, info) {
+    const { pool, rates, store, scheduling } = snapshot;
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
@@ -31,7 +33,7 @@ export class Figures {
       ["Out of blocks/s", format.compact(rates.out_of_blocks)],
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
-      ...(store && !tiers.length ? [storeFigure(store)] : []),
+      ...(store && !hasTiers(snapshot) ? [storeFigure(store)] : []),
       ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
   }

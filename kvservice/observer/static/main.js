@@ -10,7 +10,7 @@ import { PoolPanel } from "./map.js";
 import { blockHash, blocksHash, go, parse, sequenceHash } from "./selection.js";
 import { Stream, ask } from "./stream.js";
 import * as tables from "./tables.js";
-import { rungs, tiers } from "./tiers.js";
+import { Tiers } from "./tiers.js";
 
 const SEARCH_PAUSE_MS = 200;
 const REFRESH_EVERY = 2;
@@ -32,7 +32,7 @@ const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => {
 });
 const detail = new Detail(part("detail"), (marks) => pool.mark(marks));
 const history = new History(part("charts"), part("tier-charts"), part("scheduler-charts"));
-const ladder = tiers(part("tiers"));
+const tiers = new Tiers(part("tiers"));
 const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(row)));
 const sessions = tables.sessions(part("sessions"), (row) => search(row.name || row.session_id));
 const schedulers = tables.schedulers(part("schedulers"));
@@ -102,16 +102,6 @@ function restart(snapshot) {
   say(part("restart"), text);
 }
 
-/**
- * @param {Snapshot} snapshot
- * @param {Info} info
- */
-function showTiers(snapshot, info) {
-  const shown = rungs(snapshot, info);
-  part("tiers").hidden = !shown.length;
-  ladder.show(shown, shown.length);
-}
-
 /** @param {Frame} frame */
 function showFrame({ snapshot, sample }) {
   if (info === null) return;
@@ -120,7 +110,7 @@ function showFrame({ snapshot, sample }) {
   figures.frame(snapshot, info);
   restart(snapshot);
   pool.frame(snapshot);
-  showTiers(snapshot, info);
+  tiers.frame(snapshot, info);
   history.frame(sample, snapshot);
   calls.show(snapshot.calls, snapshot.calls.length);
   if (query.value.trim()) find();

@@ -1,6 +1,6 @@
 // The panel of the tiers: the pool, the block store and what lies below it, from the fastest to the largest.
 
-import { inner, make } from "./dom.js";
+import { inner, make, say } from "./dom.js";
 import * as format from "./format.js";
 import { Table } from "./tables.js";
 
@@ -22,11 +22,60 @@ import { Table } from "./tables.js";
 /** @type {Record<string, string>} */
 const NAMES = { disk: "Disk", mooncake: "Mooncake" };
 
+export class Tiers {
+  /** @param {HTMLElement} host */
+  constructor(host) {
+    this.host = host;
+    this.table = ladder(host);
+    this.notes = make("p", { class: "note notes" });
+    host.append(this.notes);
+  }
+
+  /**
+   * Show the tiers, or nothing if there is none below the pool.
+   * @param {Snapshot} snapshot
+   * @param {Info} info
+   */
+  frame(snapshot, info) {
+    const shown = hasTiers(snapshot);
+    this.host.hidden = !shown;
+    if (!shown) return;
+    const found = rungs(snapshot, info);
+    this.table.show(found, found.length);
+    say(this.notes, [spillNote(snapshot.spill), savedNote(snapshot.saved)].filter(Boolean).join(" "));
+  }
+}
+
+/**
+ * Whether anything of the pool can go below it.
+ * @param {Pick<Snapshot, "tiers" | "spill" | "saved">} snapshot
+ */
+export function hasTiers({ tiers, spill, saved }) {
+  return tiers.length > 0 || spill !== undefined || saved !== undefined;
+}
+
+/** @param {Snapshot["spill"]} spill */
+function spillNote(spill) {
+  if (!spill) return "";
+  const { saved_blocks, loaded_blocks, hit_tokens, down_bytes_per_s, up_bytes_per_s } = spill;
+  const saved = `${format.plural(saved_blocks, "block")} (${format.bytes(down_bytes_per_s)}/s)`;
+  const loaded = `${format.plural(loaded_blocks, "block")} (${format.bytes(up_bytes_per_s)}/s)`;
+  return `The pool has saved ${saved} below and loaded ${loaded}, with ${format.plural(hit_tokens, "token")} of prompts.`;
+}
+
+/** @param {Snapshot["saved"]} saved */
+function savedNote(saved) {
+  if (!saved) return "";
+  const { num_sessions, used_bytes, capacity_bytes, damaged } = saved;
+  const bad = damaged ? `; ${format.count(damaged)} damaged` : "";
+  return `Saved sessions: ${format.count(num_sessions)}, ${format.bytes(used_bytes)} of ${format.bytes(capacity_bytes)}${bad}.`;
+}
+
 /**
  * @param {HTMLElement} host
  * @returns {Table<Rung>}
  */
-export function tiers(host) {
+function ladder(host) {
   /** @type {(value: number | undefined) => string} */
   const flow = (value) => (value === undefined ? format.bytes(value) : `${format.bytes(value)}/s`);
   return new Table(host, {
@@ -50,13 +99,12 @@ export function tiers(host) {
 }
 
 /**
- * The rows of a daemon with tiers, fastest first. Empty if there are none below the block store.
+ * The rows, fastest first.
  * @param {Pick<Snapshot, "pool" | "rates" | "store" | "tiers">} snapshot
  * @param {Pick<Info, "block_bytes" | "prefix_caching">} info
  * @returns {Rung[]}
  */
-export function rungs({ pool, rates, store, tiers: lower }, { block_bytes, prefix_caching }) {
-  if (!lower.length) return [];
+function rungs({ pool, rates, store, tiers: lower }, { block_bytes, prefix_caching }) {
   const used = pool.num_blocks - pool.free_blocks;
   const first = {
     name: "Pool",
