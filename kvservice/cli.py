@@ -36,6 +36,8 @@ from kvservice.keeper.settings import KeeperSettings, become_keeper, control_pat
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvservice.demo import DemoResult, TiersResult
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
@@ -137,31 +139,36 @@ main.add_command(
 @click.option("--device", default="cpu", show_default=True, help="Device of the pool: cpu, cuda or cuda:N.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--address", help="Use this daemon instead of starting one: its pool must have the demo model's shape.")
+@click.option("--tiers", is_flag=True, help="K/V that go down to a disk, and come back to a daemon started anew.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @connection_options
-def demo(device: str, dtype: str, address: str | None, as_json: bool, presented: Presented) -> None:
+def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: bool, presented: Presented) -> None:
     """Generate with a small Llama whose K/V are in a daemon, and compare every token with the library's own cache.
 
     In bfloat16, where rounding can change tokens, it compares the logits. The model computes on the CPU.
     """
+    if tiers and (address or dtype != "float32"):
+        raise click.UsageError("--tiers starts its own daemons, for float32")
     _settings({"device": device}, None)
     _reexec_with(missing_environment(os.environ))
     try:
-        from kvservice.demo import run
+        from kvservice.demo import run, run_tiers
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
     from rich.console import Console
 
     try:
-        credentials = presented.at(address or "unix:")
-        result = run(
-            address=address,
-            device=device,
-            dtype=dtype,
-            console=Console(),
-            quiet=as_json,
-            credentials=credentials,
-        )
+        if tiers:
+            result: DemoResult | TiersResult = run_tiers(device=device, console=Console(), quiet=as_json)
+        else:
+            result = run(
+                address=address,
+                device=device,
+                dtype=dtype,
+                console=Console(),
+                quiet=as_json,
+                credentials=presented.at(address or "unix:"),
+            )
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:

@@ -147,7 +147,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"config", "environment", "errors", "health", "keeper"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
     "engines": {"client", "errors", "integrations", "launch"},
-    "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
+    "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout", "top"},
     # It measures the packages from inside.
     "bench": {
         "",

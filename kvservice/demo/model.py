@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -107,3 +108,16 @@ def largest_error(
         given_errors.append(float((given - expected).abs().max()))
         own_errors.append(float((logits_of(model, prompt, token_ids) - expected).abs().max()))
     return max(given_errors), max(own_errors)
+
+
+@contextmanager
+def torch_settings() -> Iterator[None]:
+    """Disable gradients, and use one thread. The model is so small that several threads mostly wait on a busy
+    machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.client import KVClient, PoolStats
 from kvservice.demo.engine import Engine, Generation
-from kvservice.demo.model import Picker, build_model, generate_alone, largest_error
+from kvservice.demo.model import Picker, build_model, generate_alone, largest_error, torch_settings
 from kvservice.demo.script import BLOCK_SIZE, parts
 from kvservice.demo.view import results_table, view
 from kvservice.errors import InvalidArgumentError
@@ -74,7 +74,7 @@ def run(
     """
     started_s = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(_torch_settings())
+        stack.enter_context(torch_settings())
         model = build_model(dtype)
         if address is None:
             address = stack.enter_context(_private_daemon(model, device)).address
@@ -89,19 +89,6 @@ def run(
     if not quiet:
         _print_result(console, result, generations, alone)
     return result
-
-
-@contextmanager
-def _torch_settings() -> Iterator[None]:
-    """Disable gradients, and use one thread. The model is so small that several threads mostly wait on a busy
-    machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _private_daemon(model: LlamaForCausalLM, device: str) -> Daemon:
