@@ -28,11 +28,12 @@ from kvservice.v1 import (  # noqa: E402
     session_pb2,
     shared_memory_pb2,
     store_pb2,
+    transfer_pb2,
 )
 
 _MODULES = (
     session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, store_pb2, scheduler_pb2, pool_pb2,
-    inspect_pb2, events_pb2,
+    inspect_pb2, events_pb2, transfer_pb2,
 )  # fmt: skip
 
 
