@@ -17,11 +17,15 @@ NO_ROOM: Final = frozenset({-200, -101, -1700})
 _NO_MASTER: Final = frozenset({-900, -901, -103, -1010})
 # The time limit on the first connection to the master.
 _CONNECT_S: Final = 3.0
-# The time limits in milliseconds on calls of the master and on connecting to it. They are shorter than those of the
-# daemon on its requests, so that a master that hangs does not cost the client process its life.
+# Time limits are in milliseconds, and shorter than those of the daemon on its requests, so that a master or a node that
+# hangs does not cost the client process its life. The queues of transfers to a node have room for all that the daemon
+# requests at a time: what finds no place there, or waits for longer, fails.
 _VARIABLES: Final = {
     "MC_RPC_TIMEOUT_MS": "3000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "15000",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
 
 
