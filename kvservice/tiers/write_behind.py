@@ -49,7 +49,9 @@ class WriteBehind:
         self._store, self._space_of, self._clock = store, space_of, clock
         self._cold = [link for link in links if not link.policy.soon]
         self._links = links
-        self._soon = {link: _Queue() for link in links if link.policy.soon}
+        # Values that are being written cannot be evicted: they are a small part of the memory at any time.
+        self._batch_bytes = min(CHUNK_BYTES, store.config.capacity_bytes // (READY_PART * BATCHES_AT_ONCE))
+        self._soon = {link: _Queue(self._batch_bytes) for link in links if link.policy.soon}
         self._turns = asyncio.Semaphore(BATCHES_AT_ONCE)
         self._changed = asyncio.Event()
         self._is_due = False
@@ -163,7 +165,7 @@ class WriteBehind:
 
     async def _offer(self, namespace: StoredNamespace, count: int, *, newest_first: bool) -> None:
         """Write so many values of a namespace, those that are next to be evicted or the newest ones."""
-        size = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // namespace.block_bytes))
+        size = min(MAX_CHUNK_VALUES, max(1, self._batch_bytes // namespace.block_bytes))
         while count > 0:
             await self._turns.acquire()
             batch = min(count, size) if self._store.has(namespace) else 0
@@ -205,7 +207,8 @@ class WriteBehind:
 class _Queue:
     """Keys that wait to be written. A key that was added lately is not added again."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
         self._batches: deque[tuple[StoredNamespace, bytes]] = deque()
         self._num_keys = 0
         # Keys with the number of their namespace: of this generation, and of the one before.
@@ -221,7 +224,7 @@ class _Queue:
         names = [prefix + keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES)]
         new = [name for name in names if name not in self._lately and name not in self._before]
         room = MAX_QUEUED_KEYS - self._num_keys
-        most = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // namespace.block_bytes))
+        most = min(MAX_CHUNK_VALUES, max(1, self._batch_bytes // namespace.block_bytes))
         for first in range(0, len(new[:room]), most):
             some = new[first : min(first + most, room)]
             self._batches.append((namespace, b"".join(name[len(prefix) :] for name in some)))
