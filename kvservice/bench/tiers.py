@@ -81,7 +81,7 @@ RULES: Final[dict[str, Callable[[int], Rule]]] = {
 
 
 @dataclass
-class Outcome:
+class RuleOutcome:
     """Numbers of blocks: that requests named, that they found in memory and on the disk, and that were written."""
 
     named: int = 0
@@ -90,7 +90,7 @@ class Outcome:
     written: int = 0
 
 
-class Simulation:
+class RuleSimulation:
     """Memory over a disk, with sizes in values."""
 
     def __init__(self, memory: int, disk: int, rule: Rule) -> None:
@@ -98,7 +98,7 @@ class Simulation:
         # The number of uses since it was stored, by key, in the order of use.
         self._memory: OrderedDict[int, int] = OrderedDict()
         self._disk: OrderedDict[int, None] = OrderedDict()
-        self.outcome = Outcome()
+        self.outcome = RuleOutcome()
 
     def request(self, keys: list[int]) -> None:
         """Find leading blocks, and store the others after they were computed."""
@@ -174,7 +174,7 @@ def simulate(trace: Trace) -> Iterator[dict[str, Any]]:
     for share in DISK_SHARES:
         disk = max(1, int(share * num_values))
         for name, make_rule in RULES.items():
-            simulation = Simulation(memory, disk, make_rule(disk))
+            simulation = RuleSimulation(memory, disk, make_rule(disk))
             for keys in trace:
                 simulation.request(keys)
             found = simulation.outcome

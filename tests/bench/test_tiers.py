@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvservice.bench import tiers
-from kvservice.bench.tiers import RULES, Frequent, Simulation
+from kvservice.bench.tiers import RULES, Frequent, RuleSimulation
 
 
 def simulated(rule: str, *requests: list[int], memory: int = 2, disk: int = 10) -> tuple[int, int, int]:
     """Return the blocks found in memory and on the disk, and those written."""
-    simulation = Simulation(memory, disk, RULES[rule](disk))
+    simulation = RuleSimulation(memory, disk, RULES[rule](disk))
     for keys in requests:
         simulation.request(keys)
     found = simulation.outcome
