@@ -59,7 +59,7 @@ class DiskBenchOptions:
     num_values: int = 1_000_000
 
 
-class Memory:
+class BenchMemory:
     """Memory like the block store's, in parts for calls at a time."""
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class Memory:
         return struct.pack(f"<{count}Q", *range(first, first + count * size, size))
 
 
-class TierWay:
+class DiskWay:
     """The disk tier, with values of one size."""
 
-    def __init__(self, tier: DiskTier, memory: Memory, size: int) -> None:
+    def __init__(self, tier: DiskTier, memory: BenchMemory, size: int) -> None:
         self.tier = tier
         self.space = Space(secrets.token_bytes(16), size, "bench")
         self.size = size
@@ -137,7 +137,7 @@ async def fio(files: list[Path], direction: str, engine: str, size: int, num_byt
     return float(json.loads(output)["jobs"][0][direction]["bw_bytes"])
 
 
-async def measure(options: DiskBenchOptions, memory: Memory, size: int) -> dict[str, list[float]]:
+async def measure(options: DiskBenchOptions, memory: BenchMemory, size: int) -> dict[str, list[float]]:
     """Return the bytes per second of each round and way, at one size."""
     directory = Path(tempfile.mkdtemp(prefix="kvservice-bench-", dir=options.directory))
     speeds: dict[str, list[float]] = {}
@@ -146,7 +146,7 @@ async def measure(options: DiskBenchOptions, memory: Memory, size: int) -> dict[
         settings = DiskOptions(directory, capacity_bytes, num_threads=DEPTH)
         tier = DiskTier(settings, memory.address, MEMORY_BYTES)
         await tier.opened()
-        way = TierWay(tier, memory, size)
+        way = DiskWay(tier, memory, size)
         files = sorted(path for path in directory.glob("data-*") if path.stat().st_size > 0)
         await way.write(capacity_bytes)  # every slot was written once
         for _ in range(options.rounds):
@@ -163,14 +163,14 @@ async def measure(options: DiskBenchOptions, memory: Memory, size: int) -> dict[
     return speeds
 
 
-async def measure_start(options: DiskBenchOptions, memory: Memory) -> dict[str, float]:
+async def measure_start(options: DiskBenchOptions, memory: BenchMemory) -> dict[str, float]:
     """Store small values, and return the seconds until a tier on the same files finds all of them."""
     directory = Path(tempfile.mkdtemp(prefix="kvservice-bench-", dir=options.directory))
     try:
         settings = DiskOptions(directory, options.num_values * START_VALUE_BYTES * 9 // 8 + (1 << 30))
         tier = DiskTier(settings, memory.address, MEMORY_BYTES)
         await tier.opened()
-        way = TierWay(tier, memory, START_VALUE_BYTES)
+        way = DiskWay(tier, memory, START_VALUE_BYTES)
         per_call = len(way.offsets[0]) // 8
         speed = await way.write(-(-options.num_values // per_call) * per_call * START_VALUE_BYTES)
         stored = tier.stats().num_values
@@ -205,7 +205,7 @@ def figures(speeds: dict[str, list[float]]) -> dict[str, float]:
 def run(options: DiskBenchOptions) -> dict[str, Any]:
     if shutil.which("fio") is None:
         raise FioMissingError("There is no fio.")
-    memory = Memory()
+    memory = BenchMemory()
 
     async def run_all() -> dict[str, Any]:
         results: dict[str, Any] = {name: figures(await measure(options, memory, size)) for name, size in SIZES.items()}

@@ -164,6 +164,7 @@ def sessions(sender: Sender) -> Cycle:
         token = opened.session_token
         request = blocks_pb2.AllocateRequest(session_token=token, sequences=sequences)
         await sender.send("Allocate", f"{count} equal prompts", request)
+        await sender.send("Detach", f"{count} sequences", session_pb2.DetachRequest(session_token=token))
         await sender.send("Close", f"{count} sequences", session_pb2.CloseRequest(session_token=token))
 
     return cycle

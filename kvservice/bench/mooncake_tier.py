@@ -32,7 +32,7 @@ ROUNDS, ROUNDS_QUICK = 15, 1
 LABELS = {"library": "the library alone", "tier": "the tier"}
 
 
-class TierWay:
+class MooncakeTierWay:
     """Values in memory like a block store's: the first half is put, the second half is read into."""
 
     def __init__(self, runner: asyncio.Runner, batch: BlockBatch, options: MooncakeOptions) -> None:
@@ -76,7 +76,7 @@ def ways(runner: asyncio.Runner, block_bytes: int, num_bytes: int) -> Iterator[d
     with mooncake_processes() as (store, master, metadata, _):
         check(store.setup(HOST, metadata, 0, LOCAL_BYTES, "tcp", "", master))
         library = MooncakePeer(store, BlockBatch(block_bytes, num_bytes))
-        tier = TierWay(runner, BlockBatch(block_bytes, num_bytes), MooncakeOptions(master, HOST, metadata))
+        tier = MooncakeTierWay(runner, BlockBatch(block_bytes, num_bytes), MooncakeOptions(master, HOST, metadata))
         try:
             yield {"library": library, "tier": tier}
         finally:

@@ -50,12 +50,14 @@ def check_found(stack: MooncakeStack, daemon: int, namespace: StoreNamespace, se
 
 
 def test_what_one_daemon_has_put_is_found_at_the_other(mooncake_stack: MooncakeStack) -> None:
+    """`check_found` fails if a block is missing or has other bytes."""
     namespace = StoreNamespace("shared", BLOCK_BYTES)
     put(mooncake_stack, 0, namespace, seed=1)
     check_found(mooncake_stack, 1, namespace, seed=1)
 
 
 def test_values_outlive_both_daemons(mooncake_stack: MooncakeStack) -> None:
+    """`wait_for` and `check_found` fail if a block is lost."""
     namespace = StoreNamespace("outlive", BLOCK_BYTES)
     put(mooncake_stack, 1, namespace, seed=2)
     for service in ("daemon-a", "daemon-b"):

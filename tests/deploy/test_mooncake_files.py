@@ -106,6 +106,7 @@ def container_of(component: str) -> Any:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("file", ["master.yaml", "nodes.yaml", "network.yaml"])
 def test_manifests_follow_the_schemas(file: str, version: str) -> None:
+    """`validate` raises if a field is unknown or has the wrong type."""
     for each in manifests(file):
         kubernetes_validate.validate(each, version, strict=True)
 

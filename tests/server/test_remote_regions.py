@@ -303,6 +303,7 @@ def test_regions_of_this_host_are_not_for_clients_over_tcp(daemon: tuple[Daemon,
 
 
 def test_the_engine_ends_with_its_session(daemon: tuple[Daemon, str]) -> None:
+    """`until` fails if the process goes on."""
     wire = Wire(daemon[1])
     opened = RawSession(wire)
     create(opened)

@@ -95,6 +95,7 @@ def test_without_o_direct_the_page_cache_is_used(faults: Path, tmp_path: Path) -
 
 
 def test_without_preallocation_the_files_are_sparse(faults: Path, tmp_path: Path) -> None:
+    """`check_after_restart` fails if an acknowledged value is lost or wrong."""
     result = run(faults, tmp_path, (0, 0, 0, 0), FALLOCATE_ERROR=str(errno.EOPNOTSUPP))
     check_after_restart(tmp_path, result)
 

@@ -92,6 +92,7 @@ def client_of(daemon: Daemon) -> int:
 
 
 def test_a_value_put_at_one_daemon_is_found_at_the_other(cluster: MooncakeCluster) -> None:
+    """`await_found` fails if the value is missing or has other bytes."""
     namespace = new_namespace()
     with daemon_of(cluster) as one, daemon_of(cluster) as other:
         put(one, namespace)
@@ -101,6 +102,7 @@ def test_a_value_put_at_one_daemon_is_found_at_the_other(cluster: MooncakeCluste
 
 
 def test_what_a_killed_daemon_has_put_is_found(cluster: MooncakeCluster) -> None:
+    """`await_found` fails if the value ended with its daemon."""
     namespace = new_namespace()
     with daemon_of(cluster) as other:
         with daemon_of(cluster) as one:
@@ -189,6 +191,7 @@ def test_a_daemon_without_the_library_does_not_start(tmp_path: Path) -> None:
 
 
 def test_a_daemon_starts_without_the_master() -> None:
+    """`Daemon` fails if it does not start, `await_found` if its own memory misses the value."""
     namespace = new_namespace()
     with Daemon(**SMALL_STORE | {"mooncake": f"127.0.0.1:{free_port()}"}) as daemon:
         put(daemon, namespace)

@@ -34,7 +34,7 @@ AHEAD_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBlocks:
     """Blocks of `part` at `places` of a region."""
 
     part: slice
@@ -47,7 +47,7 @@ class Route:
     the staging region by turns."""
 
     region: RemoteRegion
-    requests: list[Placed]
+    requests: list[PlacedBlocks]
     staged: bool
 
 
@@ -76,7 +76,7 @@ class BlockTransfer:
 
         await self._run(move)
 
-    def _take(self, route: Route, placed: Placed, response: store_pb2.BatchGetResponse, found: Flags) -> bool:
+    def _take(self, route: Route, placed: PlacedBlocks, response: store_pb2.BatchGetResponse, found: Flags) -> bool:
         """Compare the checksums of blocks that have arrived. Returns whether all were right."""
         there, link = flags_of(response.found, len(placed.places)), self._link
         checksums, places = response.checksums, placed.places[there].tobytes()
@@ -115,7 +115,7 @@ class BlockTransfer:
 
         await self._run(move)
 
-    def _give(self, route: Route, placed: Placed) -> bytes:
+    def _give(self, route: Route, placed: PlacedBlocks) -> bytes:
         """Return the checksums of blocks, which lie in the region then."""
         link, places = self._link, placed.places.tobytes()
         if not route.staged:
@@ -136,14 +136,14 @@ class BlockTransfer:
 
     def _direct(self, region: RemoteRegion, places: Numbers) -> Route:
         most = min(blocks_in_request(self._link), max(1, AHEAD_BYTES // self._link.block_bytes))
-        return Route(region, [Placed(part, places[part]) for part in parts(len(self.done), most)], False)
+        return Route(region, [PlacedBlocks(part, places[part]) for part in parts(len(self.done), most)], False)
 
     def _through(self, staging: RemoteRegion) -> Route:
         block_bytes = self._link.block_bytes
         most = min(blocks_in_request(self._link), staging.num_bytes // 2 // block_bytes)
         halves = (0, staging.num_bytes // 2)
         requests = [
-            Placed(part, copies.packed(part.stop - part.start, block_bytes) + np.uint64(halves[number % 2]))
+            PlacedBlocks(part, copies.packed(part.stop - part.start, block_bytes) + np.uint64(halves[number % 2]))
             for number, part in enumerate(parts(len(self.done), most))
         ]
         return Route(staging, requests, True)
