@@ -7,7 +7,8 @@
 // address, and other kinds of sockets, are not changed. Without the variable nothing is changed.
 //
 // KVSERVICE_PEER_ADDRESS is a numeric IPv4 or IPv6 address. A connection from another address is closed as soon as it
-// is accepted, and `accept` fails with ECONNABORTED. Without the variable all connections are accepted.
+// is accepted, and `accept` fails with ECONNABORTED. `connect` to another address fails with EACCES: the peer of a
+// library may name other hosts to connect to. Without the variable all connections are allowed.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -34,7 +35,10 @@ Function* original(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
 }
 
-const char* wanted_address() { return getenv(kVariable); }
+// Nothing in the process changes the environment.
+const char* variable(const char* name) { return getenv(name); }  // NOLINT(concurrency-mt-unsafe)
+
+const char* wanted_address() { return variable(kVariable); }
 
 bool listens_nowhere() {
   const char* const wanted = wanted_address();
@@ -96,28 +100,32 @@ bool parse_address(const char* text, in6_addr& address) {
   return true;
 }
 
-bool is_wanted_peer(int fd) {
-  const char* const wanted = getenv(kPeerVariable);
+// Returns whether KVSERVICE_PEER_ADDRESS allows connections with an address.
+bool is_wanted(const sockaddr_storage& peer) {
+  const char* const wanted = variable(kPeerVariable);
   if (wanted == nullptr) return true;
-  sockaddr_storage peer{};
-  socklen_t length = sizeof(peer);
   in6_addr expected{}, found{};
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0 || !parse_address(wanted, expected))
-    return false;
   if (peer.ss_family == AF_INET6) {
-    found = reinterpret_cast<sockaddr_in6&>(peer).sin6_addr;
+    found = reinterpret_cast<const sockaddr_in6&>(peer).sin6_addr;
   } else if (peer.ss_family == AF_INET) {
     found.s6_addr[10] = found.s6_addr[11] = 0xFF;
-    memcpy(&found.s6_addr[12], &reinterpret_cast<sockaddr_in&>(peer).sin_addr, sizeof(in_addr));
+    memcpy(&found.s6_addr[12], &reinterpret_cast<const sockaddr_in&>(peer).sin_addr, sizeof(in_addr));
   } else {
     return true;  // not of the network
   }
-  return memcmp(&expected, &found, sizeof(found)) == 0;
+  return parse_address(wanted, expected) && memcmp(&expected, &found, sizeof(found)) == 0;
+}
+
+bool has_wanted_peer(int fd) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof(peer);
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) return variable(kPeerVariable) == nullptr;
+  return is_wanted(peer);
 }
 
 // Returns an accepted connection, unless its peer is not wanted.
 int checked(int fd) {
-  if (fd < 0 || is_wanted_peer(fd)) return fd;
+  if (fd < 0 || has_wanted_peer(fd)) return fd;
   close(fd);
   errno = ECONNABORTED;
   return -1;
@@ -139,6 +147,8 @@ int accept_nothing(int fd) {
 
 }  // namespace
 
+// The declarations of libc have reserved names for their parameters.
+// NOLINTBEGIN(readability-inconsistent-declaration-parameter-name)
 extern "C" {
 
 __attribute__((visibility("default"))) int bind(int fd, const sockaddr* address, socklen_t length) noexcept {
@@ -172,4 +182,17 @@ __attribute__((visibility("default"))) int accept4(int fd, sockaddr* address, so
   if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
   return checked(original<int(int, sockaddr*, socklen_t*, int)>("accept4")(fd, address, length, flags));
 }
+
+__attribute__((visibility("default"))) int connect(int fd, const sockaddr* address, socklen_t length) {
+  sockaddr_storage target{};
+  if (address != nullptr && length <= sizeof(target) && is_internet_stream(fd)) {
+    memcpy(&target, address, length);
+    if (!is_wanted(target)) {
+      errno = EACCES;
+      return -1;
+    }
+  }
+  return original<int(int, const sockaddr*, socklen_t)>("connect")(fd, address, length);
 }
+}
+// NOLINTEND(readability-inconsistent-declaration-parameter-name)

@@ -88,7 +88,8 @@ class Transfers:
             peer = self._config.transfer_address  # a client on this host
         if ":" in peer or not peer:
             raise TransferFailedError(f"{peer or 'a unix socket'} is no IPv4 address, to which engines connect")
-        endpoint = Endpoint(self._config.transfer_address, self._config.transfer_protocol, calls=True)
+        # The engine of the client may name any host for the data, and this one connects to `peer` only.
+        endpoint = Endpoint(self._config.transfer_address, self._config.transfer_protocol, peer=peer, calls=True)
         self.count += 1
         try:
             process = await asyncio.to_thread(

@@ -1,7 +1,9 @@
-"""The process of the engine: `python -m kvservice.transfer.child CONTROL MEMORY NUM_BYTES HOST LISTEN PROTOCOL SHARED`.
+"""The process of the engine: `python -m kvservice.transfer.child` with the arguments CONTROL LIFE MEMORY NUM_BYTES HOST
+LISTEN PROTOCOL SHARED.
 
-It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL until that ends.
-With SHARED the memory is registered, so that engines on other hosts can read and write it.
+It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL. When the other
+end of the pipe LIFE is closed, the kernel kills it, also while the engine waits for a peer. With SHARED the memory is
+registered, so that engines on other hosts can read and write it.
 
     ◀─ {"segment", "address"}     first of all: the name of this engine, and the address of its memory
     ◀─ {"failed"}                 in place of that: why there is no engine
@@ -12,9 +14,11 @@ With SHARED the memory is registered, so that engines on other hosts can read an
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import select
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -108,8 +112,18 @@ def _open(engine: Any, host: str, listens_at: str, network: str, address: int, s
     return ""
 
 
+def _live_until_closed(pipe: int) -> None:
+    """Let the kernel kill this process when nobody has the other end of a pipe any more."""
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, int(signal.SIGKILL))
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    if select.select([pipe], [], [], 0)[0]:  # it was closed before
+        os._exit(1)
+
+
 def main() -> None:
-    control_fd, memory_fd, num_bytes, host, listens_at, network, shared = sys.argv[1:]
+    control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared = sys.argv[1:]
+    _live_until_closed(int(life))
     control = socket.socket(fileno=int(control_fd))
     mapping = mmap.mmap(int(memory_fd), int(num_bytes))
     os.close(int(memory_fd))

@@ -31,8 +31,8 @@ def is_installed() -> bool:
 @dataclass(frozen=True)
 class Endpoint:
     """Where an engine listens: on `host`, a numeric address, at two ports from `first_port` to `last_port`; 0 and 0:
-    at any. It accepts connections from the address `peer` only; empty: from everybody. An engine that only `calls`
-    does not listen. `protocol` is "tcp" or "rdma"."""
+    at any. It has connections with the address `peer` only; empty: with everybody. An engine that only `calls` does
+    not listen. `protocol` is "tcp" or "rdma"."""
 
     host: str
     protocol: str = "tcp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -40,12 +41,18 @@ class TransferProcess:
         self._numbers = itertools.count(1)
         self._outcomes: dict[int, bool] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        life, held = os.pipe()
+        # Until this end is closed, by `kill` or because this process has ended, the engine's process lives.
+        self._life = os.fdopen(held, "wb", buffering=0)
         try:
             with theirs:
-                self._process = _start(theirs, memory_fd, num_bytes, endpoint, shared)
+                self._process = _start(theirs, life, memory_fd, num_bytes, endpoint, shared)
         except OSError as error:
             ours.close()
+            self._life.close()
             raise TransferFailedError(f"the transfer engine cannot be started: {error}") from None
+        finally:
+            os.close(life)
         self._control = ours
         try:
             hello = self._receive(time.monotonic() + START_S)
@@ -95,6 +102,7 @@ class TransferProcess:
         """End the process. Its memory is no longer mapped there when it is gone, which a thread waits for."""
         self._process.kill()
         self._control.close()
+        self._life.close()
         threading.Thread(target=self._process.wait, name="kvservice-transfer-end", daemon=True).start()
 
     def _receive(self, deadline: float) -> dict[str, Any]:
@@ -111,14 +119,14 @@ class TransferProcess:
 
 
 def _start(
-    theirs: socket.socket, memory_fd: int, num_bytes: int, endpoint: Endpoint, shared: bool
+    theirs: socket.socket, life: int, memory_fd: int, num_bytes: int, endpoint: Endpoint, shared: bool
 ) -> subprocess.Popen[bytes]:
     """Start the process in a session of its own, so that signals of a terminal do not reach it."""
     where = (endpoint.name, endpoint.listens_at, endpoint.protocol)
-    arguments = (theirs.fileno(), memory_fd, num_bytes, *where, int(shared))
+    arguments = (theirs.fileno(), life, memory_fd, num_bytes, *where, int(shared))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "kvservice.transfer.child", *map(str, arguments)],
-        pass_fds=(theirs.fileno(), memory_fd),
+        pass_fds=(theirs.fileno(), life, memory_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -123,7 +123,8 @@ def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, pres
         given.update(arguments)
         raise KVServiceError("that is all")
 
-    monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run))  # the real module imports torch
+    # The real module imports torch.
+    monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run, run_tiers=None))
     monkeypatch.setattr("kvservice.cli._reexec_with", lambda environment: None)
     environ = {"KVSERVICE_TLS_CA": str(ca), "KVSERVICE_TOKEN_FILE": str(presented)}
     assert kvservice("demo", "--address", "example:1", **environ).output == "Error: that is all\n"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import signal
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,13 +39,47 @@ class Side:
         try:
             os.ftruncate(descriptor, num_bytes)
             self.bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
-            endpoint = Endpoint(LOOPBACK, peer=peer) if shared else Endpoint(LOOPBACK, calls=True)
+            endpoint = Endpoint(LOOPBACK, peer=peer) if shared else Endpoint(LOOPBACK, peer=peer, calls=True)
             self.process = TransferProcess(descriptor, num_bytes, endpoint, shared=shared)
         finally:
             os.close(descriptor)
 
     def move(self, operation: Operation, other: TransferProcess, *ranges: Range, timeout_s: float = 60.0) -> None:
         self.process.wait(self.process.start(operation, other.segment, other.address, ranges), timeout_s)
+
+
+class LyingPeer:
+    """An engine's peer that names another place for the data of its memory, as Mooncake's handshake allows."""
+
+    address = 1 << 20
+
+    def __init__(self, data_host: str, data_port: int, num_bytes: int) -> None:
+        self._server = socket.create_server((LOOPBACK, 0))
+        self.segment = f"{LOOPBACK}:{self._server.getsockname()[1]}"
+        buffer = {"addr": self.address, "length": num_bytes, "name": self.segment}
+        answer = {
+            "buffers": [buffer],
+            "name": self.segment,
+            "protocol": "tcp",
+            "rdma_server_name": "",
+            "tcp_data_host": data_host,
+            "tcp_data_port": data_port,
+            "tcp_proto_version": 2,
+            "timestamp": "2026-01-01 00:00:00.000000",
+        }
+        self._answer = b"\1" + json.dumps(answer).encode() + b"\n"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                with self._server.accept()[0] as connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(struct.pack("<Q", len(self._answer)) + self._answer)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
 
 
 @contextlib.contextmanager

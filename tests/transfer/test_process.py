@@ -7,10 +7,12 @@ import random
 import signal
 import socket
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from transfer_rig import LOOPBACK, Side, frozen, is_gone, listening, sides
+from transfer_rig import LOOPBACK, LyingPeer, Side, frozen, is_gone, listening, sides
 from waiting import until
 
 pytest.importorskip("mooncake.engine")
@@ -19,6 +21,16 @@ from kvservice.errors import TransferFailedError
 from kvservice.transfer import READ, WRITE, Endpoint, Range, TransferProcess
 
 NUM_BYTES = 4 << 20
+# Starts an engine, prints the id of its process, and waits.
+STARTER = """
+import os, signal
+from kvservice.transfer import Endpoint, TransferProcess
+descriptor = os.memfd_create("side")
+os.ftruncate(descriptor, 4096)
+process = TransferProcess(descriptor, 4096, Endpoint("127.0.0.1"), shared=True)
+print(process.pid, flush=True)
+signal.pause()
+"""
 # How long a transfer may take that cannot end. The tests do not depend on it.
 SHORT_S = 0.3
 
@@ -72,6 +84,50 @@ def test_connections_from_other_addresses_are_refused() -> None:
     finally:
         near.process.kill()
         far.process.kill()
+
+
+def test_an_engine_connects_to_its_peer_only() -> None:
+    far, near = Side(4096, shared=True), Side(4096, shared=False, peer="127.0.0.3")
+    far.bytes[:] = 7
+    try:
+        with pytest.raises(TransferFailedError):
+            near.move(READ, far.process, Range(0, 0, 4096))
+        assert not near.bytes.any()
+    finally:
+        near.process.kill()
+        far.process.kill()
+
+
+@pytest.mark.parametrize("data_host", ["127.0.0.2", LOOPBACK])
+def test_a_peer_cannot_send_an_engine_to_another_host(data_host: str) -> None:
+    near = Side(4096, shared=False)
+    with socket.create_server((data_host, 0)) as other:
+        peer = LyingPeer(data_host, other.getsockname()[1], 4096)
+        try:
+            ticket = near.process.start(WRITE, peer.segment, peer.address, [Range(0, 0, 4096)])
+            if data_host == LOOPBACK:  # the peer's own host
+                other.accept()[0].close()
+            with pytest.raises(TransferFailedError):
+                near.process.wait(ticket, 60.0)
+            if data_host != LOOPBACK:
+                other.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    other.accept()
+        finally:
+            near.process.kill()
+            peer.close()
+
+
+def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_frozen() -> None:
+    started = subprocess.Popen([sys.executable, "-P", "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    engine = int(started.stdout.readline())
+    os.kill(engine, signal.SIGSTOP)
+    started.kill()
+    started.wait()
+    started.stdout.close()
+    until(lambda: is_gone(engine))
+    assert is_gone(engine)
 
 
 def test_memory_that_is_not_registered_is_out_of_reach() -> None:
