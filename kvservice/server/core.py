@@ -23,6 +23,7 @@ from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.saved import SavedFiles, SessionFiles
 from kvservice.server.clock import Clock
+from kvservice.server.private_folders import private_folder
 from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.server_session import SessionMemory
 from kvservice.server.server_store import ServerStore, open_store
@@ -181,11 +182,12 @@ def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], fl
         return None
     folder = Path(config.disk) / "sessions"
     try:
-        files = SavedFiles(folder, int(config.disk_sessions_gib * GIB), wall)
+        files = SavedFiles(private_folder(folder), int(config.disk_sessions_gib * GIB), wall)
     except BlockingIOError:
         raise InvalidArgumentError(f"{folder} is in use by another daemon", field="disk") from None
     except OSError as error:
-        raise InvalidArgumentError(f"the sessions there cannot be used: {error}", field="disk") from None
+        where = error.filename or folder
+        raise InvalidArgumentError(f"{where} cannot be used: {error.strerror}", field="disk") from None
     layout = config.layout
     return SessionFiles(files, device, layout.block_size, layout.block_bytes, content_identity(config), wall)
 

@@ -9,6 +9,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.mooncake import open_mooncake
+from kvservice.server.private_folders import private_folder
 from kvservice.store import BlockStore
 from kvservice.tiers import DiskOptions, DiskTier, LateTier, LowerTier, TierChain, TierError, WritePolicy
 
@@ -39,7 +40,7 @@ def _disk(config: ServeConfig, memory: SealedMemory) -> LowerTier:
     """Raises TierError, also while another process has the directory."""
     directory = Path(config.disk) / "values"
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
+        private_folder(directory)
     except OSError as error:
         raise TierError(f"{directory}: {error.strerror}") from None
     options = DiskOptions(directory, int(config.disk_gib * GIB), num_threads=config.disk_threads)
