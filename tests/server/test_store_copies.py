@@ -25,7 +25,7 @@ from kvservice.errors import (
     RegionShrunkError,
     UnknownReservationError,
 )
-from kvservice.server.region import RegionTotals
+from kvservice.server.region import HOST, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.scatter import Places
 from kvservice.server.store_calls import StoreCalls
@@ -70,7 +70,7 @@ class FakeRegions:
     def host_region(self, _: str, __: str) -> Iterator[Any]:
         self.users += 1
         try:
-            yield SimpleNamespace(byte_size=1 << 20)
+            yield SimpleNamespace(reach=1 << 20, kind=HOST)
         finally:
             self.users -= 1
 
@@ -80,7 +80,7 @@ class Calls:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.copies, self.regions = rig, SlowCopies(), FakeRegions()
-        server: Any = SimpleNamespace(blocks=rig.store, copies=self.copies)
+        server: Any = SimpleNamespace(blocks=rig.store, copies=self.copies, chain=None)
         self.copying, self.others = StoreCopyCalls(ServeConfig(), server), StoreCalls(server)
         self.own = SessionStore(rig.store, "", 1)
         self.namespace_id, self.namespace = self.own.open(identity())
