@@ -28,10 +28,12 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_imports_are_plain(path: Path) -> None:
-    """It imports NumPy, the standard library, the errors, the extension and its own modules, but not torch, protobuf or
+    """It imports NumPy, the standard library, the errors, chain hashes, the extension and its own modules, but not torch, protobuf or
     grpc."""
     for name in imported(path):
-        ours = name in {"kvservice._ext", "kvservice.errors"} or name.startswith("kvservice.blocks")
+        ours = name in {"kvservice._ext", "kvservice.chain_hash", "kvservice.errors"} or name.startswith(
+            "kvservice.blocks"
+        )
         assert ours or name.split(".")[0] in {"numpy", *sys.stdlib_module_names}, f"{path.name} imports {name}"
 
 

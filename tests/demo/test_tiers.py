@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,11 +76,12 @@ def test_blocks_that_are_lost_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     """The second daemon finds the saved session, but no values."""
     started: list[str] = []
 
-    def with_other_weights(**options: Any) -> Daemon:
+    def without_values(**options: Any) -> Daemon:
         started.append(options["disk"])
-        return Daemon(**options | {"weights": f"demo {len(started)}"})
+        shutil.rmtree(Path(options["disk"]) / "values", ignore_errors=True)
+        return Daemon(**options)
 
-    monkeypatch.setattr("kvservice.demo.tiers.Daemon", with_other_weights)
+    monkeypatch.setattr("kvservice.demo.tiers.Daemon", without_values)
     result = play()
     assert started[0] == started[1]
     assert result.tokens_match

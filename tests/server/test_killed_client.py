@@ -149,7 +149,7 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
 
     table = CallTable(["extend"], numpy_zeros)
     sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
-    session: Any = SimpleNamespace(session_id=1)
+    session: Any = SimpleNamespace(session_id=1, begin_call=lambda: None)
     dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None, lambda: None)
 
     async def cut_off() -> None:

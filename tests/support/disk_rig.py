@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import os
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -103,3 +104,8 @@ async def opened(settings: DiskOptions) -> AsyncIterator[Disk]:
         yield disk
     finally:
         await disk.tier.close()
+
+
+def with_modules_of(script: str) -> str:
+    """Return the PYTHONPATH of a child that runs a script of the tests, and kvservice as this process has it."""
+    return os.pathsep.join(filter(None, [str(Path(script).parent), os.environ.get("PYTHONPATH")]))

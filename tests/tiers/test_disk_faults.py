@@ -15,7 +15,7 @@ from typing import Any
 
 import disk_faulty
 import pytest
-from disk_rig import SECTOR, SLAB_BYTES, Disk, opened, options, space
+from disk_rig import SECTOR, SLAB_BYTES, Disk, opened, options, space, with_modules_of
 
 HERE = Path(__file__).parent
 
@@ -33,7 +33,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(faults: Path, directory: Path, per_mille: tuple[int, ...], **environment: str) -> dict[str, Any]:
     seed = random.SystemRandom().randrange(2**32)
-    path = os.pathsep.join(map(str, [HERE.parent.parent, Path(disk_faulty.__file__).parent]))
+    path = with_modules_of(disk_faulty.__file__)
     child = subprocess.run(
         [sys.executable, "-P", disk_faulty.__file__, directory, str(seed), *map(str, per_mille)],
         env=os.environ | {"LD_PRELOAD": str(faults), "PYTHONPATH": path} | environment,

@@ -13,7 +13,7 @@ from random import Random
 
 import disk_writer
 import pytest
-from disk_rig import opened, options, space
+from disk_rig import opened, options, space, with_modules_of
 
 KILLS = int(os.environ.get("KVSERVICE_DISK_KILLS", "4"))
 
@@ -45,7 +45,12 @@ class Expected:
 def kill_a_writer(directory: Path, num_slabs: int, seed: int, num_lines: int, expected: Expected) -> None:
     """Kill it when it has printed so many lines, and take what it printed into account."""
     command = [sys.executable, "-P", disk_writer.__file__, str(directory), str(num_slabs), str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path()}) as child:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": with_modules_of(disk_writer.__file__)},
+    ) as child:
         assert child.stdout is not None
         for _ in range(num_lines):
             expected.see(child.stdout.readline())
@@ -53,10 +58,6 @@ def kill_a_writer(directory: Path, num_slabs: int, seed: int, num_lines: int, ex
         for line in child.stdout:
             if line.endswith("\n"):
                 expected.see(line)
-
-
-def path() -> str:
-    return os.pathsep.join(map(str, [Path(__file__).parent.parent.parent, Path(disk_writer.__file__).parent]))
 
 
 async def found(directory: Path, num_slabs: int) -> set[Value]:

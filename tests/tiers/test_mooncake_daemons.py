@@ -28,6 +28,7 @@ NUMBERS = range(10)
 NUM_PROMPT_BLOCKS = 8
 WRITTEN = 'kvservice_tier_values_written_total{tier="mooncake"}'
 READ = 'kvservice_tier_values_read_total{tier="mooncake"}'
+OPEN = 'kvservice_tier_state{state="open",tier="mooncake"}'
 CLIENT = "-m kvservice.mooncake "
 
 
@@ -182,7 +183,7 @@ def test_a_daemon_without_the_library_does_not_start(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "kvservice", "serve", "--no-keeper", "--unix-socket", str(tmp_path / "s")]
     command += ["--http-address", "", "--num-blocks", "8", "--num-layers", "1", "--store-gib", "0.03125"]
     command += ["--mooncake", f"127.0.0.1:{free_port()}"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
     )
