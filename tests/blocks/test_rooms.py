@@ -28,8 +28,8 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_imports_are_plain(path: Path) -> None:
-    """It imports NumPy, the standard library, the errors, chain hashes, the extension and its own modules, but not torch, protobuf or
-    grpc."""
+    """It imports NumPy, the standard library, the errors, the extension, the chain hashes and its own modules, but not
+    torch, protobuf or grpc."""
     for name in imported(path):
         ours = name in {"kvservice._ext", "kvservice.chain_hash", "kvservice.errors"} or name.startswith(
             "kvservice.blocks"
