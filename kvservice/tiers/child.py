@@ -73,7 +73,7 @@ class Child:
     async def ask(self, request: Callable[[int], MooncakeRequest], limit_s: float) -> bytes:
         """Send a request, which is made from its id, and return the body of its reply. If there is none in time, the
         process is killed. Raises TierError. A cancelled call ends no sooner."""
-        if self.has_ended:
+        if self.has_ended or self._writer.is_closing():  # uvloop raises RuntimeError for a write after that
             raise TierError(f"the process {self._reason}")
         request_id = next(self._ids)
         reply = self._expect(request_id)
