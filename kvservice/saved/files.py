@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +93,13 @@ class SavedFiles:
         self._wall = wall
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # It can be called twice: a closed descriptor may already be that of another file.
+        self.close = weakref.finalize(self, os.close, lock)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._lock)
+            self.close()
             raise
         self._entries: dict[str, FileEntry] = {}
         self._reserved_bytes = 0
@@ -184,9 +187,6 @@ class SavedFiles:
         """Return the names of the files whose time is over."""
         now = self._wall()
         return [name for name, entry in self._entries.items() if entry.expires_at <= now]
-
-    def close(self) -> None:
-        os.close(self._lock)
 
 
 def read_header(file: DirectFile) -> FileHeader:
