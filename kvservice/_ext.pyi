@@ -365,7 +365,8 @@ def match_hashes(index: dict[bytes, int], hashes: list[bytes], limit: int, ref_c
     them have a ref_count int32[num_blocks] above 0)."""
 
 class DiskStats:
-    """Counts since the start, but for `num_values`, `used_bytes`, `num_broken` and `capacity_bytes`."""
+    """Counts since the start, but for `num_values`, `used_bytes`, `broken_bytes`, `capacity_bytes`, `reads_fail` and
+    `writes_fail`."""
 
     @property
     def state(self) -> str:
@@ -380,8 +381,8 @@ class DiskStats:
     @property
     def used_bytes(self) -> int: ...
     @property
-    def num_broken(self) -> int:
-        """Slots that are not used again, because a write of theirs failed."""
+    def broken_bytes(self) -> int:
+        """Room whose last write failed. It is tried again later."""
     @property
     def evicted(self) -> int: ...
     @property
@@ -407,10 +408,11 @@ class DiskStats:
     def errors(self) -> int:
         """Reads and writes that failed."""
     @property
-    def read_errors_in_row(self) -> int:
-        """Reads that failed since the last one that did not."""
+    def reads_fail(self) -> bool:
+        """Whether so many reads in a row failed that it is the disk."""
     @property
-    def write_errors_in_row(self) -> int: ...
+    def writes_fail(self) -> bool:
+        """The same of writes. Then each put writes one value at most, as a probe; the others are refused."""
 
 class DiskFiles:
     """Values in files in a directory, for one event loop. csrc/disk/format.h specifies the files.

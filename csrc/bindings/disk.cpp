@@ -118,7 +118,7 @@ void define_disk(py::module_& m) {
       .def_readonly("capacity_bytes", &Stats::capacity_bytes)
       .def_property_readonly("num_values", [](const Stats& stats) { return stats.counts.num_values; })
       .def_property_readonly("used_bytes", [](const Stats& stats) { return stats.counts.used_bytes; })
-      .def_property_readonly("num_broken", [](const Stats& stats) { return stats.counts.broken; })
+      .def_property_readonly("broken_bytes", [](const Stats& stats) { return stats.counts.broken_bytes; })
       .def_property_readonly("evicted", [](const Stats& stats) { return stats.counts.evicted; })
       .def_property_readonly("removed", [](const Stats& stats) { return stats.counts.removed; })
       .def_property_readonly("corrupt", [](const Stats& stats) { return stats.counts.corrupt; })
@@ -129,8 +129,8 @@ void define_disk(py::module_& m) {
       .def_readonly("refused", &Stats::refused)
       .def_readonly("dropped", &Stats::dropped)
       .def_readonly("errors", &Stats::errors)
-      .def_readonly("read_errors_in_row", &Stats::read_errors_in_row)
-      .def_readonly("write_errors_in_row", &Stats::write_errors_in_row);
+      .def_readonly("reads_fail", &Stats::reads_fail)
+      .def_readonly("writes_fail", &Stats::writes_fail);
   const py::arg digest("digest"), value_bytes("value_bytes"), keys("keys"), offsets("offsets");
   py::class_<DiskFiles>(m, "DiskFiles")
       .def(py::init(&make_files), py::arg("directory"), py::arg("capacity_bytes"), py::arg("slab_bytes"),

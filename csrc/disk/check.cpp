@@ -25,6 +25,11 @@ void DiskIndex::check_slab(const Slab& slab) const {
     expect(slot.slab == slab.number, "a slot has another slab");
     const bool idle = slot.state == SlotState::kFree || (slot.state == SlotState::kStored && slot.pins == 0);
     expect(slot.busy == !idle, "a slot is busy or is not");
+    if (slot.state == SlotState::kBroken) expect(slab.size_class->broken.contains(slot), "a slot is never tried again");
+    if (slot.state == SlotState::kFailed) {
+      const auto sector = static_cast<uint32_t>(1 + i / kSectorRecords);
+      expect(failed_.count(place_of(slab.number, sector)) == 1, "a record is never written again");
+    }
     if (slot.state == SlotState::kStored && slot.pins == 0) {
       expect(slab.size_class->evictable.contains(slot), "a value cannot be evicted");
     }
@@ -35,7 +40,7 @@ void DiskIndex::check_slab(const Slab& slab) const {
 
 void DiskIndex::check() const {
   std::map<const SizeClass*, int64_t> free, slots, coming;
-  int64_t stored = 0;
+  int64_t stored = 0, broken_bytes = 0;
   for (const Slab& slab : slabs_) {
     if (slab.state == SlabState::kUnused) continue;
     check_slab(slab);
@@ -43,13 +48,16 @@ void DiskIndex::check() const {
       const SlotState state = slab.slots[i].state;
       if (state == SlotState::kStored) ++stored;
       if (state == SlotState::kInvalidating || state == SlotState::kInvalid) ++coming[slab.size_class];
+      if (state == SlotState::kBroken || state == SlotState::kFailed) broken_bytes += slab.size_class->stride;
     }
-    if (slab.state == SlabState::kBroken) continue;
     slots[slab.size_class] += slab.num_slots;
-    if (slab.state == SlabState::kAssigning) coming[slab.size_class] += slab.num_slots;
+    const bool failed = failed_.count(place_of(slab.number, 0)) == 1;
+    if (failed) broken_bytes += geometry_.slab_bytes;
+    if (slab.state == SlabState::kAssigning && !failed) coming[slab.size_class] += slab.num_slots;
     if (slab.state == SlabState::kInUse) free[slab.size_class] += slab.num_slots - slab.num_used;
   }
   expect(stored == counts_.num_values, "the number of values is wrong");
+  expect(broken_bytes == counts_.broken_bytes, "the room that failed is wrong");
   for (const auto& [stride, size_class] : classes_) {
     expect(slots[&size_class] == size_class.num_slots, "the number of slots is wrong");
     expect(coming[&size_class] == size_class.num_coming, "the number of slots to come is wrong");

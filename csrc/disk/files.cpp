@@ -96,6 +96,7 @@ uint64_t DiskFiles::put(const SpaceName& space, std::string keys, std::vector<ui
   } else {
     dropped_ += all - accepted;
   }
+  if (accepted > 0 && writes_fail()) begin_probe(stride_of(space.num_bytes));
   operation->remaining = accepted;
   for (size_t i = 0; i < accepted; ++i) writes_.push_back({operation, i});
   if (accepted == 0) complete(operation);
@@ -174,8 +175,8 @@ Stats DiskFiles::stats() {
   stats.refused = refused_;
   stats.dropped = dropped_;
   stats.errors = errors_;
-  stats.read_errors_in_row = read_errors_in_row_;
-  stats.write_errors_in_row = write_errors_in_row_;
+  stats.reads_fail = read_errors_in_row_ >= kMostErrorsInRow;
+  stats.writes_fail = writes_fail();
   return stats;
 }
 

@@ -25,6 +25,9 @@
 
 namespace kvservice::disk {
 
+// So many reads or writes in a row fail only if the disk does.
+constexpr uint64_t kMostErrorsInRow = 8;
+
 struct Options {
   std::string directory;
   int64_t capacity_bytes;
@@ -45,7 +48,7 @@ struct Stats {
   IndexCounts counts;
   uint64_t read_values, read_bytes, written_values, written_bytes;
   uint64_t refused, dropped, errors;
-  uint64_t read_errors_in_row, write_errors_in_row;  // since the last one without an error
+  bool reads_fail, writes_fail;  // the last ones, so that it is not a single value's fault
 };
 
 enum class Kind { kGet, kPut, kRemove, kClear };
@@ -150,6 +153,8 @@ class DiskFiles {
   void answer(Slot& slot, bool stored);
   void requeue_waiting();
   void count_errors(bool done, uint64_t& errors_in_row);
+  bool writes_fail() const;
+  void begin_probe(int64_t stride);
   Place place_of(const Slot& slot, const Task& task) const;
   static bool read_value(Worker& worker, const Place& place);
   static bool write_value(Worker& worker, const Place& place);
@@ -181,7 +186,9 @@ class DiskFiles {
   std::atomic<bool> stopping_{false};
   uint64_t read_values_ = 0, read_bytes_ = 0, written_values_ = 0, written_bytes_ = 0;
   uint64_t refused_ = 0, dropped_ = 0, errors_ = 0;
-  uint64_t read_errors_in_row_ = 0, write_errors_in_row_ = 0;
+  uint64_t read_errors_in_row_ = 0, value_errors_in_row_ = 0, record_errors_in_row_ = 0;
+  uint64_t num_probes_ = 0;
+  bool probe_due_ = false;  // one value may be written to a disk whose writes fail
 
   std::atomic<uint32_t> next_slab_{0};
   int num_recovering_ = 0;

@@ -4,6 +4,12 @@
 #include <limits>
 
 namespace kvservice::disk {
+namespace {
+
+// So many values are written for one slot that is tried again: a slot that fails for ever costs little.
+constexpr uint64_t kMendEvery = 16;
+
+}  // namespace
 
 DiskIndex::DiskIndex(const Geometry& geometry, uint64_t seed)
     : geometry_(geometry), random_(seed), hash_(random_(), random_()), slabs_(static_cast<size_t>(geometry.num_slabs)) {
@@ -60,13 +66,14 @@ Slot* DiskIndex::pin(const SpaceName& name, const Key& key) {
 }
 
 void DiskIndex::unpin(Slot& slot, Read outcome) {
-  if (outcome != Read::kRight) {
-    if (outcome == Read::kCorrupt) ++counts_.corrupt;
-    if (outcome == Read::kFailed) slot.unusable = true;
-    if (slot.state == SlotState::kStored) {
-      forget(slot);
-      invalidate(slot);
-    }
+  const bool failed = outcome == Read::kFailed;
+  const bool lost = failed && slot.doubtful && !read_failed_;
+  slot.doubtful = read_failed_ = failed;
+  if (outcome == Read::kCorrupt) ++counts_.corrupt;
+  if (lost) slot.unusable = true;
+  if ((lost || outcome == Read::kCorrupt) && slot.state == SlotState::kStored) {
+    forget(slot);
+    invalidate(slot);
   }
   if (--slot.pins > 0) return;
   if (slot.state == SlotState::kStored) {
@@ -78,7 +85,7 @@ void DiskIndex::unpin(Slot& slot, Read outcome) {
   }
 }
 
-Begin DiskIndex::begin_put(const SpaceName& name, const Key& key, uint64_t value_checksum) {
+Begin DiskIndex::begin_put(const SpaceName& name, const Key& key, uint64_t value_checksum, bool ahead) {
   if (Slot* slot = find(name, key)) {
     if (slot->state != SlotState::kStored) return {Begun::kBeingWritten, slot};
     if (slot->pins == 0) {
@@ -89,7 +96,9 @@ Begin DiskIndex::begin_put(const SpaceName& name, const Key& key, uint64_t value
     return {Begun::kPresent, slot};
   }
   SizeClass& size_class = class_of(stride_of(name.num_bytes));
-  if (size_class.num_free == 0) make_room(size_class, std::max<int64_t>(1, reserve_of(size_class)));
+  const int64_t reserve = ahead ? reserve_of(size_class) : 0;
+  if (size_class.num_free == 0) make_room(size_class, std::max<int64_t>(1, reserve));
+  if (size_class.num_free == 0 && size_class.num_coming == 0) mend(size_class);
   if (size_class.num_free == 0) return {size_class.num_coming > 0 ? Begun::kWait : Begun::kNoRoom, nullptr};
   const uint32_t space = make_space(name);
   const uint64_t hash = hash_(key, space);
@@ -99,17 +108,19 @@ Begin DiskIndex::begin_put(const SpaceName& name, const Key& key, uint64_t value
   slot.value_checksum = value_checksum;
   slot.used = ++tick_;
   slot.space = space;
+  slot.doubtful = false;
   slot.state = SlotState::kWriting;
   set_busy(slot);
   ++slab_of(slot).sector_of(slot).num_writing;
   table_.insert(hash, slot);
   ++spaces_.at(space).num_slots;
-  make_room(size_class, reserve_of(size_class));
+  make_room(size_class, reserve);
   return {Begun::kBegun, &slot};
 }
 
 bool DiskIndex::end_write(Slot& slot, bool written) {
   Slab& slab = slab_of(slot);
+  SizeClass& size_class = *slab.size_class;
   Sector& sector = slab.sector_of(slot);
   --sector.num_writing;
   const auto number = static_cast<uint32_t>(&sector - slab.sectors.data());
@@ -124,6 +135,7 @@ bool DiskIndex::end_write(Slot& slot, bool written) {
     mark(slab, number);
   }
   if (sector.dirty) queue(slab, number);
+  if (written && ++num_written_ % kMendEvery == 0) mend(size_class);
   return written && !dropped;
 }
 

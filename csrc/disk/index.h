@@ -14,6 +14,9 @@
 // All but the first need a write before, so that some slots of each stride are freed ahead. A value that is being read
 // is not evicted, and neither is a slab with such a value.
 //
+// Room whose write failed is tried again, one slot and one sector at a time: mend() says when. Until then nothing else
+// is evicted for it, and a slot is not used before a sector without its record is on disk.
+//
 // The writes of a sector are grouped: a sector waits while values are written whose records it will have, up to a
 // limit.
 //
@@ -66,7 +69,7 @@ struct IndexCounts {
   int64_t num_values = 0;  // stored
   int64_t used_bytes = 0;
   uint64_t evicted = 0, removed = 0, corrupt = 0;
-  int64_t broken = 0;  // slots
+  int64_t broken_bytes = 0;  // room whose last write failed
 };
 
 class DiskIndex {
@@ -88,11 +91,12 @@ class DiskIndex {
   bool contains(const SpaceName& name, const Key& key) const;
   // Returns the slot of a stored value, which has a reader until unpin(), or nullptr.
   Slot* pin(const SpaceName& name, const Key& key);
+  // A value is given up if its read fails twice, and another one did not fail in between: otherwise the disk failed.
   enum class Read { kRight, kCorrupt, kFailed };
   void unpin(Slot& slot, Read outcome);
 
-  // Reserves a slot, into which the caller writes the value.
-  Begin begin_put(const SpaceName& name, const Key& key, uint64_t value_checksum);
+  // Reserves a slot, into which the caller writes the value. Frees slots ahead, or evicts for this value only.
+  Begin begin_put(const SpaceName& name, const Key& key, uint64_t value_checksum, bool ahead = true);
   // Returns whether a record will be written: then the slot is reported by end_sector() or remove().
   bool end_write(Slot& slot, bool written);
 
@@ -112,8 +116,11 @@ class DiskIndex {
   uint64_t last_change() const { return change_; }
   // ...are on disk if the oldest change that is not is newer.
   uint64_t oldest_change() const { return outstanding_.empty() ? change_ + 1 : *outstanding_.begin(); }
-  // Sectors that could not be written are to be written again. Returns whether there are any.
-  bool retry_sectors();
+  // Sectors that could not be written are to be written again.
+  void retry_sectors();
+  // Tries again what failed first: a slot of this stride, and a sector of any. Now and then, when other writes succeed,
+  // the index does that itself.
+  void mend(int64_t stride) { mend(class_of(stride)); }
   bool has_failed_sectors() const { return !failed_.empty(); }
   bool has_sectors() const { return !outstanding_.empty(); }
 
@@ -144,6 +151,7 @@ class DiskIndex {
   Slot& take_free_slot(SizeClass& size_class);
   void free_slot(Slot& slot);
   void break_slot(Slot& slot);
+  void mend(SizeClass& size_class);
   void release(Slot& slot);
   void forget(Slot& slot);
   void invalidate(Slot& slot);
@@ -154,6 +162,9 @@ class DiskIndex {
 
   void mark(Slab& slab, uint32_t number);
   void queue(Slab& slab, uint32_t number);
+  void rewrite(uint64_t place);
+  void revive(Slab& slab, uint32_t number);
+  void fail_record(Slot& slot);
   static bool is_ready(const Sector& sector);
   void encode(Slab& slab, uint32_t number, char* image, SectorWrite& write) const;
   void end_header(Slab& slab, bool written);
@@ -177,7 +188,10 @@ class DiskIndex {
   uint64_t change_ = 0;
   std::multiset<uint64_t> outstanding_;  // changes of sectors that are not on disk
   std::deque<uint64_t> queue_;           // sectors to write
-  std::vector<uint64_t> failed_;         // sectors that could not be written
+  std::set<uint64_t> failed_;            // sectors that could not be written
+  uint64_t last_mended_ = 0;             // one of them
+  uint64_t num_written_ = 0;             // values
+  bool read_failed_ = false;             // the last one
   IndexCounts counts_;
 };
 

@@ -21,8 +21,20 @@ namespace {
 
 [[noreturn]] void fail(const std::string& path, int error) { fail(path, std::generic_category().message(error)); }
 
+// Returns a file without a descriptor, and errno, if there is none or the flags are not supported. What a link names is
+// never opened, and a pipe is not waited for.
+File try_open(const std::string& path, int flags) {
+  File file(open(path.c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (file.fd() < 0 && (errno == ENOENT || errno == EINVAL)) return file;
+  const bool is_other = file.fd() < 0 && (errno == ELOOP || errno == ENXIO || errno == EISDIR);
+  struct stat status{};
+  if (!is_other && (file.fd() < 0 || fstat(file.fd(), &status) != 0)) fail(path, errno);
+  if (is_other || !S_ISREG(status.st_mode)) fail(path, "is not a regular file");
+  return file;
+}
+
 File open_file(const std::string& path, int flags) {
-  File file(open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  File file = try_open(path, flags);
   if (file.fd() < 0) fail(path, errno);
   return file;
 }
@@ -32,8 +44,8 @@ void write_meta(const std::string& directory, const Meta& meta) {
   const File file = open_file(draft, O_WRONLY | O_CREAT | O_TRUNC);
   if (write(file.fd(), &meta, sizeof(meta)) != sizeof(meta) || fsync(file.fd()) != 0) fail(draft, errno);
   if (rename(draft.c_str(), path.c_str()) != 0) fail(path, errno);
-  const File parent = open_file(directory, O_RDONLY | O_DIRECTORY);
-  if (fsync(parent.fd()) != 0) fail(directory, errno);
+  const File parent(open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (parent.fd() < 0 || fsync(parent.fd()) != 0) fail(directory, errno);
 }
 
 }  // namespace
@@ -86,7 +98,7 @@ File lock_directory(const std::string& directory) {
 int64_t open_meta(const std::string& directory, int64_t slab_bytes) {
   const std::string path = directory + "/meta";
   Meta meta = {kMetaMagic, kFormatVersion, kDataFiles, slab_bytes, 0};
-  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const File file = try_open(path, O_RDONLY);
   if (file.fd() < 0) {
     if (errno != ENOENT) fail(path, errno);
     meta.checksum = own_checksum(meta);
@@ -108,7 +120,7 @@ int64_t open_meta(const std::string& directory, int64_t slab_bytes) {
 
 File open_data(const std::string& path, bool& direct) {
   if (direct) {
-    File file(open(path.c_str(), O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, S_IRUSR | S_IWUSR));
+    File file = try_open(path, O_RDWR | O_CREAT | O_DIRECT);
     if (file.fd() >= 0) return file;
     if (errno != EINVAL) fail(path, errno);
     direct = false;

@@ -13,9 +13,28 @@ void DiskIndex::mark(Slab& slab, uint32_t number) {
   Sector& sector = slab.sectors[number];
   if (sector.num_pending < kMaxPending) ++sector.num_pending;
   if (sector.dirty) return;
+  revive(slab, number);
   sector.dirty = true;
   sector.since = ++change_;
   outstanding_.insert(sector.since);
+}
+
+// A sector that failed will be written again: its slots are to come again.
+void DiskIndex::revive(Slab& slab, uint32_t number) {
+  if (failed_.erase(place_of(slab.number, number)) == 0) return;
+  if (number == 0) {
+    counts_.broken_bytes -= geometry_.slab_bytes;
+    if (slab.size_class != nullptr) slab.size_class->num_coming += slab.num_slots;
+    return;
+  }
+  const uint32_t first = (number - 1) * kSectorRecords;
+  for (uint32_t i = first; i < first + kSectorRecords && i < slab.num_fresh; ++i) {
+    Slot& slot = slab.slots[i];
+    if (slot.state != SlotState::kFailed) continue;
+    slot.state = SlotState::kInvalidating;
+    ++slab.size_class->num_coming;
+    counts_.broken_bytes -= slab.size_class->stride;
+  }
 }
 
 bool DiskIndex::is_ready(const Sector& sector) {
@@ -83,31 +102,30 @@ void DiskIndex::end_sector(const SectorWrite& write, bool written, std::vector<R
   sector.in_flight = false;
   outstanding_.erase(outstanding_.find(write.change));
   const bool dirty = sector.dirty;
-  if (!written && !dirty) failed_.push_back(place_of(slab.number, write.sector));
+  if (!written) failed_.insert(place_of(slab.number, write.sector));
   if (write.sector == 0) {
     end_header(slab, written);
   } else {
     for (const auto& [slot, before] : write.slots) end_record(*slot, before, written, recorded);
   }
-  if (dirty) queue(slab, write.sector);
+  if (!dirty) return;
+  revive(slab, write.sector);
+  queue(slab, write.sector);
 }
 
 void DiskIndex::end_header(Slab& slab, bool written) {
   SizeClass* size_class = slab.size_class;
-  if (slab.state != SlabState::kAssigning) return;  // a failed one was written again
-  slab.state = written ? SlabState::kInUse : SlabState::kBroken;
+  if (size_class != nullptr) size_class->num_coming -= slab.num_slots;
+  if (!written) {
+    counts_.broken_bytes += geometry_.slab_bytes;
+    return;
+  }
   if (size_class == nullptr) {
-    if (!written) return;
     slab.state = SlabState::kUnused;
     free_slabs_.push_back(slab.number);
     return;
   }
-  size_class->num_coming -= slab.num_slots;
-  if (!written) {
-    size_class->num_slots -= slab.num_slots;
-    counts_.broken += slab.num_slots;
-    return;
-  }
+  slab.state = SlabState::kInUse;
   size_class->num_free += slab.num_slots;
   size_class->with_room.add(slab);
   slab.newest = ++tick_;
@@ -116,7 +134,10 @@ void DiskIndex::end_header(Slab& slab, bool written) {
 
 void DiskIndex::end_record(Slot& slot, SlotState before, bool written, std::vector<Recorded>& recorded) {
   if (before == SlotState::kInvalidating) {
-    if (!written) slot.unusable = true;
+    if (!written) {
+      --class_of(slot).num_coming;
+      return fail_record(slot);
+    }
     slot.state = SlotState::kInvalid;
     if (slot.pins == 0) release(slot);
     return;
@@ -126,20 +147,25 @@ void DiskIndex::end_record(Slot& slot, SlotState before, bool written, std::vect
     store(slot);
   } else {
     forget(slot);
-    break_slot(slot);
+    fail_record(slot);
   }
   recorded.push_back({&slot, written});
 }
 
-bool DiskIndex::retry_sectors() {
-  const bool any = !failed_.empty();
-  for (const uint64_t place : failed_) {
-    Slab& slab = slabs_[place >> 32];
-    mark(slab, static_cast<uint32_t>(place));
-    queue(slab, static_cast<uint32_t>(place));
-  }
-  failed_.clear();
-  return any;
+void DiskIndex::fail_record(Slot& slot) {
+  slot.state = SlotState::kFailed;
+  counts_.broken_bytes += class_of(slot).stride;
+}
+
+void DiskIndex::rewrite(uint64_t place) {
+  Slab& slab = slabs_[place >> 32];
+  mark(slab, static_cast<uint32_t>(place));
+  queue(slab, static_cast<uint32_t>(place));
+}
+
+void DiskIndex::retry_sectors() {
+  const std::vector<uint64_t> places(failed_.begin(), failed_.end());
+  for (const uint64_t place : places) rewrite(place);
 }
 
 }  // namespace kvservice::disk

@@ -31,7 +31,8 @@ enum class SlotState : uint8_t {
   kStored,        // the value can be read
   kInvalidating,  // the record is to be overwritten
   kInvalid,       // the record is overwritten, but a reader is left
-  kBroken,        // a write failed
+  kFailed,        // the write of its record failed, so that the disk may have the one before or the one after
+  kBroken,        // its record on disk does not count, and its bytes could not be written or read
 };
 
 // No initializers: slots that were never used are not touched.
@@ -46,6 +47,7 @@ struct Slot {
   SlotState state;
   bool busy;      // counted in num_busy of the slab
   bool unusable;  // becomes broken instead of free
+  bool doubtful;  // its last read failed
 };
 
 // A sector of the records of a slab, or its header.
@@ -60,9 +62,8 @@ struct Sector {
 
 enum class SlabState : uint8_t {
   kUnused,
-  kAssigning,  // its header is being written
+  kAssigning,  // its header is being written, or that failed
   kInUse,
-  kBroken,  // its header could not be written
 };
 
 struct SizeClass;
@@ -95,6 +96,7 @@ struct SizeClass {
   int64_t num_free = 0;
   int64_t num_coming = 0;                         // slots that will be free when records or headers are written
   LinkedList<Slot, &Slot::links> evictable;       // stored, without readers
+  LinkedList<Slot, &Slot::links> broken;          // the oldest is tried again first
   LinkedList<Slab, &Slab::room_links> with_room;  // the newest is used first
 };
 

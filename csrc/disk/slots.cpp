@@ -123,7 +123,22 @@ void DiskIndex::free_slot(Slot& slot) {
 // It stays busy, so that its slab is not used for anything else.
 void DiskIndex::break_slot(Slot& slot) {
   slot.state = SlotState::kBroken;
-  ++counts_.broken;
+  slot.unusable = false;
+  SizeClass& size_class = class_of(slot);
+  size_class.broken.add(slot);
+  counts_.broken_bytes += size_class.stride;
+}
+
+void DiskIndex::mend(SizeClass& size_class) {
+  if (Slot* slot = size_class.broken.oldest()) {
+    size_class.broken.remove(*slot);
+    counts_.broken_bytes -= size_class.stride;
+    free_slot(*slot);
+  }
+  if (failed_.empty()) return;
+  const auto next = failed_.upper_bound(last_mended_);
+  last_mended_ = next == failed_.end() ? *failed_.begin() : *next;
+  rewrite(last_mended_);
 }
 
 // Ends a slot whose record does not count and that has no readers.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 
 #include "disk/files.h"
 
@@ -91,6 +92,8 @@ void DiskFiles::recover(Worker& worker) {
     }
   } catch (const std::bad_alloc&) {
     fail("there is no memory for the index");
+  } catch (const std::runtime_error& error) {
+    fail(error.what());
   }
   const Lock lock(mutex_);
   if (--num_recovering_ > 0 || stopping_ || state_ != State::kOpening) return;
@@ -128,9 +131,11 @@ void DiskFiles::recover_slab(Worker& worker, uint32_t slab) {
   if (right) {
     index_->recover_slab(header, list, valid);
   } else {
-    ++errors_;
     index_->discard_slab(slab);
   }
+  count_errors(right, read_errors_in_row_);
+  // Nothing is written before the tier is open, so that the next attempt finds what this one discarded.
+  if (read_errors_in_row_ >= kMostErrorsInRow) throw std::runtime_error("the disk cannot be read");
 }
 
 // Does one thing, if there is one to do.
@@ -162,7 +167,7 @@ void DiskFiles::write_sector(Worker& worker, Lock& lock) {
   lock.unlock();
   const bool done = transfer(Direction::kWrite, records_.fd(), {{image, {}}, at});
   lock.lock();
-  count_errors(done, write_errors_in_row_);
+  count_errors(done, record_errors_in_row_);
   worker.recorded.clear();
   index_->end_sector(write, done, worker.recorded);
   for (const Recorded& recorded : worker.recorded) answer(*recorded.slot, recorded.stored);
@@ -221,8 +226,15 @@ void DiskFiles::serve_put(Worker& worker, Lock& lock) {
   if (!take_task(writes_, task)) return;
   Operation& operation = *task.operation;
   const int64_t num_bytes = operation.space.num_bytes;
-  const Begin begin = index_->begin_put(operation.space, operation.key(task.i), operation.checksums[task.i]);
+  if (writes_fail() && !probe_due_) {
+    ++refused_;
+    return finish(operation, task.i, false);
+  }
+  // Nothing is freed ahead of a disk that may be failing.
+  const bool ahead = value_errors_in_row_ == 0 && record_errors_in_row_ == 0;
+  const Begin begin = index_->begin_put(operation.space, operation.key(task.i), operation.checksums[task.i], ahead);
   if (begin.status == Begun::kPresent) return finish(operation, task.i, true);
+  probe_due_ = false;  // the next one uses the room that this one may wait for
   if (begin.status == Begun::kNoRoom) {
     ++refused_;
     return finish(operation, task.i, false);
@@ -242,7 +254,7 @@ void DiskFiles::serve_put(Worker& worker, Lock& lock) {
   const bool done = write_value(worker, place);
   lock.lock();
   --num_writing_;
-  count_errors(done, write_errors_in_row_);
+  count_errors(done, value_errors_in_row_);
   if (done) {
     ++written_values_;
     written_bytes_ += static_cast<uint64_t>(num_bytes);
@@ -300,6 +312,18 @@ void DiskFiles::requeue_waiting() {
 void DiskFiles::count_errors(bool done, uint64_t& errors_in_row) {
   errors_in_row = done ? 0 : errors_in_row + 1;
   if (!done) ++errors_;
+}
+
+// Values and records are counted apart: a disk that takes one of them only stores nothing.
+bool DiskFiles::writes_fail() const {
+  return std::max(value_errors_in_row_, record_errors_in_row_) >= kMostErrorsInRow;
+}
+
+// The next value is written, though writes fail. Every other time it may take room that failed before, so that neither
+// a disk that fails for long loses its values, nor a bad place on it stops the tier.
+void DiskFiles::begin_probe(int64_t stride) {
+  probe_due_ = true;
+  if (++num_probes_ % 2 == 1) index_->mend(stride);
 }
 
 }  // namespace kvservice::disk

@@ -14,7 +14,7 @@ from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
 from kvservice.errors import InvalidArgumentError
 from kvservice.store.figures import ModelFigures
-from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, WORD_BYTES, IndexStats, KeyIndex
+from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
@@ -73,8 +73,8 @@ class StoreWatcher(Protocol):
     def stored(self, namespace: StoredNamespace, keys: bytes) -> None:
         """Note blocks that clients have stored."""
 
-    def used(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
-        """Note blocks that were read; `found` is a bitmap over the keys."""
+    def put_again(self, namespace: StoredNamespace, keys: bytes) -> None:
+        """Note blocks that were to be stored and are in memory already."""
 
 
 class BlockStore:
@@ -163,8 +163,6 @@ class BlockStore:
         if counted:
             namespace.counters.read += pinned.num_blocks
             namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
-            if self.watcher is not None and pinned.slots:
-                self.watcher.used(namespace, keys, pinned.found)
         return pinned
 
     def hold(self, namespace: StoredNamespace, keys: bytes) -> Pinned:
@@ -192,8 +190,10 @@ class BlockStore:
         statuses, slots, offsets = self._index.reserve(namespace.number, keys)
         self._report_removed()
         namespace.counters.refused += statuses.count(NO_ROOM)
-        done = np.frombuffer(statuses, np.uint8) == DONE
-        return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, done))
+        by_key = np.frombuffer(statuses, np.uint8)
+        if self.watcher is not None and PRESENT in statuses:
+            self.watcher.put_again(namespace, chosen(keys, KEY_BYTES, by_key == PRESENT))
+        return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, by_key == DONE))
 
     def commit(
         self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes, *, counted: bool = True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +32,8 @@ READY_ID: Final = 0
 class Child:
     """One child process, which runs a module. Its first reply has READY_ID.
 
-    A request ends with its reply, or after the process has ended: until then it may use the memory that it names.
+    A request ends with its reply, or after the process has ended: until then it may use the memory that it names. The
+    kernel kills the process when this one ends, even if it is frozen before its first instruction.
     """
 
     def __init__(
@@ -38,16 +41,18 @@ class Child:
     ) -> None:
         """Start the process. Its first arguments name its end of the link. Raises OSError."""
         self._link, theirs = socket.socketpair()
-        with theirs:
+        self._lifeline, lifeline = socket.socketpair()
+        with theirs, lifeline:
             link = theirs.fileno()
             # It runs in its own process session, so that signals of the daemon's terminal do not reach it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, "--link", str(link), *arguments],
-                pass_fds=[link, *descriptors],
+                pass_fds=[link, lifeline.fileno(), *descriptors],
                 env=os.environ | dict(environment),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            _kill_at_close(lifeline, self._process.pid)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._ids = itertools.count(READY_ID + 1)
         self._replies: dict[int, asyncio.Future[MooncakeReply]] = {}
@@ -124,6 +129,7 @@ class Child:
         await exited.wait()
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._lifeline.close()
         self._process.wait()
 
     def _receive(self, reply: MooncakeReply) -> None:
@@ -138,6 +144,13 @@ class Child:
         future.exception()  # nobody may wait for it
 
 
+def _kill_at_close(lifeline: socket.socket, pid: int) -> None:
+    """Let the kernel kill a process, which has this socket too, when the other end is closed. Nothing is sent there."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+
+
 class ChildKeeper:
     """Keeps a child running: it starts another one when one ends, after a pause."""
 
@@ -148,11 +161,12 @@ class ChildKeeper:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is for the log."""
+        """`name` is for the log. `clock` returns seconds."""
         self._name, self._start, self._sleep, self._clock = name, start, sleep, clock
         self._child: Child | None = None
         self._reason = "is starting"
         self._logged = ""
+        self._began_s = 0.0
         self.num_deaths = 0
         self._running: asyncio.Task[None] | None = None
         # A keeper that is dropped in this turn of the loop starts nothing: a daemon's start may fail, and try again.
@@ -172,9 +186,12 @@ class ChildKeeper:
         return "failed" if self.num_deaths or self._child is not None else "opening"
 
     async def close(self) -> None:
+        was_open = self.state == "open"
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
+        if was_open:
+            logger.info("%s is closed", self._name)
 
     def begin(self) -> None:
         self._running = asyncio.ensure_future(self._run())
@@ -182,10 +199,10 @@ class ChildKeeper:
     async def _run(self) -> None:
         pause_s = BACKOFF_MIN_S
         while True:
-            began = self._clock()
+            self._began_s = self._clock()
             self._reason = await self._live()
             self.num_deaths += 1
-            pause_s = BACKOFF_MIN_S if self._clock() - began >= STEADY_S else pause_s
+            pause_s = BACKOFF_MIN_S if self._clock() - self._began_s >= STEADY_S else pause_s
             self._log(pause_s)
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, BACKOFF_MAX_S)
@@ -210,9 +227,8 @@ class ChildKeeper:
         limit.cancel()
         if ready.exception() is None:
             self._child = child
-            if self._logged:
-                logger.info("%s runs again", self._name)
-                self._logged = ""
+            self._logged = ""
+            logger.info("%s is open after %.2f s", self._name, self._clock() - self._began_s)
 
     def _log(self, pause_s: float) -> None:
         """Log why there is no child, once for each reason until one is ready."""

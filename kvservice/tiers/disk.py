@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvservice._ext import DiskFiles
 from kvservice.tiers.errors import TierError
@@ -19,8 +20,7 @@ from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
 
 logger = logging.getLogger(__name__)
 
-# A single value that cannot be read is a miss. So many failures in a row mean that the disk fails.
-MOST_ERRORS_IN_ROW = 8
+_GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class DiskTier:
         """`memory` is the address of the block store's memory. Raises TierError if the directory is in use, or has
         files of another format."""
         self._options = options
+        self._began_s = time.monotonic()
         try:
             self._files = DiskFiles(
                 str(options.directory),
@@ -88,7 +89,7 @@ class DiskTier:
     async def get(self, space: Space, values: Values) -> GetResult:
         self._check()
         result = await self._result(self._files.get(space.digest, space.block_bytes, values.keys, values.offsets))
-        if 0 in result.found and self._files.stats().read_errors_in_row >= MOST_ERRORS_IN_ROW:
+        if 0 in result.found and self._files.stats().reads_fail:
             raise TierError("the disk cannot be read")
         return GetResult(result.found, result.checksums)
 
@@ -96,8 +97,9 @@ class DiskTier:
         self._check()
         operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)
         stored = (await self._result(operation)).found
-        if 0 in stored and self._files.stats().write_errors_in_row >= MOST_ERRORS_IN_ROW:
-            raise TierError("the disk cannot be written")
+        if 0 in stored and (stats := self._files.stats()).writes_fail:
+            broken_gib, capacity_gib = stats.broken_bytes / _GIB, stats.capacity_bytes / _GIB
+            raise TierError(f"the disk cannot be written: {broken_gib:.2f} of {capacity_gib:.2f} GiB failed")
         return stored
 
     async def remove(self, space: Space, keys: bytes) -> int:
@@ -134,7 +136,12 @@ class DiskTier:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        was_open = self._files.stats().state == "open"
         await asyncio.to_thread(self._files.close)
+        if was_open:
+            logger.info(
+                "the disk tier in %s is closed, %d values are kept", self._options.directory, self.stats().num_values
+            )
         self._loop.remove_reader(self._files.event_fd)
         self._complete()
 
@@ -154,9 +161,14 @@ class DiskTier:
         if stats.state == "opening":
             return
         self._opened.set()
-        if stats.state == "failed":
-            logger.error("the disk tier is not used: %s", self._files.problem)
-        elif not stats.direct:
+        if stats.state != "open":
+            return
+        opening_s, capacity_gib = time.monotonic() - self._began_s, stats.capacity_bytes / _GIB
+        logger.info(
+            "the disk tier in %s is open after %.2f s: %.2f GiB, %d values are found",
+            self._options.directory, opening_s, capacity_gib, stats.num_values,
+        )  # fmt: skip
+        if not stats.direct:
             logger.warning("%s: the file system has no O_DIRECT, so the page cache is used", self._options.directory)
 
     async def _result(self, operation: int) -> _Completed:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from kvservice.logs import LogBudget
 from kvservice.store import LeaseClock
@@ -20,18 +21,27 @@ MAX_PAUSE_S: Final = 30.0
 FAILED_AFTER_S: Final = 5.0
 
 
-class LateTier:
-    """The tier that `open_tier` returns, "opening" or "failed" until then. `open_tier` raises TierError."""
+class OpeningTier(LowerTier, Protocol):
+    """A tier that takes a while to open."""
 
-    def __init__(self, name: str, open_tier: Callable[[], LowerTier], clock: LeaseClock) -> None:
+    async def opened(self) -> None:
+        """Wait until values can be found. Raises TierError if the tier cannot be opened."""
+
+
+class LateTier:
+    """The tier that `open_tier` returns, "opening" or "failed" until it is open. `open_tier` raises TierError."""
+
+    def __init__(self, name: str, open_tier: Callable[[], OpeningTier], clock: LeaseClock) -> None:
         """To be called in the event loop: the first attempt is made now."""
         self.name = name
         self._open, self._clock = open_tier, clock
-        self._tier: LowerTier | None = None
+        self._tier: OpeningTier | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._began_s = clock.time()
         self._pause_s = PAUSE_S
         self._num_failures = 0
         self._is_closed = False
+        self._logged = ""
         self._log = LogBudget(logger, clock.time)
         self._attempt()
 
@@ -52,7 +62,8 @@ class LateTier:
 
     def stats(self) -> TierStats:
         if self._tier is not None:
-            return self._tier.stats()
+            stats = self._tier.stats()
+            return stats._replace(errors=stats.errors + self._num_failures)
         is_late = self._num_failures and self._clock.time() - self._began_s >= FAILED_AFTER_S
         return TierStats(self.name, state="failed" if is_late else "opening", errors=self._num_failures)
 
@@ -60,6 +71,8 @@ class LateTier:
         self._is_closed = True
         if self._tier is not None:
             await self._tier.close()
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
 
     def _opened(self) -> LowerTier:
         if self._tier is None:
@@ -72,7 +85,25 @@ class LateTier:
         try:
             self._tier = self._open()
         except TierError as error:
-            self._num_failures += 1
+            self._fail(error)
+        else:
+            self._opening = asyncio.ensure_future(self._await_opened(self._tier))
+
+    async def _await_opened(self, tier: OpeningTier) -> None:
+        try:
+            await tier.opened()
+        except TierError as error:
+            self._tier = None
+            await tier.close()
+            self._fail(error)
+
+    def _fail(self, error: TierError) -> None:
+        """Log each reason once, and try again after a pause."""
+        if self._is_closed:
+            return
+        self._num_failures += 1
+        if str(error) != self._logged:
             self._log.write(logging.WARNING, "the tier %s cannot be opened, trying again: %s", self.name, error)
-            self._clock.call_later(self._pause_s, self._attempt)
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._logged = str(error)
+        self._clock.call_later(self._pause_s, self._attempt)
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)

@@ -21,7 +21,7 @@ Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 @dataclass(frozen=True)
 class WritePolicy:
     """When values are written to a tier: those that the rule admits, before they are evicted from memory; with `soon`,
-    when they are stored, or used again if the rule wants that."""
+    all of them, when they are stored."""
 
     rule: Rule = "all"
     soon: bool = False
@@ -49,6 +49,13 @@ class Link:
         must not outlive the daemon."""
         if not namespace.identity.outlives_daemon:
             return np.zeros(len(values), np.bool_)
+        # A removal that begins meanwhile ends after this: otherwise these bytes could follow it, after a slow lookup.
+        with self.removals.writing(space, values.keys):
+            return await self._write(store, namespace, space, values, uses)
+
+    async def _write(
+        self, store: BlockStore, namespace: StoredNamespace, space: Space, values: Values, uses: Words | None
+    ) -> Flags:
         known = await self.tier.lookup(space, values.keys, len(values))
         stored: Flags = np.frombuffer(known, np.uint8) == 1
         wanted = ~stored & ~self.removals.bars(space, values.keys)
@@ -59,8 +66,7 @@ class Link:
             wanted[wanted] = admitted
         if wanted.any():
             some = Values(*(chosen(packed, len(packed) // len(values), wanted) for packed in vars(values).values()))
-            with self.removals.writing(space, some.keys):
-                stored[wanted] = np.frombuffer(await self.tier.put(space, some), np.uint8) == 1
+            stored[wanted] = np.frombuffer(await self.tier.put(space, some), np.uint8) == 1
         return stored
 
 

@@ -113,7 +113,12 @@ class MeasuredTier:
 
     async def remove(self, space: Space, keys: bytes) -> bool:
         """Remove values. Returns whether that is done."""
-        return await self._ask("remove", lambda: self._tier.remove(space, keys)) is not None
+
+        async def remove() -> bool:
+            await self._tier.remove(space, keys)
+            return True
+
+        return await self._end(remove)
 
     async def clear(self, space: Space) -> bool:
         """Remove all values of a space. Returns whether that is done."""
@@ -122,7 +127,7 @@ class MeasuredTier:
             await self._tier.clear(space)
             return True
 
-        return await self._ask("remove", clear) is not None
+        return await self._end(clear)
 
     def num_in(self, seconds: float, block_bytes: int) -> float:
         """Return how many values can be read in this time, after the reads in progress."""
@@ -171,6 +176,12 @@ class MeasuredTier:
             task.cancel()
             raise
         return task.result() if task.done() and not task.cancelled() else None
+
+    async def _end(self, call: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+        """Make a call that removes values, and wait for its end even if it takes too long: it must not remove values
+        that are stored after this. Returns False if it fails."""
+        attempt = self._begin("remove")
+        return attempt is not None and bool(await self._transfer(attempt, call(), lambda: None))
 
     async def _transfer(
         self, attempt: Attempt, call: Coroutine[Any, Any, T], on_late: Callable[[], object]

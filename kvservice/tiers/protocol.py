@@ -59,8 +59,9 @@ class GetResult(NamedTuple):
 
 
 class TierStats(NamedTuple):
-    """The figures of a tier. `num_values`, `used_bytes`, `capacity_bytes` (0: unknown) and `state` are gauges, the
-    three after `suspensions` are recent averages, and everything else counts since the start.
+    """The figures of a tier. `num_values`, `used_bytes`, `capacity_bytes` and `state` are gauges, the three after
+    `suspensions` are recent averages, and everything else counts since the start. A tier that does not know its size
+    has the first three as 0.
 
     `state` is "open", "opening" while it recovers its index, "suspended" while it is left alone after failures, or
     "failed". `refused` values were not admitted, `dropped` ones had no place in the queue.

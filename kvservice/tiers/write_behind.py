@@ -2,7 +2,8 @@
 
 cold    Room for the next values is kept ready: the coldest values are offered to the tiers while they are still in
         memory. A reservation never waits for that; what comes too fast for the tiers is evicted without.
-soon    Tiers that others read too get values when these are stored, or used again.
+soon    Tiers that others read too get values when these are stored, or put again. What such a tier has already is asked
+        each time: it may have lost a value meanwhile, and others may have removed it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Offered, chosen
 from kvservice.tiers.links import Link, flags_of
 from kvservice.tiers.protocol import Space, Values
-from kvservice.tiers.reads import CHUNK_BYTES, MAX_CHUNK_VALUES
+from kvservice.tiers.reads import CHUNK_BYTES, MAX_CHUNK_VALUES, split_keys
 from kvservice.tiers.waiting import wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -67,19 +68,18 @@ class WriteBehind:
 
     def stored(self, namespace: StoredNamespace, keys: bytes) -> None:
         """Note values that were stored by clients."""
-        for link, queue in self._soon.items():
-            if link.policy.rule == "all":
-                link.tier.counters.dropped += queue.add(namespace, keys)
+        self._add(namespace, keys)
         self.wake(len(keys) // KEY_BYTES * namespace.block_bytes)
 
-    def used(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
-        """Note values that were read; `found` is a bitmap over the keys."""
-        wanted = [queue for link, queue in self._soon.items() if link.policy.rule == "reused"]
-        if wanted:
-            some = chosen(keys, KEY_BYTES, flags_of(found, len(keys) // KEY_BYTES))
-            for queue in wanted:
-                queue.add(namespace, some)
+    def put_again(self, namespace: StoredNamespace, keys: bytes) -> None:
+        """Note values that clients were to store and that are in memory already."""
+        if self._soon:
+            self._add(namespace, keys)
             self.wake()
+
+    def _add(self, namespace: StoredNamespace, keys: bytes) -> None:
+        for link, queue in self._soon.items():
+            link.tier.counters.dropped += queue.add(namespace, keys)
 
     def wake(self, num_bytes: int = 0) -> None:
         """Let a round begin soon, after so many bytes came into memory."""
@@ -107,6 +107,8 @@ class WriteBehind:
             try:
                 await self.round()
             except Exception:
+                # A tier that fails raises nothing here, so this is a fault of the daemon's own code. Without further
+                # rounds no value would be written any more, and waiting removals would never end.
                 logger.exception("values could not be written to the tiers")
 
     async def round(self) -> None:
@@ -177,11 +179,19 @@ class WriteBehind:
             self._begin(namespace, offered, self._cold)
 
     async def _write_queue(self, link: Link, queue: _Queue) -> None:
-        while queue and link.tier.is_available:
-            namespace, keys = queue.take()
-            if not self._store.has(namespace):
-                continue
+        """Write the values that wait now. Those whose removal is not done wait for another round."""
+        for _ in range(len(queue)):
             await self._turns.acquire()
+            if not queue or not link.tier.is_available:
+                self._turns.release()
+                return
+            namespace, keys = queue.take()
+            barred = link.removals.bars(self._space_of(namespace), keys)
+            queue.add(namespace, chosen(keys, KEY_BYTES, barred))
+            keys = chosen(keys, KEY_BYTES, ~barred)
+            if not keys or not self._store.has(namespace):
+                self._turns.release()
+                continue
             held = self._store.hold(namespace, keys)
             some = chosen(keys, KEY_BYTES, flags_of(held.found, len(keys) // KEY_BYTES))
             self._begin(namespace, Offered(held.slots, some, held.offsets, self._store.checksums(held.slots)), [link])
@@ -205,36 +215,30 @@ class WriteBehind:
 
 
 class _Queue:
-    """Keys that wait to be written. A key that was added lately is not added again."""
+    """Keys that wait to be written, each once."""
 
     def __init__(self, batch_bytes: int) -> None:
         self._batch_bytes = batch_bytes
-        self._batches: deque[tuple[StoredNamespace, bytes]] = deque()
-        self._num_keys = 0
-        # Keys with the number of their namespace: of this generation, and of the one before.
-        self._lately: set[bytes] = set()
-        self._before: set[bytes] = set()
+        self._batches: deque[tuple[StoredNamespace, list[bytes]]] = deque()
+        # Keys that wait, with the number of their namespace.
+        self._names: set[tuple[int, bytes]] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._batches)
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self._batches)
 
     def add(self, namespace: StoredNamespace, keys: bytes) -> int:
         """Add keys. Returns how many had no place."""
-        prefix = namespace.number.to_bytes(4, "little")
-        names = [prefix + keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES)]
-        new = [name for name in names if name not in self._lately and name not in self._before]
-        room = MAX_QUEUED_KEYS - self._num_keys
+        new = [key for key in dict.fromkeys(split_keys(keys)) if (namespace.number, key) not in self._names]
+        room = MAX_QUEUED_KEYS - len(self._names)
+        some = new[:room]
         most = min(MAX_CHUNK_VALUES, max(1, self._batch_bytes // namespace.block_bytes))
-        for first in range(0, len(new[:room]), most):
-            some = new[first : min(first + most, room)]
-            self._batches.append((namespace, b"".join(name[len(prefix) :] for name in some)))
-            self._num_keys += len(some)
-            self._lately.update(some)
-        if len(self._lately) > MAX_QUEUED_KEYS:
-            self._lately, self._before = set(), self._lately
-        return max(0, len(new) - room)
+        self._batches.extend((namespace, some[first : first + most]) for first in range(0, len(some), most))
+        self._names.update((namespace.number, key) for key in some)
+        return len(new) - len(some)
 
     def take(self) -> tuple[StoredNamespace, bytes]:
+        """Remove the batch that has waited longest."""
         namespace, keys = self._batches.popleft()
-        self._num_keys -= len(keys) // KEY_BYTES
-        return namespace, keys
+        self._names.difference_update((namespace.number, key) for key in keys)
+        return namespace, b"".join(keys)

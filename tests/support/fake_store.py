@@ -16,8 +16,15 @@ from kvservice.errors import InternalError
 
 class FakeLease:
     def __init__(self, store: FakeStore, keys: Sequence[bytes]) -> None:
-        self.store, self.keys = store, list(keys)
+        self.store, self.keys = store, [key for key in keys if key in store.values]
+        self.found = np.array([key in store.values for key in keys], np.bool_)
         store.leased += self.keys
+
+    def __enter__(self) -> FakeLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         for key in self.keys:
@@ -26,12 +33,14 @@ class FakeLease:
 
 
 class FakeStore:
-    """`values` are the blocks by key, the most recently used last: in each call the first key. `damaged` are the keys
-    whose checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the
-    names of the calls made."""
+    """`values` are the blocks by key, the most recently used last: in each call the first key. `below` are those of a
+    tier from which a block comes in a second: a call that waits long enough brings it up. `damaged` are the keys whose
+    checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of
+    the calls made."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
         self.values = {} if values is None else values
+        self.below: dict[bytes, bytes] = {}
         self.damaged: set[bytes] = set()
         self.leased: list[bytes] = []
         self.calls: list[str] = []
@@ -53,12 +62,19 @@ class FakeStore:
         finally:
             self._free.set()
 
-    def lookup(self, keys: Sequence[bytes], *, counted: bool = True) -> Lookup:  # noqa: ARG002
+    def lookup(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> Lookup:
         self._called("lookup")
-        return Lookup.of(np.array([key in self.values and not self.away for key in keys], np.bool_))
+        if self.away:
+            return Lookup.of(np.zeros(len(keys), np.bool_), 0)
+        num_in_memory = next((n for n, key in enumerate(keys) if key not in self.values), len(keys))
+        in_time = self._in_time(keys, max_wait_s)
+        return Lookup.of(np.array([key in self.values or key in in_time for key in keys], np.bool_), num_in_memory)
 
-    def get(self, keys: Sequence[bytes], out: Scatter, *, verify: bool = False) -> npt.NDArray[np.bool_]:
+    def get(
+        self, keys: Sequence[bytes], out: Scatter, *, verify: bool = False, max_wait_s: float = 0.0, **_: Any
+    ) -> npt.NDArray[np.bool_]:
         self._called("get")
+        self._bring_up(keys, max_wait_s)
         missing = self.damaged if verify else set()
         found = np.array([key in self.values and key not in missing and not self.away for key in keys], np.bool_)
         for row, key in enumerate(keys):
@@ -75,9 +91,10 @@ class FakeStore:
                 self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
         return np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.DONE, np.uint8)
 
-    def acquire(self, keys: Sequence[bytes], *, counted: bool = True) -> FakeLease:  # noqa: ARG002
+    def acquire(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> FakeLease:
         self._called("acquire")
-        return FakeLease(self, [key for key in keys if key in self.values])
+        self._bring_up(keys, max_wait_s)
+        return FakeLease(self, keys)
 
     def touch(self, keys: Sequence[bytes]) -> int:
         self._called("touch")
@@ -88,6 +105,14 @@ class FakeStore:
 
     def close(self) -> None:
         self.closed = True
+
+    def _in_time(self, keys: Sequence[bytes], max_wait_s: float) -> list[bytes]:
+        most = int(max_wait_s) if max_wait_s else len(keys)
+        return [key for key in keys if key in self.below and key not in self.values][:most]
+
+    def _bring_up(self, keys: Sequence[bytes], max_wait_s: float) -> None:
+        for key in self._in_time(keys, max_wait_s):
+            self.values[key] = self.below[key]
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -103,5 +128,6 @@ def pieces(places: Any, row: int) -> Iterator[npt.NDArray[np.uint8]]:
     if not isinstance(places, Scatter):
         yield np.asarray(places)[row]
         return
-    for base, offset, size in zip(places.base, np.asarray(places.offsets)[row], places.piece_bytes, strict=True):
+    bases = [places.base] * len(places.piece_bytes) if isinstance(places.base, np.ndarray) else places.base
+    for base, offset, size in zip(bases, np.asarray(places.offsets)[row], places.piece_bytes, strict=True):
         yield np.asarray(base)[offset : offset + size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,21 @@ KEY_BYTES, WORD_BYTES = 32, 8
 
 
 class FakeTier:
-    """`gates` holds back calls by their method until the event is set, `faults` are methods that raise TierError.
+    """`gates` holds back calls by their method until the event is set; `unstoppable` does so with calls that end no
+    sooner if they are cancelled. `faults` are methods that raise TierError. A tier that `is_full`
+    refuses values.
     `calls` counts by method, `state` is that of the figures."""
 
     def __init__(self, memory: Any, name: str = "fake") -> None:
         self.name, self._memory = name, memory
         self.values: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}
         self.gates: dict[str, asyncio.Event] = {}
+        self.unstoppable: dict[str, asyncio.Event] = {}
         self.faults: set[str] = set()
         self.calls: dict[str, int] = {}
         self.state = "open"
         self.batches: list[int] = []
-        self.is_closed = False
+        self.is_closed, self.is_full = False, False
         # Calls that touch the memory now.
         self.touching = 0
 
@@ -32,8 +36,13 @@ class FakeTier:
         self.calls[method] = self.calls.get(method, 0) + 1
         if method in self.gates:
             await self.gates[method].wait()
+        if method in self.unstoppable:
+            await _to_the_end(self.unstoppable[method].wait())
         if method in self.faults:
             raise TierError(f"{method} fails")
+
+    async def opened(self) -> None:
+        await self._enter("opened")
 
     async def lookup(self, space: Space, keys: bytes) -> bytes:
         await self._enter("lookup")
@@ -58,6 +67,8 @@ class FakeTier:
         self.touching += 1
         try:
             await self._enter("put")
+            if self.is_full:
+                return bytes(len(values))
             places = np.frombuffer(values.offsets, "<u8")
             sums = split(values.checksums, WORD_BYTES)
             for key, offset, checksum in zip(split(values.keys, KEY_BYTES), places, sums, strict=True):
@@ -81,6 +92,17 @@ class FakeTier:
     async def close(self) -> None:
         assert not self.touching, "a call touches the memory"
         self.is_closed = True
+
+
+async def _to_the_end(waiting: Coroutine[Any, Any, object]) -> None:
+    task, is_cancelled = asyncio.ensure_future(waiting), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 def split(packed: bytes, size: int) -> list[bytes]:

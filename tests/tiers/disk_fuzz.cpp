@@ -101,6 +101,16 @@ class Process {
     return tags;
   }
 
+  // A disk that works again gets all of its room back.
+  void mend() {
+    fails_ = false;
+    for (int i = 0; index_.counts().broken_bytes > 0; ++i) {
+      expect(i < 2000, "room is never used again");
+      index_.mend(stride_of(space_name(i % kNumSpaces).num_bytes));
+      drain();
+    }
+  }
+
   const std::set<int>& gone() const { return gone_; }
   void keep_gone(std::set<int> gone) { gone_ = std::move(gone); }
 
@@ -132,6 +142,7 @@ class Process {
         break;
       case 14:
         if (random_() % 4 == 0) remove();
+        if (random_() % 16 == 0) index_.mend(stride_of(space_name(random_space()).num_bytes));
         break;
       default:
         if (random_() % 64 == 0) clear(random_space());
@@ -179,7 +190,8 @@ class Process {
   }
 
   void put(int space, int key) {
-    const Begin begin = index_.begin_put(space_name(space), key_of(key), static_cast<uint64_t>(tag_of(space, key)));
+    const auto checksum = static_cast<uint64_t>(tag_of(space, key));
+    const Begin begin = index_.begin_put(space_name(space), key_of(key), checksum, random_() % 4 != 0);
     if (begin.status != Begun::kBegun) return;
     gone_.erase(tag_of(space, key));
     for (Removal& removal : removals_) removal.tags.erase(tag_of(space, key));
@@ -294,7 +306,7 @@ class Process {
 
   Disk& disk_;
   std::mt19937_64& random_;
-  const bool fails_;
+  bool fails_;
   DiskIndex index_;
   std::vector<Write> writes_;
   std::vector<Reader> readers_;
@@ -312,6 +324,10 @@ void fuzz(int steps, std::mt19937_64& random) {
     const int until = step + 1 + static_cast<int>(random() % 3000);
     for (; step < until; ++step) process.step();
     if (random() % 4 == 0) process.drain();
+    if (random() % 4 == 0) {
+      process.drain();
+      process.mend();
+    }
     const std::set<int> before = process.found();
     process.kill();
     gone = process.gone();

@@ -9,6 +9,7 @@ import pytest
 from blocks_rig import keys
 from chain_rig import ChainRig, soon
 
+from kvservice.tiers import WritePolicy
 from kvservice.tiers.measured import LIMIT_S
 
 
@@ -321,10 +322,41 @@ def test_a_write_that_waits_for_its_lookup_does_not_bring_a_removed_value_back()
         gate = rig.tier.gates["lookup"] = asyncio.Event()
         writing = asyncio.create_task(rig.chain.put(rig.namespace, keys(1, 2)))
         await soon()
-        assert await rig.chain.remove(rig.namespace, keys(1)) == 1
+        removal = asyncio.create_task(rig.chain.remove(rig.namespace, keys(1)))
+        await soon()
+        rig.put(1)
+        assert "remove" not in rig.tier.calls, "the write could follow it with the bytes from before"
         gate.set()
+        assert await removal == 1
         assert (await writing).tolist() == [False, True]
         assert rig.below() == [2]
+
+    rig.run(work())
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_a_late_removal_does_not_remove_a_newer_value(call: str) -> None:
+    """A call that took too long may still remove values: no write begins before it has ended."""
+    rig = ChainRig(policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        gate = rig.tier.unstoppable[call] = asyncio.Event()
+        remove, clear = rig.chain.remove, rig.chain.finish_clear
+        begun = rig.chain.begin_clear(rig.namespace) if call == "clear" else []
+        removal = asyncio.create_task(clear(begun) if call == "clear" else remove(rig.namespace, keys(1)))
+        await soon()
+        rig.clock.advance(LIMIT_S)
+        await removal
+        rig.put(1)
+        for _ in range(2):
+            await rig.round()
+            assert rig.below() == []
+        gate.set()
+        await soon()
+        await rig.round()  # removes it once more, then writes
+        await rig.round()
+        assert rig.below() == [1]
+        assert await rig.lookup(1) == [1]
 
     rig.run(work())
 

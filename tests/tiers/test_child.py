@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from mooncake_rig import keys_of
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 from kvservice.mooncake.messages import MooncakeRequest, Operation
 from kvservice.tiers import TierError, child
@@ -108,6 +111,66 @@ def test_requests_fail_when_the_process_has_ended(behaviour: str, limit_s: float
     asyncio.run(work())
 
 
+def test_requests_after_the_link_is_closed_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the process has ended, which the test holds up, there is a closed link. uvloop's raises RuntimeError for a
+    write, asyncio's does not."""
+
+    async def work() -> None:
+        async with running("crash") as one:
+            await one.ready
+            closed, ends, end_of = asyncio.Event(), asyncio.Event(), one._exit
+
+            async def held() -> None:
+                closed.set()
+                await ends.wait()
+                await end_of()
+
+            monkeypatch.setattr(one, "_exit", held)
+            asked = asyncio.ensure_future(one.ask(request(), LIMIT_S))
+            await closed.wait()
+            try:
+                assert not one.has_ended
+                with pytest.raises(TierError, match="has ended"):
+                    await one.ask(request(), LIMIT_S)
+            finally:
+                ends.set()
+            with pytest.raises(TierError, match="has ended"):
+                await asked
+
+    uvloop.run(work())
+
+
+PARENT = """
+import asyncio, os, signal, sys, time
+from kvservice.tiers.child import Child
+
+async def main():
+    child = Child("time", [], [], {})  # any module: it never runs
+    os.kill(child.pid, signal.SIGSTOP)
+    print(child.pid, flush=True)
+    time.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_child_that_is_frozen_at_once_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-P", "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        frozen = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        until(lambda: state_of(frozen) == "T")
+        parent.kill()
+    until(lambda: state_of(frozen) in ("Z", ""))
+
+
+def state_of(stat: Path) -> str:
+    """Return the letter of a process's state, an empty string if it is gone."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def test_a_cancelled_request_ends_with_the_process() -> None:
     async def work() -> None:
         async with running("hang") as one:
@@ -200,7 +263,7 @@ def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> Non
     async def work() -> None:
         pauses = Pauses()
         behaviours = iter(["die", "die", "refuse", "serve", "serve"])
-        keeper = ChildKeeper("the child", lambda: start(next(behaviours)), pauses)
+        keeper = ChildKeeper("the child", lambda: start(next(behaviours)), pauses, lambda: 0.0)
         for count in (1, 2, 3):
             await pauses.begins(count)
             pauses.end()
@@ -214,7 +277,8 @@ def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == [
         "the child has ended; another is started in 0.5 s",
         "the child failed to start: it has no wish to; another is started in 2 s",
-        "the child runs again",
+        "the child is open after 0.00 s",
+        "the child is closed",
     ]
 
 

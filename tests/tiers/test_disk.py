@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from pathlib import Path
 
 import pytest
 from disk_rig import MEMORY_BYTES, SECTOR, SLAB_BYTES, TOTAL_SLAB_BYTES, Disk, keys, opened, options, space
+from odd_entries import ODD_ENTRIES, make_odd_entry
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.tiers import TierError, Values
@@ -29,6 +32,27 @@ def test_values_come_back_also_after_a_restart(tmp_path: Path, size: int) -> Non
             assert disk.tier.stats().used_bytes == 5 * size
 
     asyncio.run(run())
+
+
+def test_the_log_says_what_is_found_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(100), range(5))
+        async with opened(options(tmp_path)) as disk:
+            await disk.tier.remove(space(100), keys([1]))
+
+    with caplog.at_level("INFO", logger="kvservice.tiers.disk"):
+        asyncio.run(run())
+    place = re.escape(f"the disk tier in {tmp_path} is")
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    expected = [
+        rf"{place} open after \d+\.\d\d s: 0\.01 GiB, 0 values are found",
+        f"{place} closed, 5 values are kept",
+        rf"{place} open after \d+\.\d\d s: 0\.01 GiB, 5 values are found",
+        f"{place} closed, 4 values are kept",
+    ]
+    assert len(lines) == len(expected)
+    assert all(map(re.fullmatch, expected, lines))
 
 
 def test_spaces_do_not_share_values(tmp_path: Path) -> None:
@@ -283,6 +307,23 @@ def test_places_outside_the_memory_are_refused(tmp_path: Path) -> None:
             assert await disk.tier.put(space(100), values) == b"\x01"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["lock", "meta", "meta.new", "data-0", "records"])
+@pytest.mark.parametrize("kind", ODD_ENTRIES)
+def test_what_is_not_a_regular_file_is_named_and_left_alone(tmp_path: Path, name: str, kind: str) -> None:
+    directory = tmp_path / "values"
+    directory.mkdir()
+    target = make_odd_entry(directory / name, kind)
+    before = target.read_bytes(), os.lstat(directory / name)
+
+    async def run() -> None:
+        with pytest.raises(TierError, match=rf"/values/{name}: is not a regular file"):
+            async with opened(options(directory)):
+                pass
+
+    asyncio.run(run())
+    assert (target.read_bytes(), os.lstat(directory / name)) == before
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

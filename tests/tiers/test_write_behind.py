@@ -8,7 +8,9 @@ import pytest
 from blocks_rig import keys
 from chain_rig import ChainRig, soon
 
+from kvservice.store.index import DONE, PRESENT
 from kvservice.tiers import WritePolicy
+from kvservice.tiers.breaker import PAUSE_S
 from kvservice.tiers.write_behind import IDLE_S, MAX_QUEUED_KEYS, ROUND_S
 
 # A store of 8 slabs has room for 24 blocks. A seventh of the memory is kept ready for the next ones.
@@ -156,18 +158,113 @@ def test_a_shared_tier_gets_values_when_they_are_stored() -> None:
     rig.run(work())
 
 
-def test_a_shared_tier_can_get_values_when_they_are_used_again() -> None:
-    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy("reused", soon=True)})
+def test_a_value_that_is_put_again_is_written_where_it_is_missing_now() -> None:
+    """Another daemon has removed it, the tier has evicted it, or its master was replaced by an empty one."""
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
 
     async def work() -> None:
         rig.put(1, 2)
         await rig.round()
+        rig.tier.values.clear()
+        assert rig.put(1) == bytes([PRESENT])
+        await rig.round()
+        assert rig.below() == [1]
+
+    rig.run(work())
+
+
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_a_value_that_is_put_after_its_removal_is_written_again(how: str) -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.put(1)
+        await rig.round()
+        if how == "remove":
+            assert await rig.chain.remove(rig.namespace, keys(1)) == 1
+        else:
+            begun = rig.chain.begin_clear(rig.namespace)
+            rig.store.remove(rig.namespace, keys(1))
+            await rig.chain.finish_clear(begun)
         assert rig.below() == []
-        for _ in range(2):
-            assert rig.in_memory(2, 9) == [2]
+        assert rig.put(1) == bytes([DONE])
+        await rig.round()
+        assert rig.below() == [1]
+
+    rig.run(work())
+
+
+@pytest.mark.parametrize("how", ["fails", "refuses", "suspended"])
+def test_a_value_that_could_not_be_written_is_written_when_it_is_put_again(how: str) -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.tier.is_full = how == "refuses"
+        rig.tier.faults |= {"put"} if how != "refuses" else set()
+        for number in range(3 if how == "suspended" else 1):
+            rig.put(number)
             await rig.round()
-        assert rig.below() == [2]
-        assert rig.tier.calls["lookup"] == 1, "it is not offered again and again"
+        assert rig.below() == []
+        assert (rig.chain.stats()[0].state == "suspended") == (how == "suspended")
+        rig.tier.is_full = False
+        rig.tier.faults.clear()
+        rig.clock.advance(PAUSE_S)
+        rig.put(0)
+        await rig.round()
+        assert rig.below() == [0]
+
+    rig.run(work())
+
+
+def test_a_value_that_was_evicted_while_it_waited_is_written_when_it_is_put_again() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.tier.state = "opening"
+        rig.put(1)
+        rig.store.remove(rig.namespace, keys(1))
+        rig.tier.state = "open"
+        await rig.round()
+        assert rig.below() == []
+        rig.put(1)
+        await rig.round()
+        assert rig.below() == [1]
+
+    rig.run(work())
+
+
+def test_a_value_that_is_put_while_its_removal_is_not_done_is_written_after_it() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.put(1, 2)
+        await rig.round()
+        gate = rig.tier.gates["remove"] = asyncio.Event()
+        removal = asyncio.create_task(rig.chain.remove(rig.namespace, keys(1)))
+        await soon()
+        rig.put(1, 3)
+        await rig.round()
+        assert rig.below() == [1, 2, 3], "the removal has not reached the tier"
+        gate.set()
+        await removal
+        assert rig.below() == [2, 3]
+        await rig.round()
+        assert rig.below() == [1, 2, 3]
+
+    rig.run(work())
+
+
+def test_a_value_waits_once() -> None:
+    rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
+
+    async def work() -> None:
+        rig.tier.state = "opening"
+        for _ in range(3):
+            rig.put(1, 2)
+        rig.tier.state = "open"
+        await rig.round()
+        assert rig.below() == [1, 2]
+        assert (rig.tier.calls["lookup"], rig.tier.calls["put"]) == (1, 1)
 
     rig.run(work())
 
