@@ -1,12 +1,11 @@
 """Puts and gets of the Mooncake tier, against the library's own on registered memory, in the same Mooncake Store.
 
-`python -m kvservice.bench.mooncake_tier [--quick]`. Both have one client on the loopback interface, over TCP. The
-tier's figures include its child process, the trailer of each object, and the check of all checksums after a get.
+Both have one client on the loopback interface, over TCP. The tier's figures include its child process, the trailer of
+each object, and the check of all checksums after a get.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -117,13 +116,3 @@ def render(results: dict[str, Any], console: Console) -> None:
 def _rate(results: dict[str, Any], way: str, figure: str) -> str:
     seconds, library = results[f"{way}_{figure}"], results[f"library_{figure}"]
     return f"{results['batch_bytes'] / seconds / 1e9:.2f} ({library / seconds:.2f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvservice.bench.mooncake_tier")
-    parser.add_argument("--quick", action="store_true", help="Fewer repetitions, for a rough result.")
-    render(run(parser.parse_args().quick), Console())
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,9 @@ from kvservice.mooncake.library import MooncakeError, join
 from kvservice.mooncake.listening import NOWHERE, ListeningError
 from kvservice.mooncake.messages import MooncakeReply, Status
 from kvservice.mooncake.options import MooncakeOptions
+from kvservice.mooncake.paths import SharedMemory
 from kvservice.mooncake.process import begin, lock_memory
-from kvservice.mooncake.serving import Client, SharedMemory, serve_all
+from kvservice.mooncake.serving import Client, serve_all
 
 
 def main() -> None:

@@ -33,9 +33,13 @@ class MooncakeError(Exception):
     """A call of the library failed as a whole."""
 
 
+class NoMasterError(MooncakeError):
+    """Nobody listens at the address of the master."""
+
+
 def join(options: MooncakeOptions, address: str, segment_bytes: int) -> Any:
     """Join a store, and give it `segment_bytes` of memory. `address` is where this process may listen. Returns the
-    library's client. Raises MooncakeError, ListeningError."""
+    library's client. Raises NoMasterError, MooncakeError, ListeningError."""
     _check_master(options.master)
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -54,12 +58,12 @@ def join(options: MooncakeOptions, address: str, segment_bytes: int) -> Any:
 
 
 def _check_master(master: str) -> None:
-    """Raise MooncakeError unless a process listens there. The library would try for a minute."""
+    """Raise NoMasterError unless a process listens there. The library would try for a minute."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
-        raise MooncakeError(f"the master {master} cannot be reached: {error}") from None
+        raise NoMasterError(f"the master {master} cannot be reached: {error}") from None
 
 
 def check_codes(codes: list[int]) -> list[int]:

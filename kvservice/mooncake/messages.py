@@ -18,14 +18,30 @@ DIGEST_BYTES: Final = 16
 # The bytes of an offset or a checksum.
 WORD_BYTES: Final = 8
 # Limits on one request. A request has at least one value, whatever its size.
-REQUEST_VALUES: Final = 256
+REQUEST_VALUES: Final = 1024
 REQUEST_BYTES: Final = 64 << 20
+# Values of at most STAGED_BYTES are copied in the client process, whose memory for that limits their requests.
+STAGED_BYTES: Final = 512 << 10
+STAGED_REQUEST_BYTES: Final = 16 << 20
+# Requests at a time. Each GET and PUT keeps a core of the client process busy, as the library polls for its end.
+CALLS_AT_A_TIME, GETS_AT_A_TIME, PUTS_AT_A_TIME = 2, 2, 2
 # Bytes of a frame: all values of a request with key, offset and checksum, and a text.
 FRAME_BYTES: Final = 1 << 16
 
 LENGTH: Final = struct.Struct("<I")
 _REQUEST = struct.Struct(f"<BQ{DIGEST_BYTES}sQI")
 _REPLY = struct.Struct("<QB")
+
+
+def is_staged(block_bytes: int) -> bool:
+    """Return whether values of this size are copied in the client process."""
+    return block_bytes <= STAGED_BYTES
+
+
+def values_in_request(block_bytes: int) -> int:
+    """Return the most values of this size that a GET or PUT may have."""
+    num_bytes = STAGED_REQUEST_BYTES if is_staged(block_bytes) else REQUEST_BYTES
+    return max(1, min(REQUEST_VALUES, num_bytes // block_bytes))
 
 
 class Operation(enum.IntEnum):

@@ -1,8 +1,8 @@
 """A node that gives memory to a Mooncake Store, and listens on one address only.
 
-`python -m kvservice.mooncake.node --master HOST:PORT --address HOST --segment-gib N` runs until SIGTERM. Whoever
-reaches its ports can read and write the values in its memory. MC_MIN_RPC_PORT and MC_MAX_RPC_PORT, variables of the
-library, limit the ports that it chooses from.
+`python -m kvservice.mooncake.node --master HOST:PORT --address HOST --segment-gib N` waits for the master, then
+runs until SIGTERM. Whoever reaches its ports can read and write the values in its memory. MC_MIN_RPC_PORT and
+MC_MAX_RPC_PORT, variables of the library, limit the ports that it chooses from.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from kvservice.mooncake.library import MooncakeError, join
+from kvservice.mooncake.library import MooncakeError, NoMasterError, join
 from kvservice.mooncake.listening import VARIABLE, ListeningError, listening_environment, numeric_address
 from kvservice.mooncake.messages import MooncakeReply, Status
 from kvservice.mooncake.options import PEER_TO_PEER, MooncakeOptions
 from kvservice.mooncake.process import begin
 
 GIB: Final = 1 << 30
+# The pause in seconds between attempts to reach the master.
+_PAUSE_S: Final = 1.0
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def _serve(options: MooncakeOptions, segment_bytes: int, ready_file: Path | None
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
-        store = join(options, options.address, segment_bytes)
+        store = _join_when_it_runs(options, segment_bytes, ends)
     except (MooncakeError, ListeningError) as error:
         sys.exit(str(error))
     print(f"{segment_bytes} bytes at {options.address} for the store of {options.master}", flush=True)
@@ -53,6 +55,21 @@ def _serve(options: MooncakeOptions, segment_bytes: int, ready_file: Path | None
     signal.sigwait(ends)
     store.close()
     os._exit(0)  # threads of the library may still run
+
+
+def _join_when_it_runs(options: MooncakeOptions, segment_bytes: int, ends: set[signal.Signals]) -> Any:
+    """Wait for the master, then join its store. Ends the process with one of the signals. Raises MooncakeError,
+    ListeningError."""
+    said = ""
+    while True:
+        try:
+            return join(options, options.address, segment_bytes)
+        except NoMasterError as error:
+            if str(error) != said:
+                said = str(error)
+                print(f"{said}; waiting for it", file=sys.stderr, flush=True)
+        if signal.sigtimedwait(ends, _PAUSE_S) is not None:
+            sys.exit(0)
 
 
 def _serve_daemon(options: MooncakeOptions, segment_bytes: int, link: socket.socket) -> None:

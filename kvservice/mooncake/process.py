@@ -1,31 +1,25 @@
-"""A child process that must not outlive its parent, nor use the store's memory after it."""
+"""A child process that fails as a whole, and keeps others from the store's memory until it has ended."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import signal
 import sys
 import threading
 import traceback
 from types import TracebackType
 from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
 # The library's own variable: whoever sets it wants to read the library's log.
 _LOG_LEVEL: Final = "MC_LOG_LEVEL"
 
 
 def begin() -> None:
-    """Prepare this process, before it has threads. Raises OSError.
+    """Prepare this process, before it has threads.
 
-    The kernel kills it when its parent ends. It ends when one of its threads fails, because a request would have no
-    reply. The library writes to its log for each value that fails, so its log is dropped unless someone wants it.
+    It ends when one of its threads fails, because a request would have no reply. The library writes to its log for each
+    value that fails, so its log is dropped unless someone wants it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
     threading.excepthook = _end
     if _LOG_LEVEL not in os.environ:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)

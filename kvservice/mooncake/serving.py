@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import queue
 import socket
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from kvservice import _ext
+import numpy as np
+
 from kvservice.mooncake import library
 from kvservice.mooncake.library import MooncakeError, check_codes
 from kvservice.mooncake.messages import (
+    CALLS_AT_A_TIME,
+    GETS_AT_A_TIME,
     KEY_BYTES,
     LENGTH,
-    REQUEST_VALUES,
-    WORD_BYTES,
+    PUTS_AT_A_TIME,
     MooncakeReply,
     MooncakeRequest,
     Operation,
     Outcome,
     Status,
+    values_in_request,
 )
-from kvservice.mooncake.objects import TRAILER_BYTES, checksum_in, keys_pattern, object_key, trailer
+from kvservice.mooncake.objects import TRAILER_BYTES, keys_pattern, object_key, trailers
+from kvservice.mooncake.paths import Indices, RequestSlots, SharedMemory, ValuePath, path_of
 
 # Requests that are served at a time. The daemon sends no more.
-NUM_THREADS: Final = 8
-# Threads that compute the checksums of a request.
-_CHECKSUM_THREADS: Final = 2
-
-
-class SharedMemory:
-    """The memory of the store, mapped from its file."""
-
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._map = mmap.mmap(fd, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+NUM_TRANSFERS: Final = GETS_AT_A_TIME + PUTS_AT_A_TIME
+NUM_THREADS: Final = CALLS_AT_A_TIME + NUM_TRANSFERS
+# A thread in a call of the library polls for its end, and must not take the core of the thread that moves the bytes.
+_NICE: Final = 5
 
 
 class Client:
@@ -49,15 +43,9 @@ class Client:
     def __init__(self, store: Any, memory: SharedMemory) -> None:
         """Raises MooncakeError."""
         self._store, self._memory = store, memory
-        self._trailers = mmap.mmap(-1, NUM_THREADS * REQUEST_VALUES * TRAILER_BYTES)
-        self._trailers_address = ctypes.addressof(ctypes.c_char.from_buffer(self._trailers))
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for thread in range(NUM_THREADS):
-            self._free.put(thread * REQUEST_VALUES * TRAILER_BYTES)
-        for address, size in (
-            (memory.address, memory.num_bytes),
-            (self._trailers_address, len(self._trailers)),
-        ):
+        self._slots = RequestSlots(NUM_TRANSFERS)
+        for owner in (memory, self._slots):
+            address, size = owner.address, owner.num_bytes
             code = store.register_buffer(address, size)
             if code:
                 raise MooncakeError(f"{size} bytes of memory cannot be registered (code {code})")
@@ -80,54 +68,29 @@ class Client:
         return bytes(Outcome.DONE if code == 1 else Outcome.MISS if code == 0 else Outcome.BROKEN for code in codes)
 
     def _put(self, request: MooncakeRequest) -> bytes:
-        checksums = _numbers(request.checksums)
-        trailers = self._free.get()
-        try:
-            for i, key in enumerate(_keys(request)):
-                at = trailers + i * TRAILER_BYTES
-                self._trailers[at : at + TRAILER_BYTES] = trailer(
-                    request.digest, request.block_bytes, key, checksums[i]
-                )
-            places = self._places(request, trailers)
-            codes = self._store.batch_put_from_multi_buffers(_names(request), *places)
-        finally:
-            self._free.put(trailers)
-        return bytes(map(_put_outcome, check_codes(codes)))
+        with self._path(request) as path:
+            path.trailers[:] = trailers(request.digest, request.block_bytes, request.keys, request.checksums)
+            codes = check_codes(path.put(_names(request)))
+        return bytes(map(_put_outcome, codes))
 
     def _get(self, request: MooncakeRequest) -> bytes:
+        """Return outcomes and checksums."""
         size = request.block_bytes + TRAILER_BYTES
-        trailers = self._free.get()
-        try:
+        with self._path(request) as path:
             # A trailer of an earlier value must not be taken for one that has arrived.
-            self._trailers[trailers : trailers + request.num_values * TRAILER_BYTES] = bytes(
-                request.num_values * TRAILER_BYTES
-            )
-            places = self._places(request, trailers)
-            codes = self._store.batch_get_into_multi_buffers(_names(request), *places)
-            found = self._trailers[trailers : trailers + request.num_values * TRAILER_BYTES]
-        finally:
-            self._free.put(trailers)
-        outcomes = [_get_outcome(code, size) for code in check_codes(codes)]
-        return self._verified(request, outcomes, found)
-
-    def _verified(self, request: MooncakeRequest, outcomes: list[Outcome], trailers: bytes) -> bytes:
-        """Return the reply's body: outcomes, of which those of damaged values are CORRUPT, and checksums."""
-        there = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
-        offsets = b"".join(_part(request.offsets, i, WORD_BYTES) for i in there)
-        actual = _numbers(
-            _ext.store_checksums(self._memory.address, offsets, request.block_bytes, _CHECKSUM_THREADS)
-            if there
-            else b""
-        )
-        checksums = [0] * request.num_values
-        for i, checksum in zip(there, actual, strict=True):
-            key = _part(request.keys, i, KEY_BYTES)
-            found = _part(trailers, i, TRAILER_BYTES)
-            if checksum_in(found, request.digest, request.block_bytes, key) == checksum:
-                checksums[i] = checksum
-            else:
-                outcomes[i] = Outcome.CORRUPT
-        return bytes(outcomes) + struct.pack(f"<{len(checksums)}Q", *checksums)
+            path.trailers[:] = 0
+            codes = check_codes(path.get(_names(request)))
+            outcomes = np.array([_get_outcome(code, size) for code in codes], np.uint8)
+            checksums = np.zeros(request.num_values, np.uint64)
+            there: Indices = np.flatnonzero(outcomes == Outcome.DONE)
+            if len(there):
+                found = path.arrive(there)
+                keys = np.frombuffer(request.keys, np.uint8).reshape(-1, KEY_BYTES)[there].tobytes()
+                expected = trailers(request.digest, request.block_bytes, keys, found)
+                right = (path.trailers[there] == expected).all(axis=1)
+                outcomes[there[~right]] = Outcome.CORRUPT
+                checksums[there[right]] = np.frombuffer(found, np.uint64)[right]
+        return outcomes.tobytes() + checksums.tobytes()
 
     def _remove(self, request: MooncakeRequest) -> bytes:
         # By force: otherwise values that were read a moment ago would stay.
@@ -143,15 +106,17 @@ class Client:
             raise MooncakeError(f"the master does not clear (code {code})")
         return b""
 
-    def _places(self, request: MooncakeRequest, trailers: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the addresses and the sizes of each object's two parts. Raises MooncakeError for values that are not
-        in the memory, which only a fault of the daemon can cause."""
-        offsets = _numbers(request.offsets)
-        if any(offset + request.block_bytes > self._memory.num_bytes for offset in offsets):
+    @contextmanager
+    def _path(self, request: MooncakeRequest) -> Iterator[ValuePath]:
+        """Yield the path of the values of a request. Raises MooncakeError for values that are not in the memory, or too
+        many, which only a fault of the daemon can cause."""
+        ends = np.frombuffer(request.offsets, np.uint64) + np.uint64(request.block_bytes)
+        if (ends > self._memory.num_bytes).any():
             raise MooncakeError("a value is not in the store's memory")
-        first = self._trailers_address + trailers
-        addresses = [[self._memory.address + at, first + i * TRAILER_BYTES] for i, at in enumerate(offsets)]
-        return addresses, [[request.block_bytes, TRAILER_BYTES]] * len(offsets)
+        if request.num_values > values_in_request(request.block_bytes):
+            raise MooncakeError("the request has too many values")
+        with self._slots.taken() as slot:
+            yield path_of(self._store, self._memory, slot, request)
 
 
 def _get_outcome(code: int, size: int) -> Outcome:
@@ -168,20 +133,9 @@ def _put_outcome(code: int) -> Outcome:
     return Outcome.REFUSED if code in library.NO_ROOM else Outcome.BROKEN
 
 
-def _keys(request: MooncakeRequest) -> list[bytes]:
-    return [_part(request.keys, i, KEY_BYTES) for i in range(request.num_values)]
-
-
 def _names(request: MooncakeRequest) -> list[str]:
-    return [object_key(request.digest, key) for key in _keys(request)]
-
-
-def _numbers(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // WORD_BYTES}Q", packed)
-
-
-def _part(packed: bytes, index: int, size: int) -> bytes:
-    return packed[index * size : (index + 1) * size]
+    keys = request.keys
+    return [object_key(request.digest, keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
 def serve_all(link: socket.socket, client: Client) -> None:
@@ -190,6 +144,7 @@ def serve_all(link: socket.socket, client: Client) -> None:
     requests: queue.SimpleQueue[MooncakeRequest] = queue.SimpleQueue()
 
     def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             reply = client.serve(requests.get()).encode()
             with lock:

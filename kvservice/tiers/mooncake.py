@@ -16,21 +16,21 @@ from typing import Any, Final
 
 from kvservice.mooncake.listening import NOWHERE, listening_environment
 from kvservice.mooncake.messages import (
+    CALLS_AT_A_TIME,
+    GETS_AT_A_TIME,
     KEY_BYTES,
-    REQUEST_BYTES,
+    PUTS_AT_A_TIME,
     REQUEST_VALUES,
     WORD_BYTES,
     MooncakeRequest,
     Operation,
     Outcome,
+    values_in_request,
 )
 from kvservice.mooncake.options import MooncakeOptions
 from kvservice.tiers.child import Child, ChildKeeper
 from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
 
-# Requests of each kind at a time; the child has a thread for each. Lookups and removals do not wait for values that
-# travel.
-CALLS_AT_A_TIME, GETS_AT_A_TIME, PUTS_AT_A_TIME = 2, 4, 2
 # Time limits on a request. They are longer than those of the library on its own calls of the master.
 CALL_S, TRANSFER_S = 10.0, 20.0
 
@@ -60,6 +60,7 @@ class MooncakeTier:
 
     def __init__(self, client: ChildKeeper, node: ChildKeeper | None = None) -> None:
         self._client, self._node = client, node
+        # The child has a thread for each request. Lookups and removals do not wait for values that travel.
         self._calls = asyncio.Semaphore(CALLS_AT_A_TIME)
         self._gets = asyncio.Semaphore(GETS_AT_A_TIME)
         self._puts = asyncio.Semaphore(PUTS_AT_A_TIME)
@@ -70,10 +71,13 @@ class MooncakeTier:
     def open(cls, options: MooncakeOptions, memory_fd: int, num_bytes: int, segment_gib: float = 0.0) -> MooncakeTier:
         """Return a tier over the memory file of a block store, which gives `segment_gib` of other memory to the store.
         To be called in the event loop."""
-        client = ChildKeeper("the Mooncake client", functools.partial(start_client, options, memory_fd, num_bytes))
+        client = ChildKeeper(
+            f"the Mooncake client of {options.master}", functools.partial(start_client, options, memory_fd, num_bytes)
+        )
         if not segment_gib:
             return cls(client)
-        return cls(client, ChildKeeper("the Mooncake node", functools.partial(start_node, options, segment_gib)))
+        name = f"the Mooncake node of {options.master} with {segment_gib:g} GiB"
+        return cls(client, ChildKeeper(name, functools.partial(start_node, options, segment_gib)))
 
     async def lookup(self, space: Space, keys: bytes) -> bytes:
         batches = _batches(len(keys) // KEY_BYTES, REQUEST_VALUES)
@@ -146,8 +150,7 @@ class MooncakeTier:
                     TRANSFER_S,
                 )
 
-        most = max(1, min(REQUEST_VALUES, REQUEST_BYTES // space.block_bytes))
-        return await _all([transfer(at) for at in _batches(len(values), most)])
+        return await _all([transfer(at) for at in _batches(len(values), values_in_request(space.block_bytes))])
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:

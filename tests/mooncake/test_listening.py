@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from mooncake_rig import MooncakeCluster, Process, mooncake_cluster
-from ports import free_port
 from waiting import until
 
 from kvservice.mooncake import listening
@@ -169,11 +168,33 @@ def test_a_node_says_what_is_wrong(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "--address no-such-host.invalid: " in done.stderr
-        cluster.address = f"127.0.0.1:{free_port()}"
-        command = node_of(cluster, "127.0.0.1", tmp_path / "ready").command
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert f"the master {cluster.address} cannot be reached" in done.stderr
+
+
+def test_a_node_waits_for_its_master(tmp_path: Path) -> None:
+    cluster = MooncakeCluster(tmp_path)
+    ready = tmp_path / "ready"
+    command = node_of(cluster, "127.0.0.1", ready).command
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as node:
+        try:
+            assert node.stderr is not None
+            line = node.stderr.readline()
+            assert line.startswith(f"the master {cluster.address} cannot be reached: ")
+            assert line.endswith("; waiting for it\n")
+            cluster.start_master()
+            until(lambda: ready.exists() or node.poll() is not None)
+            assert node.poll() is None
+        finally:
+            cluster.stop()
+            node.kill()
+
+
+def test_a_node_that_waits_ends_with_a_signal(tmp_path: Path) -> None:
+    command = node_of(MooncakeCluster(tmp_path), "127.0.0.1", tmp_path / "ready").command
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as node:
+        assert node.stderr is not None
+        assert "waiting for it" in node.stderr.readline()
+        node.terminate()
+        assert (node.wait(), node.stderr.read()) == (0, "")
 
 
 def node_of(cluster: MooncakeCluster, address: str, ready_file: Path) -> Process:

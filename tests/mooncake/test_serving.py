@@ -7,11 +7,19 @@ import struct
 
 import numpy as np
 import pytest
-from mooncake_rig import Blocks, keys_of
+from mooncake_rig import BLOCK_BYTES, Blocks, keys_of
 
-from kvservice.mooncake.messages import MooncakeRequest, Operation, Outcome, Status
+from kvservice.mooncake.messages import (
+    STAGED_BYTES,
+    MooncakeRequest,
+    Operation,
+    Outcome,
+    Status,
+    values_in_request,
+)
 from kvservice.mooncake.objects import TRAILER_BYTES, object_key
-from kvservice.mooncake.serving import Client, SharedMemory
+from kvservice.mooncake.paths import SharedMemory
+from kvservice.mooncake.serving import Client
 
 DIGEST = b"digest of a name"
 
@@ -23,6 +31,7 @@ class FakeStore:
         self.objects: dict[str, bytes] = {}
         self.codes: dict[str, int] = {}
         self.registered: list[tuple[int, int]] = []
+        self.num_parts: list[int] = []
         self.refuses_memory = False
 
     def register_buffer(self, address: int, size: int) -> int:
@@ -32,10 +41,18 @@ class FakeStore:
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         return [self.codes.get(key, int(key in self.objects)) for key in keys]
 
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        return self.batch_put_from_multi_buffers(keys, [[at] for at in addresses], [[size] for size in sizes])
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        return self.batch_get_into_multi_buffers(keys, [[at] for at in addresses], [[size] for size in sizes])
+
     def batch_put_from_multi_buffers(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         for key, parts, part_sizes in zip(keys, addresses, sizes, strict=True):
+            self.num_parts.append(len(parts))
+            self._check_registered(parts, part_sizes)
             if key not in self.codes:
                 self.objects[key] = b"".join(map(ctypes.string_at, parts, part_sizes))
         return [self.codes.get(key, 0) for key in keys]
@@ -46,11 +63,16 @@ class FakeStore:
         codes = []
         for key, parts, part_sizes in zip(keys, addresses, sizes, strict=True):
             found = self.objects.get(key, b"")
+            self._check_registered(parts, part_sizes)
             for address, size in zip(parts, part_sizes, strict=True):
                 ctypes.memmove(address, found[:size], min(size, len(found)))
                 found = found[size:]
             codes.append(self.codes.get(key, len(self.objects[key]) if key in self.objects else -704))
         return codes
+
+    def _check_registered(self, parts: list[int], sizes: list[int]) -> None:
+        for begin, size in zip(parts, sizes, strict=True):
+            assert any(at <= begin and begin + size <= at + num_bytes for at, num_bytes in self.registered)
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
         assert force
@@ -62,8 +84,8 @@ class FakeStore:
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.blocks = Blocks(num_blocks=16)
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self.blocks = Blocks(num_blocks=16, block_bytes=block_bytes)
         self.store = FakeStore()
         memory = SharedMemory(self.blocks.memory.fd, self.blocks.memory.num_bytes)
         self.client = Client(self.store, memory)
@@ -85,19 +107,47 @@ class Rig:
         return object_key(DIGEST, keys_of(number))
 
 
-@pytest.fixture
-def rig() -> Rig:
-    rig = Rig()
+@pytest.fixture(params=[BLOCK_BYTES, STAGED_BYTES + 1], ids=["staged", "direct"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    rig = Rig(request.param)
     rig.blocks.fill(0, 1, 2)
     assert rig.serve(Operation.PUT, 0, 1, 2) == (Status.OK, bytes([Outcome.DONE] * 3))
     return rig
 
 
-def test_values_travel_without_other_memory(rig: Rig) -> None:
+def test_values_arrive_byte_by_byte_with_their_checksums(rig: Rig) -> None:
     checksums = struct.unpack("<3Q", rig.blocks.values(0, 1, 2).checksums)
     assert rig.get(10, 11, 12, keys=keys_of(0, 1, 2)) == (bytes([Outcome.DONE] * 3), checksums)
     assert (rig.blocks.bytes[10:13] == rig.blocks.bytes[:3]).all()
     assert rig.store.registered[0][1] == rig.blocks.memory.num_bytes
+
+
+def test_a_small_value_and_its_trailer_are_one_part() -> None:
+    for block_bytes, num_parts in ((1, 1), (STAGED_BYTES, 1), (STAGED_BYTES + 1, 2)):
+        rig = Rig(block_bytes)
+        rig.blocks.fill(0)
+        assert rig.serve(Operation.PUT, 0) == (Status.OK, bytes([Outcome.DONE]))
+        assert rig.store.num_parts == [num_parts]
+
+
+def test_misses_between_values_leave_their_memory_alone(rig: Rig) -> None:
+    rig.blocks.fill(10, 11, 12)
+    before = rig.blocks.bytes[11].copy()
+    checksums = struct.unpack("<2Q", rig.blocks.values(0, 2).checksums)
+    outcomes = bytes([Outcome.DONE, Outcome.MISS, Outcome.DONE])
+    assert rig.get(10, 11, 12, keys=keys_of(0, 99, 2)) == (outcomes, (checksums[0], 0, checksums[1]))
+    assert (rig.blocks.bytes[[10, 12]] == rig.blocks.bytes[[0, 2]]).all()
+    assert (rig.blocks.bytes[11] == before).all()
+
+
+def test_a_request_with_too_many_values_fails() -> None:
+    rig = Rig(STAGED_BYTES)
+    most = values_in_request(STAGED_BYTES)
+    for count, status in ((most, Status.OK), (most + 1, Status.FAILED)):
+        values = rig.blocks.values(*[0] * count, keys=keys_of(*range(count)))
+        arrays = (values.keys, values.offsets, values.checksums)
+        request = MooncakeRequest(Operation.PUT, 5, DIGEST, STAGED_BYTES, *arrays)
+        assert rig.client.serve(request).status is status
 
 
 def test_objects_are_the_value_and_its_trailer(rig: Rig) -> None:

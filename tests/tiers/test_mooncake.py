@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mooncake_rig import Blocks, MooncakeCluster, keys_of, mooncake_cluster, programs
+from mooncake_rig import BLOCK_BYTES, Blocks, MooncakeCluster, keys_of, mooncake_cluster, programs
 from waiting import PATIENCE_S
 
+from kvservice.mooncake.messages import STAGED_BYTES
 from kvservice.mooncake.options import MooncakeOptions
 from kvservice.tiers import TierError, child
 from kvservice.tiers import mooncake as tier_module
@@ -110,11 +111,14 @@ def test_removed_values_are_gone(cluster: MooncakeCluster) -> None:
     asyncio.run(work())
 
 
-def test_large_batches_go_in_several_requests(cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = Blocks()
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, STAGED_BYTES + 1])
+def test_large_batches_go_in_several_requests(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    blocks = Blocks(block_bytes=block_bytes)
     places = range(30)
     blocks.fill(*places)
-    monkeypatch.setattr(tier_module, "REQUEST_BYTES", 4 * blocks.block_bytes)
+    monkeypatch.setattr(tier_module, "values_in_request", lambda _: 4)
     monkeypatch.setattr(tier_module, "REQUEST_VALUES", 7)
 
     async def work() -> None:

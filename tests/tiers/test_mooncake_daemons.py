@@ -62,6 +62,12 @@ def await_found(daemon: Daemon, namespace: StoreNamespace) -> None:
     np.testing.assert_array_equal(values, blocks_of(*NUMBERS))
 
 
+def await_in_mooncake(daemon: Daemon, namespace: StoreNamespace) -> None:
+    """Wait until a daemon finds all values that another one has put. They do not come to its memory."""
+    with store_of(daemon, namespace) as store:
+        until(lambda: store.lookup(keys_of(*NUMBERS)).found.all())
+
+
 def children_of(pid: int) -> dict[int, str]:
     """Return the command lines of a process's descendants, by process id."""
     found: dict[int, str] = {}
@@ -125,6 +131,42 @@ def test_removed_values_are_gone_below_and_come_from_the_other_daemon_s_memory_o
                 store.remove(keys_of(*NUMBERS))
         with daemon_of(cluster) as third, store_of(third, namespace) as store:
             assert not store.lookup(keys_of(*NUMBERS)).found.any()
+
+
+@pytest.mark.parametrize("how", ["remove", "clear"])
+def test_values_that_are_put_after_their_removal_are_found(cluster: MooncakeCluster, how: str) -> None:
+    """`await_found` fails if they are missing."""
+    namespace = new_namespace()
+    with daemon_of(cluster) as one, daemon_of(cluster) as other:
+        put(one, namespace)
+        await_in_mooncake(other, namespace)
+        with store_of(one, namespace) as store:
+            _ = store.remove(keys_of(*NUMBERS)) if how == "remove" else store.clear()
+        with store_of(other, namespace) as store:
+            assert not store.lookup(keys_of(*NUMBERS)).found.any()
+        put(one, namespace)
+        await_found(other, namespace)
+
+
+def test_values_that_are_put_again_reach_the_master_that_follows_a_killed_one(tmp_path: Path) -> None:
+    """They are still in the memory of the daemon that puts them. `await_found` fails if the other one does not find
+    them."""
+    namespace = new_namespace()
+    with mooncake_cluster(tmp_path) as cluster, daemon_of(cluster) as one, daemon_of(cluster) as other:
+        put(one, namespace)
+        await_in_mooncake(other, namespace)
+        cluster.master.kill()
+        cluster.start_master()
+
+        def is_found() -> bool:
+            put(one, namespace)  # the node needs a while to join
+            with store_of(other, namespace) as store:
+                return bool(store.lookup(keys_of(*NUMBERS)).found.all())
+
+        with store_of(other, namespace) as store:
+            assert not store.lookup(keys_of(*NUMBERS)).found.any(), "the new master is empty"
+        until(is_found, lambda: time.sleep(0.2))
+        await_found(other, namespace)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
