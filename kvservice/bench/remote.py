@@ -1,5 +1,5 @@
-"""Cost of blocks between a client over TCP and the daemon's store: by Transfer Engines and in messages, against a plain
-socket that copies the same bytes.
+"""Cost of blocks between a client over TCP and the daemon's store, and of K/V between it and the daemon's pool: by
+Transfer Engines and in messages, against a plain socket that copies the same bytes.
 
 All processes are on this host, and talk over the loopback interface. The ways take turns, so that a slow machine
 affects all of them. Checksums are compared by both ends, except by the plain socket.
@@ -16,6 +16,8 @@ from rich.console import Console
 
 from kvservice.bench.harness import medians, table, take_turns
 from kvservice.bench.peer_process import free_port
+from kvservice.bench.remote_sequences import LABELS as SEQUENCE_LABELS
+from kvservice.bench.remote_sequences import SequenceWay, pool_options, sequence_ways
 from kvservice.bench.socket_peer import socket_peer
 from kvservice.bench.store import OPTIONS, StoreWay, timed
 from kvservice.bench.store_blocks import BlockBatch, BlockWay
@@ -57,13 +59,15 @@ def ways(address: str, num_bytes: int) -> Iterator[dict[str, BlockWay]]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Return `batch_bytes`, and `<way>_<put|get>_s`."""
+    """Return `batch_bytes`, and `<way>_<put|get>_s`; a put of K/V is a write, and a get a read."""
     num_bytes = BATCH_BYTES_QUICK if quick else BATCH_BYTES
-    options = OPTIONS | {"tcp_address": f"127.0.0.1:{free_port()}", "transfer_address": "127.0.0.1"}
-    with Daemon(**options), ways(options["tcp_address"], num_bytes) as opened:
+    address = f"127.0.0.1:{free_port()}"
+    options = OPTIONS | pool_options(num_bytes) | {"tcp_address": address, "transfer_address": "127.0.0.1"}
+    with Daemon(**options), ways(address, num_bytes) as blocks, sequence_ways(address, num_bytes) as sequences:
+        all_ways: dict[str, BlockWay | SequenceWay] = {**blocks, **sequences}
         contenders = {}
         for call in ("put", "get"):
-            for name, way in opened.items():
+            for name, way in all_ways.items():
                 before = way.empty if call == "put" else _nothing
                 contenders[f"{name}_{call}_s"] = functools.partial(timed, getattr(way, call), before)
         results = medians(take_turns(contenders, ROUNDS_QUICK if quick else ROUNDS, warm_ups=1))
@@ -75,11 +79,15 @@ def _nothing() -> None:
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    title = "Blocks of 2 MiB over the loopback interface, GB/s; in brackets: in units of the plain socket"
-    rows = table(title, ("way",), ("put", "get"))
-    for name, label in LABELS.items():
-        rows.add_row(label, *(_rate(results, name, call) for call in ("put", "get")))
-    console.print(rows)
+    for what, labels, calls in (
+        ("Blocks of 2 MiB", LABELS, ("put", "get")),
+        ("K/V of a sequence", SEQUENCE_LABELS, ("write", "read")),
+    ):
+        title = f"{what} over the loopback interface, GB/s; in brackets: in units of the plain socket"
+        rows = table(title, ("way",), calls)
+        for name, label in labels.items():
+            rows.add_row(label, *(_rate(results, name, call) for call in ("put", "get")))
+        console.print(rows)
 
 
 def _rate(results: dict[str, Any], way: str, call: str) -> str:

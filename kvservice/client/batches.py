@@ -11,14 +11,14 @@ from kvservice.errors import MessageTooLargeError
 OVERHEAD_BYTES = 4096
 
 
-def fits(num_bytes: int, info: PoolInfo) -> bool:
+def fits(num_bytes: int, message_bytes: int) -> bool:
     """Return whether tensors of this many bytes fit into a message."""
-    return num_bytes + OVERHEAD_BYTES <= info.max_message_bytes
+    return num_bytes + OVERHEAD_BYTES <= message_bytes
 
 
 def check_size(num_bytes: int, field: str, info: PoolInfo) -> None:
     """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
-    if not fits(num_bytes, info):
+    if not fits(num_bytes, info.max_message_bytes):
         raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {info.max_message_bytes}", field=field)
 
 
@@ -28,10 +28,10 @@ def id_batches(ids: list[int], info: PoolInfo) -> Iterator[list[int]]:
         yield ids[first : first + info.max_request_sequences]
 
 
-def token_parts(num_tokens: int, token_bytes: int, info: PoolInfo) -> list[tuple[int, int]]:
+def token_parts(num_tokens: int, token_bytes: int, message_bytes: int) -> list[tuple[int, int]]:
     """Split tokens into parts (first, stop), each with as many tokens as fit into a message. Returns one part if all
     tokens fit, or if not even one does."""
-    most = (info.max_message_bytes - OVERHEAD_BYTES) // max(1, token_bytes)
+    most = (message_bytes - OVERHEAD_BYTES) // max(1, token_bytes)
     if most < 1:
         return [(0, num_tokens)]
     return [(first, min(first + most, num_tokens)) for first in range(0, num_tokens, most)] or [(0, 0)]

@@ -82,8 +82,13 @@ class Session:
 
     @property
     def transport(self) -> str:
-        """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
+        """See SessionCore.transport."""
         return self._core.transport
+
+    @property
+    def num_transfer_failures(self) -> int:
+        """See SessionCore.num_transfer_failures."""
+        return self._core.num_transfer_failures
 
     @property
     def num_restarts(self) -> int:
@@ -139,9 +144,10 @@ class KVClient:
 
     `transport` selects how sessions pass tensors to the daemon. "inline" sends them in messages. "region" places them
     in shared memory. "lane" uses shared-memory rings that a thread of the daemon serves. "mapped" passes none: the
-    client runs the kernels on the mapped pool itself. "auto" selects the fastest that the daemon allows, in the order
-    lane, mapped (only if writable), region, inline. If the pool is on a GPU, mapped serves tensors on that GPU and a
-    lane serves all others; "auto" then tries mapped first if torch is loaded.
+    client runs the kernels on the mapped pool itself. "transfer", for host:port, has K/V that are written and read
+    carried by Mooncake's Transfer Engine, and other tensors in messages. "auto" selects the fastest that the daemon
+    allows, in the order lane, mapped (only if writable), region, transfer, inline. If the pool is on a GPU, mapped
+    serves tensors on that GPU and a lane serves all others; "auto" then tries mapped first if torch is loaded.
 
     `timeout_s` is the default time limit of calls of the client and its sessions, in seconds; None: calls wait as long
     as the daemon lives. A call without an answer by its limit raises CallTimeoutError; it does not affect the session's

@@ -125,13 +125,19 @@ AttentionResult = tuple[Tensor, Tensor | None]
 
 class WriteCall(NamedTuple):
     """The call that writes the K/V of one layer, `[num_tokens, num_kv_heads, head_size]`, or with a leading
-    `[num_layers]` those of all layers (`layer` None), without attention."""
+    `[num_layers]` those of all layers (`layer` None), without attention. A part of a layer begins at `first_token`,
+    which is None for all tokens of the step."""
 
     step: StepInfo
     layer: int | None
     key: Tensor
     value: Tensor
     deadline: float | None = None
+    first_token: int | None = None
+
+    def part(self, first: int, stop: int) -> WriteCall:
+        """Return the call for some tokens of a layer."""
+        return self._replace(first_token=first, key=self.key[first:stop], value=self.value[first:stop])
 
     def prepared(self) -> WriteCall:
         """Convert layer and tensors. Raises InvalidArgumentError."""

@@ -12,14 +12,15 @@ from kvservice.client import channel, fd_passing
 from kvservice.client.connection import SessionConnection
 from kvservice.client.context import Context
 from kvservice.client.process import OwnProcess
+from kvservice.client.remote import RemoteRegions
 from kvservice.client.requests import time_limit, wait_time
-from kvservice.client.selection import open_transport
+from kvservice.client.selection import AUTO, check_transport, open_transport
 from kvservice.client.session import CloseSession, SessionCore
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import Dialer, StoreOptions
 from kvservice.client.values import PoolInfo
 from kvservice.client.waiting import OpenStream, Waiting, once_more
-from kvservice.errors import ConnectionLostError, KVServiceError, RestartingError
+from kvservice.errors import ConnectionLostError, InvalidArgumentError, KVServiceError, RestartingError
 from kvservice.v1 import session_pb2
 
 T = TypeVar("T")
@@ -47,9 +48,11 @@ class ClientCore:
         self.fd_path = fd_passing.socket_path(address)
         self._timeout_s = time_limit(timeout_s)
         self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
+        check_transport(transport)
         self._transport = transport
         self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
         self._stores: weakref.WeakSet[StoreAccess] = weakref.WeakSet()
+        self._remotes: weakref.WeakSet[RemoteRegions] = weakref.WeakSet()
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
@@ -77,6 +80,8 @@ class ClientCore:
         """Close the stores, and the connections of the sessions, which are detached then."""
         for store in list(self._stores):
             await store.close()
+        for remote in list(self._remotes):
+            remote.close()
         for connection in list(self._connections):
             await connection.close()
 
@@ -96,6 +101,8 @@ class ClientCore:
         on_break: Callable[[KVServiceError], None] | None = None,
     ) -> SessionConnection:
         """Create the connection of a session. `connect` attaches it."""
+        if not isinstance(token, bytes):
+            raise InvalidArgumentError(f"{token!r} is not bytes", field="token")
         connection = SessionConnection(
             waiting,
             open_stream,
@@ -128,10 +135,13 @@ class ClientCore:
             connection.left_s(connection.deadline(), self._reconnect_wait_s),
             (RestartingError, ConnectionLostError),
         )
-        context = Context.of(info, connection, self.fd_path, token)
+        transfers = self._transport == "transfer" or (self._transport == AUTO and self.fd_path is None)
+        context = Context.of(info, connection, self.fd_path, token, transfers=transfers)
+        self._remotes.add(context.remote)
         try:
             transport = await open_transport(context, self._transport, session_id)
         except BaseException:
+            context.remote.close()
             if await connection.close() and not resumed:
                 await close_session(token, connection.holder)
             raise

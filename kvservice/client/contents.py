@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.client import tensors
+from kvservice.client import remote_tensors
 from kvservice.client.batches import describable_batches, id_batches, token_parts
-from kvservice.client.requests import build
+from kvservice.client.context import Context
+from kvservice.client.requests import build, whole
 from kvservice.client.session_calls import SessionCalls
-from kvservice.client.values import PoolInfo, SequenceInfo, from_message
+from kvservice.client.values import SequenceInfo, from_message
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2, blocks_pb2
-from kvservice.wire.tensors import Array
+from kvservice.wire.tensors import Array, to_array
 
 
 async def describe(
@@ -61,29 +62,46 @@ async def read(
     calls: SessionCalls, sequence_id: int, start: int, stop: int, layer: int | None, timeout_s: float | None
 ) -> tuple[Array, Array]:
     """See SessionCore.read."""
-    parts = [
-        await _read(calls, sequence_id, first, end, layer, timeout_s)
-        for first, end in _read_parts(start, stop, layer, calls.context.info)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = zip(*parts, strict=True)
-    return np.concatenate(keys, axis=-3), np.concatenate(values, axis=-3)
+    info = calls.context.info
+    start, stop = whole(start, "start"), whole(stop, "stop")
+    if not 0 <= start < stop <= info.max_sequence_tokens:  # the daemon refuses it, and its memory is not allocated
+        first = max(start, stop - 1) if start >= 0 else start
+        await calls.send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
+    shape = (*((info.num_layers,) if layer is None else ()), stop - start, info.num_kv_heads, info.head_size)
+    key, value = np.empty(shape, TENSOR_DTYPES[info.dtype]), np.empty(shape, TENSOR_DTYPES[info.dtype])
+    for first, end in _read_parts(start, stop, layer, calls.context):
+        tokens = np.s_[..., first - start : end - start, :, :]
+        await _read(calls, _read_request(sequence_id, first, end, layer), key[tokens], value[tokens], timeout_s)
+    return key, value
+
+
+def _read_request(sequence_id: int, start: int, stop: int, layer: int | None) -> attention_pb2.ReadRequest:
+    part = build(attention_pb2.SequenceRange, sequence_id=sequence_id, start=start, stop=stop)
+    request: attention_pb2.ReadRequest = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
+    return request
 
 
 async def _read(
-    calls: SessionCalls, sequence_id: int, start: int, stop: int, layer: int | None, timeout_s: float | None
-) -> tuple[Array, Array]:
-    part = build(attention_pb2.SequenceRange, sequence_id=sequence_id, start=start, stop=stop)
-    request = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
-    response = await calls.send("read", request, timeout_s)
-    return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
+    calls: SessionCalls, request: attention_pb2.ReadRequest, key: Array, value: Array, timeout_s: float | None
+) -> None:
+    """Read a part to these arrays, by an engine or in a message."""
+
+    async def ask(places: remote_tensors.Places) -> attention_pb2.ReadResponse:
+        placed = attention_pb2.ReadRequest(key_place=places[0], value_place=places[1])
+        placed.MergeFrom(request)
+        response: attention_pb2.ReadResponse = await calls.send("read", placed, timeout_s)
+        return response
+
+    if not await remote_tensors.read(calls.context, key, value, ask):
+        response = await calls.send("read", request, timeout_s)
+        np.copyto(key, to_array(response.key, "key"))
+        np.copyto(value, to_array(response.value, "value"))
 
 
-def _read_parts(start: int, stop: int, layer: int | None, info: PoolInfo) -> list[tuple[int, int]]:
-    """Split a range into parts that fit into a message. An invalid range stays one part; the daemon refuses it."""
-    if stop <= start:
-        return [(start, stop)]
+def _read_parts(start: int, stop: int, layer: int | None, context: Context) -> list[tuple[int, int]]:
+    """Split a range into parts that fit into a message."""
+    info = context.info
     num_layers = 1 if layer is not None else info.num_layers
     token_bytes = 2 * num_layers * info.num_kv_heads * info.head_size * TENSOR_DTYPES[info.dtype].itemsize
-    return [(start + first, start + end) for first, end in token_parts(stop - start, token_bytes, info)]
+    parts = token_parts(stop - start, token_bytes, context.remote.part_bytes(info))
+    return [(start + first, start + end) for first, end in parts]

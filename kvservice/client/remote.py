@@ -17,6 +17,7 @@ from typing import Final
 
 from kvservice.client.connection import SessionConnection
 from kvservice.client.region_memory import HostRegion
+from kvservice.client.values import PoolInfo
 from kvservice.errors import (
     DuplicateRegionError,
     FailedPreconditionError,
@@ -31,11 +32,12 @@ from kvservice.v1 import transfer_pb2
 
 logger = logging.getLogger(__name__)
 
-# Size of the region through which blocks travel that lie elsewhere, unless two blocks are larger.
-STAGING_BYTES: Final = 32 << 20
-# The daemon carries blocks in slots: one is copied while others are transferred. Small ones stay in caches.
+# Size of the region through which bytes travel that lie elsewhere, unless two blocks are larger.
+STAGING_BYTES: Final = 64 << 20
+# The daemon carries blocks in slots: one is copied while others are transferred. Small ones stay in caches. All slots
+# together have room for K and V of a call.
 NUM_SLOTS: Final = 3
-SLOT_BYTES: Final = 8 << 20
+SLOT_BYTES: Final = 4 << 20
 # Smaller calls are as fast in messages.
 LEAST_BYTES: Final = 1 << 20
 # How long the daemon's engine may take to start, in seconds.
@@ -54,7 +56,7 @@ REFUSED: Final = (
 
 
 class RemoteRegion(HostRegion):
-    """See SharedRegion. Blocks in it travel without a copy here. `is_open` is whether its engine runs."""
+    """See SharedRegion. What lies in it travels without a copy here. `is_open` is whether its engine runs."""
 
     def __init__(self, connection: SessionConnection, descriptor: int, num_bytes: int) -> None:
         """Map the memory. The caller still owns the descriptor. Raises OSError."""
@@ -66,8 +68,8 @@ class RemoteRegion(HostRegion):
     async def open(
         connection: SessionConnection, daemon: str, protocol: str, num_bytes: int, block_bytes: int
     ) -> RemoteRegion:
-        """Make memory for blocks of this size, which an engine at the address `daemon` reads and writes. Raises
-        TransferFailedError, ResourceExhaustedError, and the errors of calls."""
+        """Make memory, which an engine at the address `daemon` reads and writes, for blocks of this size; 0: for
+        tensors. Raises TransferFailedError, ResourceExhaustedError, and the errors of calls."""
         descriptor = os.memfd_create("kvservice-transfer", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -90,7 +92,7 @@ class RemoteRegion(HostRegion):
             name=self.name,
             byte_size=NUM_SLOTS * max(block_bytes, SLOT_BYTES),
             remote_bytes=self.num_bytes,
-            port=int(process.segment.rpartition(":")[2]),
+            ports=[int(segment.rpartition(":")[2]) for segment in process.segments],
             address=process.address,
         )
         await self._connection.call("create_remote_region", request, OPEN_S)
@@ -124,10 +126,10 @@ class RemoteRegions:
         block_bytes: int,
     ) -> None:
         """`protocol` and `daemon` are PoolInfo.transfer_protocol and transfer_address; `protocol` is empty if this
-        session must not use them."""
+        session must not use them. `block_bytes` is 0 for a session without blocks of the store."""
         self._connection, self._protocol, self._daemon = connection, protocol, daemon
         self._block_bytes = block_bytes
-        self.lock = lock
+        self.lock, self.run = lock, connection.run
         self.allowed = bool(protocol) and is_installed()
         self.num_failures = 0
         self._staging: RemoteRegion | None = None
@@ -139,6 +141,15 @@ class RemoteRegions:
     @property
     def is_open(self) -> bool:
         return self._staging is not None
+
+    def part_bytes(self, info: PoolInfo) -> int:
+        """Return the size of the parts of calls for sequences: what fits into a message, and through the region."""
+        through = min(STAGING_BYTES, NUM_SLOTS * SLOT_BYTES)
+        return min(info.max_message_bytes, through) if self.allowed else info.max_message_bytes
+
+    def is_worth_it(self, num_bytes: int) -> bool:
+        """Return whether a call with so many bytes should be transferred."""
+        return self.allowed and num_bytes >= LEAST_BYTES
 
     @property
     def regions(self) -> list[RemoteRegion]:
@@ -167,7 +178,8 @@ class RemoteRegions:
         try:
             await self.open()
         except REFUSED as error:
-            self.fail(error)
+            if not self._closed:
+                self.fail(error)
 
     def staging(self) -> RemoteRegion | None:
         """Return the staging region. If it is not open, start to open it, unless that has just failed."""
@@ -183,7 +195,8 @@ class RemoteRegions:
         try:
             await self.try_open()
         except KVServiceError as error:
-            self.fail(error)
+            if not self._closed:
+                self.fail(error)
         finally:
             self._opening = False
 
@@ -193,7 +206,7 @@ class RemoteRegions:
         self.drop(region)
         pause_s = min(RETRY_S * 2 ** (self.num_failures - 1), MAX_RETRY_S)
         self._retry_at = self._connection.waiting.clock() + pause_s
-        logger.warning("blocks travel in messages, which is slow, for at least %.0f s: %s", pause_s, error)
+        logger.warning("bytes travel in messages, which is slow, for at least %.0f s: %s", pause_s, error)
 
     def drop(self, region: RemoteRegion | None) -> None:
         """Give a region up: a call that was given up may still use it. None: the staging region."""

@@ -15,12 +15,15 @@ from kvservice.client.transports.inline import InlineTransport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport
 from kvservice.client.transports.region import RegionTransport
+from kvservice.client.transports.transfer import TransferTransport
 from kvservice.errors import (
     ConnectionLostError,
     FailedPreconditionError,
     InvalidArgumentError,
     RegionsNotAllowedError,
     ResourceExhaustedError,
+    TransferFailedError,
+    TransferOffError,
 )
 from kvservice.v1 import host_pb2
 
@@ -29,13 +32,19 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 
+def check_transport(wanted: str) -> None:
+    """Raise InvalidArgumentError for what is no transport."""
+    if wanted != AUTO and wanted not in _OPEN:
+        raise InvalidArgumentError(f"is not one of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
+
+
 async def open_transport(context: Context, wanted: TransportName | str, session_id: int) -> Transport:
     """Open the transport `wanted`. Raises its errors. "auto" falls back to slower transports and raises only connection
     errors."""
     if wanted != AUTO:
-        if wanted not in _OPEN:
-            raise InvalidArgumentError(f"is not one of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
         return await _OPEN[wanted](context, session_id)
+    if context.remote.allowed:
+        return TransferTransport(context)  # its engine starts with the first large call
     return await _open_first(context, session_id, _allowed(context))
 
 
@@ -109,6 +118,17 @@ async def _open_region(context: Context, _: int) -> Transport:
     return RegionTransport(context)
 
 
+async def _open_transfer(context: Context, _: int) -> Transport:
+    if not context.info.transfer_protocol:
+        raise TransferOffError("the daemon has no Transfer Engine")
+    if context.fds.path is not None:
+        raise FailedPreconditionError("a Transfer Engine is for clients over TCP", field="transport")
+    if not context.remote.allowed:
+        raise TransferFailedError("there is no Transfer Engine here: install kvservice[mooncake]")
+    await context.remote.open()
+    return TransferTransport(context)
+
+
 async def _open_inline(context: Context, _: int) -> Transport:
     return inline_transport(context)
 
@@ -117,6 +137,7 @@ _OPEN: dict[str, Callable[[Context, int], Awaitable[Transport]]] = {
     "lane": _open_lane,
     "mapped": _open_mapped,
     "region": _open_region,
+    "transfer": _open_transfer,
     "inline": _open_inline,
 }
 # The calls that close a transport on the daemon if the client could not open its side.

@@ -21,6 +21,18 @@ def ids_of(sequences: Iterable[Sequence]) -> list[int]:
     return [sequence.sequence_id for sequence in sequences]
 
 
+def growing_ids_of(sequences: Iterable[Sequence], field: str) -> list[int]:
+    """Return the ids for a call that changes, or copies, what is known of the sequences. Raises InvalidArgumentError
+    for what cannot be changed, such as SequenceInfo."""
+    for number, sequence in enumerate(sequences):
+        if not isinstance(sequence, Sequence):
+            raise InvalidArgumentError(
+                f"is a {type(sequence).__name__}; make a Sequence of its sequence_id and length",
+                field=f"{field}[{number}]",
+            )
+    return ids_of(sequences)
+
+
 def token_list(token_ids: Iterable[int], info: PoolInfo) -> list[int]:
     """Convert token ids. Raises MessageTooLargeError if the daemon would refuse so many."""
     flat = int_list(token_ids, "token_ids")

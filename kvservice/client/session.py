@@ -28,6 +28,7 @@ from kvservice.client.sequences import (
     allocation_messages,
     allocation_status,
     extra_key_messages,
+    growing_ids_of,
     ids_of,
     step_info,
     token_list,
@@ -77,8 +78,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     @property
     def transport(self) -> TransportName:
-        """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
+        """The name of the session's transport: "lane", "mapped", "region", "transfer" or "inline"."""
         return self.calls.transport.name
+
+    @property
+    def num_transfer_failures(self) -> int:
+        """How often a Transfer Engine has failed, so that messages carried K and V."""
+        return self.context.remote.num_failures
 
     @property
     def num_restarts(self) -> int:
@@ -222,7 +228,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         request = build(
             blocks_pb2.AppendRequest,
             request_id=self._request_id(),
-            sequence_ids=ids_of(sequences),
+            sequence_ids=growing_ids_of(sequences, "sequences"),
             token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
             expected_lengths=[sequence.length for sequence in sequences],
@@ -277,7 +283,10 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Create one child for each parent. The same parent may appear several times."""
         child_ids = self._new_ids(len(parents)) if sequence_ids is None else int_list(sequence_ids, "child_ids")
         request = build(
-            blocks_pb2.ForkRequest, request_id=self._request_id(), parent_ids=ids_of(parents), child_ids=child_ids
+            blocks_pb2.ForkRequest,
+            request_id=self._request_id(),
+            parent_ids=growing_ids_of(parents, "parents"),
+            child_ids=child_ids,
         )
         await self.call("fork", request, timeout_s)
         return [
@@ -291,7 +300,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         request = build(
             blocks_pb2.TruncateRequest,
             request_id=self._request_id(),
-            sequence_ids=[sequence.sequence_id],
+            sequence_ids=growing_ids_of([sequence], "sequences"),
             lengths=[length],
         )
         await self.call("truncate", request, timeout_s)

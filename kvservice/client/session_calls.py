@@ -95,5 +95,6 @@ class SessionCalls:
         if not self.context.connection.process.is_here:
             return
         await self.transport.close()
+        self.context.remote.close()
         self.transport = inline_transport(self.context)
         self.context.regions.forget()

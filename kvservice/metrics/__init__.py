@@ -5,4 +5,5 @@ holders     sessions, tenants, regions, lanes       about     build, configurati
 access      connections over TCP, refused callers   store     the block store
 scheduling  queues, preemptions and tokens of schedulers
 tiers       the tiers below the block store              spill     blocks of the pool below it, saved sessions
+transfers   transfers between hosts
 """

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
-from kvservice.errors import InvalidArgumentError
-from kvservice.server import codec
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.server import codec, remote_tensors
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.region import Array, Place
 from kvservice.server.server_session import ServerSession
+from kvservice.server.slices import Caller, despite_leaving, to_the_end
 from kvservice.v1 import attention_pb2
 from kvservice.wire.encoded import Encoded, encode_tensor
 
@@ -77,32 +82,78 @@ class AttentionCalls:
             return response
 
     async def write(self, session: ServerSession, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
-        tensors = self._tensors(session)
-        await self._engine.write(
-            session.namespace,
-            request.step_id,
-            codec.optional_layer(request),
-            tensors.array(request.key, "key"),
-            tensors.array(request.value, "value"),
-            (request.first_token, request.num_tokens),
-        )
+        if session.regions.is_remote(request.key.shared_memory.region):
+            await despite_leaving(functools.partial(self._write_remote, session, request))
+        else:
+            session.access.transfers.travelled_in_messages(len(request.key.inline) + len(request.value.inline))
+            tensors = self._tensors(session)
+            key, value = tensors.array(request.key, "key"), tensors.array(request.value, "value")
+            await self._write(session, request, key, value)
         return attention_pb2.WriteResponse()
 
-    async def read(self, session: ServerSession, request: attention_pb2.ReadRequest) -> Encoded:
-        """Return an encoded ReadResponse."""
+    async def _write(
+        self, session: ServerSession, request: attention_pb2.WriteRequest, key: Array, value: Array
+    ) -> None:
+        part = (request.first_token, request.num_tokens)
+        layer = codec.optional_layer(request)
+        await self._engine.write(session.namespace, request.step_id, layer, key, value, part)
+
+    async def _write_remote(self, session: ServerSession, request: attention_pb2.WriteRequest, caller: Caller) -> None:
+        places = remote_tensors.source_places(request)
+        num_bytes = sum(place.byte_size for place in places.values())
+        if num_bytes > self._max_request_bytes:
+            raise InvalidArgumentError(codec.TENSORS_TOO_LARGE, field="value.shared_memory.byte_size")
+        with session.regions.remote(places) as memory:
+            async with memory.lock:
+                arrived_damaged = session.access.transfers.arrived_damaged
+                _check_waits(caller)
+                key, value = await remote_tensors.pull(memory, request, places, arrived_damaged)
+                _check_waits(caller)
+                session.begin_call()
+                await self._write(session, request, key, value)
+
+    async def read(
+        self, session: ServerSession, request: attention_pb2.ReadRequest
+    ) -> attention_pb2.ReadResponse | Encoded:
         layer = codec.optional_layer(request)
         ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
-        self._check_read_size(ranges, layer)
+        num_bytes = self._check_read_size(ranges, layer)
+        if request.HasField("key_place") or request.HasField("value_place"):
+            if ranges and not num_bytes:
+                raise InvalidArgumentError("there are places, and no tokens for them", field="ranges[0]")
+            places = remote_tensors.target_places(request, num_bytes // 2)
+            return await asyncio.shield(to_the_end(self._read_remote(session, ranges, layer, places, num_bytes // 2)))
         key, value = await self._engine.read(session.namespace, ranges, layer)
+        session.access.transfers.travelled_in_messages(num_bytes)
         kind = attention_pb2.ReadResponse
         return encode_tensor(key).inside(kind.KEY_FIELD_NUMBER) + encode_tensor(value).inside(kind.VALUE_FIELD_NUMBER)
+
+    async def _read_remote(
+        self,
+        session: ServerSession,
+        ranges: list[tuple[int, int, int]],
+        layer: int | None,
+        places: dict[str, Place],
+        tensor_bytes: int,
+    ) -> attention_pb2.ReadResponse:
+        with session.regions.remote(places, tensor_bytes) as memory:
+            async with memory.lock:
+                arrays = await self._engine.read(session.namespace, ranges, layer)
+                return await remote_tensors.push(memory, places, arrays)
 
     def _tensors(self, session: ServerSession) -> codec.TensorReader:
         return codec.TensorReader(session.regions, self._max_request_bytes)
 
-    def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
+    def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> int:
+        """Return the bytes of K and V together. Raises InvalidArgumentError."""
         per_token = self._engine.tensor_token_bytes
         if layer is not None:
             per_token //= self._engine.layout.num_layers
         num_tokens = sum(max(0, stop - start) for _, start, stop in ranges)
         codec.check_response_size(num_tokens * per_token, self._max_response_bytes, "ranges")
+        return num_tokens * per_token
+
+
+def _check_waits(caller: Caller) -> None:
+    if caller.gone:
+        raise FailedPreconditionError("the caller has gone meanwhile, and nothing was written")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -85,6 +85,8 @@ class Regions:
         self._regions: dict[str, Region] = {}
         # The bytes of regions that are being created, and the number of calls of `close`.
         self._making_bytes = self._num_closings = 0
+        # The remote regions that are being created: each event is set at the end.
+        self._making: dict[str, asyncio.Event] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int, token: bytes = b"") -> None:
         """Register `byte_size` bytes at `offset` of the shared memory object `key`, a name for shm_open. The object is
@@ -122,38 +124,50 @@ class Regions:
         self._regions[name] = Region(memory, byte_size, self._totals, HOST)
         return memory.token, memory.number
 
-    async def create_remote(self, name: str, byte_size: int, reach: int, port: int, address: int) -> None:
-        """Create a region for `reach` bytes at `address` in an engine at this port of the client of this call, on
+    async def create_remote(self, name: str, byte_size: int, reach: int, ports: Sequence[int], address: int) -> None:
+        """Create a region for `reach` bytes at `address` in engines at these ports of the client of this call, on
         another host. At least `byte_size` bytes of the daemon carry them. Must not be cancelled.
 
-        Raises TransferOffError, TransferFailedError, and the errors of `create_in_slices` except
-        RegionsNotAllowedError.
+        Raises TransferOffError, TransferFailedError, FailedPreconditionError naming ports, and the errors of
+        `create_in_slices` except RegionsNotAllowedError.
         """
+        num_closings = self._num_closings
+        while (other := self._making.get(name)) is not None:
+            await other.wait()
+            self._check_open_since(num_closings)
+        self._making[name] = asyncio.Event()
+        try:
+            await self._create_remote(name, byte_size, reach, ports, address, num_closings)
+        finally:
+            self._making.pop(name).set()
+
+    async def _create_remote(
+        self, name: str, byte_size: int, reach: int, ports: Sequence[int], address: int, num_closings: int
+    ) -> None:
         if (known := self._regions.get(name)) is not None and known.kind == REMOTE:
             return  # the call is repeated
-        if not 0 < port < 65536:
-            raise InvalidArgumentError(f"{port} is not a port", field="port")
+        if not ports or not all(0 < port < 65536 for port in ports):
+            raise InvalidArgumentError(f"{list(ports)} are not ports", field="ports")
         if not 0 < reach <= MAX_ADDRESS or not 0 < address <= MAX_ADDRESS - reach:
             raise InvalidArgumentError(f"{reach} bytes at {address} are not memory", field="remote_bytes")
         transfers = self._access.transfers
         transfers.check()
         self._check_name(name)
         byte_size = self._rounded(byte_size)
-        num_closings = self._num_closings
         self._making_bytes += byte_size
         try:
             made = in_slices(self._access.make_memory("kvservice-remote", byte_size, "byte_size"))
             memory = await made if isinstance(made, asyncio.Task) else made
             try:
-                remote = await transfers.open(memory, port, address)
+                self._check_open_since(num_closings)
+                remote = await transfers.open(memory, ports, address)
             except BaseException:
                 memory.close()
                 raise
         finally:
             self._making_bytes -= byte_size
         try:
-            if self._num_closings != num_closings:
-                raise FailedPreconditionError("the session's regions were closed meanwhile")
+            self._check_open_since(num_closings)
             self._check_name(name)
         except BaseException:
             remote.close()
@@ -186,13 +200,16 @@ class Regions:
         finally:
             self._making_bytes -= byte_size
         try:
-            if self._num_closings != num_closings:
-                raise FailedPreconditionError("the session's regions were closed meanwhile")
+            self._check_open_since(num_closings)
             self._check_new(name)
             return MadeMemory(memory, self._access)
         except BaseException:
             memory.close()
             raise
+
+    def _check_open_since(self, num_closings: int) -> None:
+        if self._num_closings != num_closings:
+            raise FailedPreconditionError("the session's regions were closed meanwhile")
 
     def _check_new(self, name: str) -> None:
         self._access.user.check_may_share()
@@ -214,7 +231,7 @@ class Regions:
         for one in [*self._regions] if name == "" else [name]:
             if (region := self._regions.get(one)) is not None and region.kind == kind:
                 del self._regions[one]
-                region.release()
+                _give_up(region)
 
     def status(self, name: str, kind: Kind) -> dict[str, Region]:
         """Return the region of this name, or all of this kind if `name` is empty. Raises UnknownRegionError."""
@@ -252,11 +269,42 @@ class Regions:
         with region.in_use():
             yield region
 
+    @contextmanager
+    def remote(self, places: Mapping[str, Place], used_bytes: int | None = None) -> Iterator[RemoteMemory]:
+        """Yield the memory of the remote region that has these places, by field. It stays open meanwhile. The call
+        uses `used_bytes` of each place, or all. Errors name the field and its part: RegionsNotAllowedError,
+        UnknownRegionError, InvalidArgumentError."""
+        self._check_named()
+        region: Region | None = None
+        total = 0
+        for field, place in places.items():
+            found = self._get(place.region, f"{field}.region")
+            if found.kind != REMOTE or found is not (region or found):
+                raise InvalidArgumentError("K and V are not in one remote region", field=f"{field}.region")
+            region = found
+            if not place.byte_size:
+                raise InvalidArgumentError("is 0", field=f"{field}.byte_size")
+            _check_inside(place, region.reach, field)
+            total += place.byte_size if used_bytes is None else used_bytes
+            if total > region.byte_size:
+                raise InvalidArgumentError(
+                    f"{total} bytes in all, the region carries {region.byte_size}", field=f"{field}.byte_size"
+                )
+        assert region is not None, "there is a place"
+        memory = region.memory
+        assert isinstance(memory, RemoteMemory), "its kind was compared"
+        with region.in_use():
+            yield memory
+
+    def is_remote(self, name: str) -> bool:
+        """Return whether there is a remote region of this name."""
+        return (region := self._regions.get(name)) is not None and region.kind == REMOTE
+
     def close(self) -> None:
-        """Remove all regions. A region that a call uses is closed when the call ends."""
+        """Remove all regions. A region that a call uses is closed when the call ends, which fails on a remote one."""
         self._num_closings += 1
         while self._regions:
-            self._regions.popitem()[1].release()
+            _give_up(self._regions.popitem()[1])
 
     def check_allowed(self) -> None:
         if not self._config.shares_memory:
@@ -277,16 +325,8 @@ class Regions:
         self._check_named()
         region = self._get(place.region, f"{field}.region")
         if region.kind == REMOTE:
-            raise InvalidArgumentError("is a remote region, which carries blocks of the store", field=f"{field}.region")
-        if place.offset >= region.byte_size:
-            raise InvalidArgumentError(
-                f"{place.offset} is not below the region's {region.byte_size} bytes", field=f"{field}.offset"
-            )
-        if place.offset + place.byte_size > region.byte_size:
-            raise InvalidArgumentError(
-                f"{place.byte_size} bytes from {place.offset} on, the region has {region.byte_size}",
-                field=f"{field}.byte_size",
-            )
+            raise InvalidArgumentError("is a remote region, which this call does not use", field=f"{field}.region")
+        _check_inside(place, region.byte_size, field)
         return region
 
     def _get(self, name: str, field: str) -> Region:
@@ -294,6 +334,25 @@ class Regions:
         if region is None:
             raise UnknownRegionError(f"no shared memory region {name!r}", field=field)
         return region
+
+
+def _give_up(region: Region) -> None:
+    """Drop the session's reference. The engine of a remote region ends at once, whoever waits for it."""
+    if isinstance(region.memory, RemoteMemory):
+        region.memory.interrupt()
+    region.release()
+
+
+def _check_inside(place: Place, num_bytes: int, field: str) -> None:
+    """Raise InvalidArgumentError unless a place is inside a region of so many bytes."""
+    if place.offset >= num_bytes:
+        raise InvalidArgumentError(
+            f"{place.offset} is not below the region's {num_bytes} bytes", field=f"{field}.offset"
+        )
+    if place.offset + place.byte_size > num_bytes:
+        raise InvalidArgumentError(
+            f"{place.byte_size} bytes from {place.offset} on, the region has {num_bytes}", field=f"{field}.byte_size"
+        )
 
 
 @contextmanager

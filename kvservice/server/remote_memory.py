@@ -2,7 +2,8 @@
 
 create_remote ─▶ a process with an engine maps slots ─▶ calls name the region: the engine copies between the client's
                  memory and a slot, the daemon between the slot and its store, one slot after the other
-                 └── the region is removed, or the session ends ─▶ the process is killed
+                 └── the region is removed, or the session ends ─▶ the process is killed, a call that waits for it
+                     fails, and the memory is unmapped after that
 
 The process maps the slots and nothing else, and it does not listen. So nobody on the network reaches memory of the
 daemon, and it connects only to the address that its client has.
@@ -11,32 +12,29 @@ daemon, and it connects only to the address that its client has.
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 
-from kvservice.auth import is_loopback
-from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError, QuotaExceededError, TransferFailedError, TransferOffError
+from kvservice.errors import InvalidArgumentError, TransferFailedError
 from kvservice.server import unmapping
 from kvservice.server.budget import BudgetedMemory
-from kvservice.server.region import Array
+from kvservice.server.region import Array, Place
 from kvservice.server.scatter import Places
+from kvservice.server.transfer_totals import IN, OUT, Direction, TransferTotals
 from kvservice.transfer import (
     MAX_RANGES,
     READ,
     WRITE,
-    Endpoint,
     Operation,
     Range,
     Ticket,
     TransferProcess,
-    is_installed,
 )
 
 T = TypeVar("T")
@@ -45,101 +43,52 @@ T = TypeVar("T")
 NUM_SLOTS: Final = 3
 # The engine moves parts of a slot over several connections.
 PART_BYTES: Final = 1 << 20
-# How long a slot may take, in seconds.
+# How long a slot may take, in seconds. A whole call may take so long, and a second for each SLOWEST_BYTES.
 TRANSFER_S: Final = 5.0
-# The IP address of the client whose call is executed; empty on the unix socket.
-PEER: ContextVar[str] = ContextVar("peer", default="")
-
-
-def peer_address(peer: str) -> str:
-    """Return the IP address in gRPC's name of a peer, such as ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return ""
-    host = rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")
-    return host.removeprefix("::ffff:")
-
-
-class Transfers:
-    """The engines of all sessions. Each has a process of its own."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
-        self._threads = ThreadPoolExecutor(config.max_transfers, thread_name_prefix="kvservice-transfer")
-        self.count = 0
-
-    def check(self) -> None:
-        """Raise TransferOffError or TransferFailedError if there are no engines, QuotaExceededError if there are too
-        many."""
-        if not self._config.transfer_address:
-            raise TransferOffError("the daemon runs without transfer_address")
-        if not is_installed():
-            raise TransferFailedError("the daemon lacks its Transfer Engine: install kvservice[mooncake]")
-        limit = self._config.max_transfers
-        if self.count >= limit:
-            raise QuotaExceededError(f"{limit} remote regions are open", limit="max_transfers", value=limit)
-
-    async def open(self, memory: BudgetedMemory, port: int, address: int) -> RemoteMemory:
-        """Start an engine for the memory, which connects to an engine at this port of the client of this call. Raises
-        the errors of `check`, and TransferFailedError; the caller then still owns the memory."""
-        self.check()
-        peer = PEER.get()
-        if is_loopback(peer):
-            peer = self._config.transfer_address  # a client on this host
-        if ":" in peer or not peer:
-            raise TransferFailedError(f"{peer or 'a unix socket'} is no IPv4 address, to which engines connect")
-        # The engine of the client may name any host for the data, and this one connects to `peer` only.
-        endpoint = Endpoint(self._config.transfer_address, self._config.transfer_protocol, peer=peer, calls=True)
-        self.count += 1
-        try:
-            process = await asyncio.to_thread(
-                TransferProcess,
-                memory.sealed.fd,
-                memory.sealed.num_bytes,
-                endpoint,
-                shared=self._config.transfer_protocol != "tcp",
-            )
-        except BaseException:
-            self.count -= 1
-            raise
-        return RemoteMemory(memory, process, f"{peer}:{port}", address, self._threads, self._closed)
-
-    def _closed(self) -> None:
-        self.count -= 1
+SLOWEST_BYTES: Final = 8 << 20
 
 
 class RemoteMemory:
-    """Implements `Memory` as far as it can: tensors cannot be there. `pull` and `push` move blocks, for one call at a
-    time."""
+    """Implements `Memory` as far as it can: tensors are not read and written in place. `pull` and `push` move blocks,
+    `pull_ranges` and `push_ranges` tensors, for one call at a time, in threads of `run` and `run_alone`."""
 
     def __init__(
         self,
         memory: BudgetedMemory,
         process: TransferProcess,
-        segment: str,
+        segments: Sequence[str],
         address: int,
         threads: ThreadPoolExecutor,
-        on_close: Callable[[], None],
+        totals: TransferTotals,
+        on_close: Callable[[RemoteMemory], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._memory, self._threads, self._on_close = memory, threads, on_close
-        self.process = process
-        self._segment, self._address = segment, address
+        self._memory, self._threads, self._totals, self._on_close = memory, threads, totals, on_close
+        self.process, self._clock = process, clock
+        # When the transfers of the current call must have ended.
+        self._deadline = 0.0
+        self._segments, self._address = segments, address
         self._slots: Array = np.frombuffer(memory.sealed.map, np.uint8)
         self.num_bytes = len(self._slots)
-        self._lock = threading.Lock()
+        # Held by the call that uses the memory.
+        self.lock = asyncio.Lock()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work that pulls or pushes, in a thread. The caller must not be cancelled meanwhile."""
+        async with self.lock:
+            return await self.run_alone(work)
 
-        def alone() -> T:
-            with self._lock:
-                return work()
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, alone)
+    async def run_alone(self, work: Callable[[], T]) -> T:
+        """`run` for a caller that holds the lock."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def pull(self, places: Places, block_bytes: int, take: Callable[[int, int, Array], T]) -> list[T]:
         """Read blocks from the client's memory. `take` gets the number of the first block, their count, and the blocks
         one after the other; it may use them until it returns. Returns its results. Raises TransferFailedError."""
+        with self._transfer(IN, len(places) * block_bytes):
+            return self._pull(places, block_bytes, take)
+
+    def _pull(self, places: Places, block_bytes: int, take: Callable[[int, int, Array], T]) -> list[T]:
         moving: deque[tuple[int, int, list[Ticket]]] = deque()
         taken: list[T] = []
 
@@ -154,7 +103,7 @@ class RemoteMemory:
             part = Places(places.piece_bytes, places.offsets[first : first + most])
             if len(moving) == NUM_SLOTS - 1:
                 self._wait(moving[0][2])
-            moving.append((first, len(part), self._start(READ, part, number)))
+            moving.append((first, len(part), self._start_blocks(READ, part, number)))
             if len(moving) == NUM_SLOTS:
                 finish()
         while moving:
@@ -163,6 +112,10 @@ class RemoteMemory:
 
     def push(self, places: Places, block_bytes: int, give: Callable[[int, int, Array], T]) -> list[T]:
         """Write blocks to the client's memory. `give` puts them where `take` of `pull` finds them."""
+        with self._transfer(OUT, len(places) * block_bytes):
+            return self._push(places, block_bytes, give)
+
+    def _push(self, places: Places, block_bytes: int, give: Callable[[int, int, Array], T]) -> list[T]:
         moving: deque[list[Ticket]] = deque()
         given: list[T] = []
         most = self._blocks_in_slot(block_bytes)
@@ -171,10 +124,45 @@ class RemoteMemory:
             if len(moving) == NUM_SLOTS:
                 self._wait(moving.popleft())
             given.append(give(first, len(part), self._slot(number, len(part) * block_bytes)))
-            moving.append(self._start(WRITE, part, number))
+            moving.append(self._start_blocks(WRITE, part, number))
         while moving:
             self._wait(moving.popleft())
         return given
+
+    def pull_ranges(self, places: Sequence[Place]) -> list[Array]:
+        """Read ranges of the client's memory. Returns them, uint8, one after the other in this memory, where they stay
+        until the next call. They fit into it. Raises TransferFailedError."""
+        views = self._packed(places)
+        with self._transfer(IN, sum(place.byte_size for place in places)):
+            self._wait(self._start_all(READ, places))
+        return views
+
+    def push_ranges(self, places: Sequence[Place], data: Sequence[Array]) -> None:
+        """Write arrays, uint8, to ranges of the client's memory, of the same sizes. See `pull_ranges`."""
+        for view, array in zip(self._packed(places), data, strict=True):
+            view[:] = array
+        with self._transfer(OUT, sum(place.byte_size for place in places)):
+            self._wait(self._start_all(WRITE, places))
+
+    @contextmanager
+    def _transfer(self, direction: Direction, num_bytes: int) -> Iterator[None]:
+        """Count what happens inside as a transfer, and limit its time."""
+        self._deadline = self._clock() + TRANSFER_S + num_bytes / SLOWEST_BYTES
+        with self._totals.transfer(direction, num_bytes):
+            yield
+
+    def _packed(self, places: Sequence[Place]) -> list[Array]:
+        ends = np.cumsum([place.byte_size for place in places])
+        assert ends[-1] <= self.num_bytes, "the caller has compared the sizes"
+        return [self._slots[end - place.byte_size : end] for end, place in zip(ends, places, strict=True)]
+
+    def _start_all(self, operation: Operation, places: Sequence[Place]) -> list[Ticket]:
+        ranges: list[Range] = []
+        begin = 0
+        for place in places:
+            ranges += _parts(begin, place.offset, place.byte_size)
+            begin += place.byte_size
+        return self._start(operation, ranges, max(1, self.num_bytes // NUM_SLOTS // PART_BYTES))
 
     def _blocks_in_slot(self, block_bytes: int) -> int:
         most = self.num_bytes // NUM_SLOTS // block_bytes
@@ -191,12 +179,16 @@ class RemoteMemory:
     def _slot_begin(self, number: int) -> int:
         return number % NUM_SLOTS * (self.num_bytes // NUM_SLOTS)
 
-    def _start(self, operation: Operation, places: Places, number: int) -> list[Ticket]:
-        ranges = list(_ranges(places, self._slot_begin(number)))
+    def _start_blocks(self, operation: Operation, places: Places, number: int) -> list[Ticket]:
+        return self._start(operation, list(_ranges(places, self._slot_begin(number))), MAX_RANGES)
+
+    def _start(self, operation: Operation, ranges: list[Range], most: int) -> list[Ticket]:
+        """Start transfers of at most so many ranges each."""
+        most = min(most, MAX_RANGES)
         try:
             return [
-                self.process.start(operation, self._segment, self._address, ranges[i : i + MAX_RANGES])
-                for i in range(0, len(ranges), MAX_RANGES)
+                self.process.start(operation, self._segments, self._address, ranges[i : i + most])
+                for i in range(0, len(ranges), most)
             ]
         except TransferFailedError:
             self.process.kill()
@@ -206,7 +198,7 @@ class RemoteMemory:
         """Wait for transfers that have not ended. An engine that fails is not used again."""
         try:
             while tickets:
-                self.process.wait(tickets[0], TRANSFER_S)
+                self.process.wait(tickets[0], min(TRANSFER_S, self._deadline - self._clock()))
                 tickets.pop(0)
         except TransferFailedError:
             self.process.kill()
@@ -225,13 +217,17 @@ class RemoteMemory:
         return None
 
     def _refuse(self) -> NoReturn:
-        raise InvalidArgumentError("is a remote region, which carries blocks of the store only", field="region")
+        raise InvalidArgumentError("is a remote region, which only some calls use", field="region")
+
+    def interrupt(self) -> None:
+        """End the engine. The call that uses the memory fails, and so do those that wait for it."""
+        self.process.interrupt()
 
     def close(self) -> None:
         self.process.kill()
         unmapping.unmap(self._memory.sealed)
         self._memory.close()
-        self._on_close()
+        self._on_close(self)
 
 
 def _ranges(places: Places, begin: int) -> Iterator[Range]:
@@ -244,5 +240,9 @@ def _ranges(places: Places, begin: int) -> Iterator[Range]:
     locals_ = begin + np.concatenate(([0], np.cumsum(sizes)[:-1]))
     totals = np.add.reduceat(sizes, first)
     for local, remote, num_bytes in zip(locals_[first], offsets[first], totals, strict=True):
-        for done in range(0, int(num_bytes), PART_BYTES):
-            yield Range(int(local) + done, int(remote) + done, min(PART_BYTES, int(num_bytes) - done))
+        yield from _parts(int(local), int(remote), int(num_bytes))
+
+
+def _parts(local: int, remote: int, num_bytes: int) -> Iterator[Range]:
+    for done in range(0, num_bytes, PART_BYTES):
+        yield Range(local + done, remote + done, min(PART_BYTES, num_bytes - done))

@@ -27,7 +27,7 @@ class TransferCalls:
         self, session: ServerSession, request: transfer_pb2.CreateRemoteRegionRequest
     ) -> transfer_pb2.CreateRemoteRegionResponse:
         making = session.regions.create_remote(
-            request.name, request.byte_size, request.remote_bytes, request.port, request.address
+            request.name, request.byte_size, request.remote_bytes, request.ports, request.address
         )
         await asyncio.shield(to_the_end(making))
         return transfer_pb2.CreateRemoteRegionResponse()

@@ -15,7 +15,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 
 class SavedStats(NamedTuple):
     """Sessions on the disk: how many there are, their bytes and the room for them; counters since the start of sessions
-    that were saved and restored, of files whose time was over, and of damaged ones."""
+    that were saved and restored, of files whose time was over, of damaged ones, and of failures of the disk."""
 
     num_sessions: int = 0
     used_bytes: int = 0
@@ -24,6 +24,7 @@ class SavedStats(NamedTuple):
     restored: int = 0
     expired: int = 0
     damaged: int = 0
+    errors: int = 0
 
 
 class FiguresTable:

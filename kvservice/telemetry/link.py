@@ -32,8 +32,7 @@ class Asker:
         self._turn = asyncio.Lock()
 
     async def ask(self, question: bytes) -> bytes:
-        """Send a request and return its reply. Raises ConnectionError if the other end has closed the link, which is
-        then unusable."""
+        """Send a request and return its reply. Raises ConnectionError if the link is closed, by either end."""
         await self._turn.acquire()
         exchange = asyncio.ensure_future(self._exchange(question))
         try:
@@ -50,6 +49,8 @@ class Asker:
         self._turn.release()
 
     async def _exchange(self, question: bytes) -> bytes:
+        if self._writer.is_closing():
+            raise ConnectionResetError("the link is closed")
         send(self._writer, question)
         return await receive(self._reader)
 

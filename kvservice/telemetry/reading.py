@@ -25,6 +25,7 @@ from kvservice.telemetry.scheduling import SchedulerReading, read_schedulers
 from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.store import read_store
 from kvservice.telemetry.tiers import read_tiers
+from kvservice.telemetry.transfers import TransferReading, read_transfers
 from kvservice.tiers.protocol import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -77,7 +78,8 @@ class Reading:
     `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
     `store_bytes` is the size of the block store, 0 if there is none. `tiers` are those below it, fastest first.
-    `spill` is None if blocks of the pool are not saved, `saved` if sessions are not.
+    `spill` is None if blocks of the pool are not saved, `saved` if sessions are not, `transfers` if there are no
+    transfer engines.
     """
 
     time_s: float
@@ -96,6 +98,7 @@ class Reading:
     tiers: tuple[TierStats, ...] = ()
     spill: SpillStats | None = None
     saved: SavedStats | None = None
+    transfers: TransferReading | None = None
 
 
 class Reader:
@@ -131,6 +134,7 @@ class Reader:
             read_tiers(arrays),
             read_figures(arrays, "spill", SpillStats),
             read_figures(arrays, "saved", SavedStats),
+            read_transfers(arrays),
         )
 
     def sequences(self) -> SequenceRows:

@@ -12,6 +12,17 @@ transfer then has no target. The daemon's engines call those of clients, and do 
 
 from kvservice.transfer.library import Endpoint, is_installed
 from kvservice.transfer.process import Ticket, TransferProcess
-from kvservice.transfer.protocol import MAX_RANGES, READ, WRITE, Operation, Range
+from kvservice.transfer.protocol import MAX_ENGINES, MAX_RANGES, READ, WRITE, Operation, Range
 
-__all__ = ["MAX_RANGES", "READ", "WRITE", "Endpoint", "Operation", "Range", "Ticket", "TransferProcess", "is_installed"]
+__all__ = [
+    "MAX_ENGINES",
+    "MAX_RANGES",
+    "READ",
+    "WRITE",
+    "Endpoint",
+    "Operation",
+    "Range",
+    "Ticket",
+    "TransferProcess",
+    "is_installed",
+]

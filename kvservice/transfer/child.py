@@ -1,14 +1,15 @@
-"""The process of the engine: `python -m kvservice.transfer.child` with the arguments CONTROL LIFE MEMORY NUM_BYTES HOST
-LISTEN PROTOCOL SHARED.
+"""The process of the engines: `python -m kvservice.transfer.child` with the arguments CONTROL LIFE MEMORY NUM_BYTES
+HOST LISTEN PROTOCOL SHARED NUM_ENGINES.
 
 It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL. When the other
-end of the pipe LIFE is closed, the kernel kills it, also while the engine waits for a peer. With SHARED the memory is
-registered, so that engines on other hosts can read and write it.
+end of the pipe LIFE is closed, the kernel kills it, also while an engine waits for a peer. With SHARED the memory is
+registered, so that engines on other hosts can read and write it. An engine has one thread for its connections, so
+several take turns with the ranges.
 
-    ◀─ {"segment", "address"}     first of all: the name of this engine, and the address of its memory
+    ◀─ {"segments", "address"}    first of all: the names of these engines, and the address of their memory
     ◀─ {"failed"}                 in place of that: why there is no engine
-    ─▶ {"id", "operation", "segment", "address", "ranges"}
-                                  starts a transfer with the memory at `address` of `segment`
+    ─▶ {"id", "operation", "segments", "address", "ranges"}
+                                  starts a transfer with the memory at `address` of all `segments`
     ◀─ {"id", "done"}             a transfer has ended; nobody touches its ranges any more
 """
 
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,18 +41,19 @@ _OPCODES: Final = {protocol.READ: TransferOpcode.Read, protocol.WRITE: TransferO
 
 @dataclass
 class Transfer:
-    """A transfer in parts, one for each range. `running` are those that have not ended, by their numbers."""
+    """A transfer in parts, one for each range. `running` are those that have not ended: the engine, and its number
+    there."""
 
     number: int
-    running: list[int]
+    running: list[tuple[Any, int]]
     is_good: bool = True
 
 
 class EngineServer:
     """Serves one control socket. `address` is the address of the memory."""
 
-    def __init__(self, control: socket.socket, engine: Any, address: int, num_bytes: int) -> None:
-        self._control, self._engine = control, engine
+    def __init__(self, control: socket.socket, engines: Sequence[Any], address: int, num_bytes: int) -> None:
+        self._control, self._engines = control, engines
         self._address, self._num_bytes = address, num_bytes
         self._transfers: list[Transfer] = []
 
@@ -70,18 +73,20 @@ class EngineServer:
 
     def _start(self, message: dict[str, Any]) -> Transfer:
         transfer = Transfer(message["id"], [])
-        for local, remote, num_bytes in message["ranges"]:
+        segments = message["segments"]
+        for number, (local, remote, num_bytes) in enumerate(message["ranges"]):
             if not 0 <= local <= local + num_bytes <= self._num_bytes:
                 raise ValueError(f"{num_bytes} bytes from {local} on are not inside the memory")
-            part = self._engine.batch_transfer_async(
-                message["segment"],
+            engine = self._engines[number % len(self._engines)]
+            part = engine.batch_transfer_async(
+                segments[number % len(segments)],
                 [self._address + local],
                 [message["address"] + remote],
                 [num_bytes],
                 _OPCODES[message["operation"]],
             )
             if part:
-                transfer.running.append(part)
+                transfer.running.append((engine, part))
             else:
                 transfer.is_good = False
         return transfer
@@ -89,10 +94,10 @@ class EngineServer:
     def _has_ended(self, transfer: Transfer) -> bool:
         """A part that failed does not end the transfer: the others still use its memory."""
         running = []
-        for part in transfer.running:
-            found = self._engine.transfer_check_status(part)
+        for engine, part in transfer.running:
+            found = engine.transfer_check_status(part)
             if found == _RUNNING:
-                running.append(part)
+                running.append((engine, part))
             elif found != _ENDED:
                 transfer.is_good = False
         transfer.running = running
@@ -122,19 +127,21 @@ def _live_until_closed(pipe: int) -> None:
 
 
 def main() -> None:
-    control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared = sys.argv[1:]
+    control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared, num_engines = sys.argv[1:]
     _live_until_closed(int(life))
     control = socket.socket(fileno=int(control_fd))
     mapping = mmap.mmap(int(memory_fd), int(num_bytes))
     os.close(int(memory_fd))
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
-    engine = TransferEngine()
-    if (failed := _open(engine, host, listens_at, network, address, len(mapping) if shared == "1" else 0)) != "":
-        protocol.send(control, {"failed": failed})
-        os._exit(1)
-    protocol.send(control, {"segment": f"{host}:{engine.get_rpc_port()}", "address": address})
-    EngineServer(control, engine, address, len(mapping)).serve()
-    os._exit(0)  # the engine's threads may still be at work
+    engines = [TransferEngine() for _ in range(int(num_engines))]
+    for engine in engines:
+        if (failed := _open(engine, host, listens_at, network, address, len(mapping) if shared == "1" else 0)) != "":
+            protocol.send(control, {"failed": failed})
+            os._exit(1)
+    segments = [f"{host}:{engine.get_rpc_port()}" for engine in engines]
+    protocol.send(control, {"segments": segments, "address": address})
+    EngineServer(control, engines, address, len(mapping)).serve()
+    os._exit(0)  # the engines' threads may still be at work
 
 
 if __name__ == "__main__":

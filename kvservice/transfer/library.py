@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvservice.mooncake.listening import NOWHERE, PRELOADED, listening_environment
@@ -17,6 +17,9 @@ from kvservice.mooncake.listening import NOWHERE, PRELOADED, listening_environme
 MODULE: Final = "mooncake"
 # The bytes that the engine hands to the kernel at once. They stay in a core's cache.
 _CHUNK_BYTES: Final = 32 << 10
+# The engines of a memory, on a host with enough cores for them and for those who copy beside them.
+_NUM_ENGINES: Final = 2
+_CORES_FOR_THEM: Final = 4
 # The connections between two engines. One thread of the engine serves all of them.
 _NUM_CONNECTIONS: Final = 2
 # The engine drops a connection that makes no progress for so long, in seconds.
@@ -28,11 +31,16 @@ def is_installed() -> bool:
     return importlib.util.find_spec(MODULE) is not None and PRELOADED.exists()
 
 
+def num_engines() -> int:
+    """Return how many engines a memory has on this host."""
+    return _NUM_ENGINES if (os.cpu_count() or 1) >= _CORES_FOR_THEM else 1
+
+
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an engine listens: on `host`, a numeric address, at two ports from `first_port` to `last_port`; 0 and 0:
-    at any. It has connections with the address `peer` only; empty: with everybody. An engine that only `calls` does
-    not listen. `protocol` is "tcp" or "rdma"."""
+    """Where engines of a memory listen: on `host`, a numeric address, each at two ports from `first_port` to
+    `last_port`; 0 and 0: at any. They have connections with the address `peer` only; empty: with everybody. Engines
+    that only `calls` do not listen. `protocol` is "tcp" or "rdma". `num_engines` share the work."""
 
     host: str
     protocol: str = "tcp"
@@ -40,6 +48,7 @@ class Endpoint:
     last_port: int = 0
     peer: str = ""
     calls: bool = False
+    num_engines: int = field(default_factory=num_engines)
 
     def __post_init__(self) -> None:
         """Raises ValueError for an address that is not numeric."""

@@ -30,7 +30,7 @@ class Ticket:
 
 
 class TransferProcess:
-    """A process with an engine for one memory. `segment` and `address` are what other engines call it and its memory.
+    """A process with engines for one memory. `segments` and `address` are what others call the engines and the memory.
 
     One thread uses it at a time. After an error it is of no use: `kill` it.
     """
@@ -61,7 +61,7 @@ class TransferProcess:
         except TransferFailedError:
             self.kill()
             raise
-        self.segment, self.address = str(hello["segment"]), int(hello["address"])
+        self.segments, self.address = [str(segment) for segment in hello["segments"]], int(hello["address"])
 
     @property
     def pid(self) -> int:
@@ -71,22 +71,22 @@ class TransferProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def start(self, operation: Operation, segment: str, address: int, ranges: Sequence[Range]) -> Ticket:
-        """Start a transfer of at most MAX_RANGES ranges with the memory at `address` of another engine. Raises
-        TransferFailedError."""
+    def start(self, operation: Operation, segments: Sequence[str], address: int, ranges: Sequence[Range]) -> Ticket:
+        """Start a transfer of at most MAX_RANGES ranges with the memory at `address` of the engines of another process.
+        Raises TransferFailedError."""
         assert len(ranges) <= protocol.MAX_RANGES, "the caller splits transfers"
         number = next(self._numbers)
         message = {
             "id": number,
             "operation": operation,
-            "segment": segment,
+            "segments": list(segments),
             "address": address,
             "ranges": [list(one) for one in ranges],
         }
         try:
             protocol.send(self._control, message)
-        except OSError as error:
-            raise TransferFailedError(f"the transfer engine has ended: {error}") from None
+        except OSError:
+            raise TransferFailedError("the transfer engine has ended") from None
         return Ticket(number)
 
     def wait(self, ticket: Ticket, timeout_s: float) -> None:
@@ -98,6 +98,10 @@ class TransferProcess:
         if not self._outcomes.pop(ticket.number):
             raise TransferFailedError("the other side cannot be reached, or has refused")
 
+    def interrupt(self) -> None:
+        """End the process while another thread may use it, whose calls then fail. `kill` must still follow."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End the process. Its memory is no longer mapped there when it is gone, which a thread waits for."""
         self._process.kill()
@@ -106,13 +110,13 @@ class TransferProcess:
         threading.Thread(target=self._process.wait, name="kvservice-transfer-end", daemon=True).start()
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        self._control.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
+            self._control.settimeout(max(deadline - time.monotonic(), 1e-3))
             message = protocol.receive(self._control)
         except TimeoutError:
             raise TransferFailedError("no answer of the transfer engine in time") from None
-        except (OSError, ValueError) as error:
-            raise TransferFailedError(f"the transfer engine has ended: {error}") from None
+        except (OSError, ValueError):
+            raise TransferFailedError("the transfer engine has ended") from None
         if message is None:
             raise TransferFailedError("the transfer engine has ended")
         return message
@@ -123,7 +127,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Start the process in a session of its own, so that signals of a terminal do not reach it."""
     where = (endpoint.name, endpoint.listens_at, endpoint.protocol)
-    arguments = (theirs.fileno(), life, memory_fd, num_bytes, *where, int(shared))
+    arguments = (theirs.fileno(), life, memory_fd, num_bytes, *where, int(shared), endpoint.num_engines)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "kvservice.transfer.child", *map(str, arguments)],
         pass_fds=(theirs.fileno(), life, memory_fd),

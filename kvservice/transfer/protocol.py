@@ -10,6 +10,8 @@ READ: Final = "read"
 WRITE: Final = "write"
 Operation: TypeAlias = Literal["read", "write"]
 
+# Most engines of one memory.
+MAX_ENGINES: Final = 8
 # Most ranges of one transfer, so that its message fits into a packet.
 MAX_RANGES: Final = 1024
 _MAX_MESSAGE_BYTES: Final = 256 << 10

@@ -104,14 +104,18 @@ class SequenceRange(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("session_token", "ranges", "layer")
+    __slots__ = ("session_token", "ranges", "layer", "key_place", "value_place")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    KEY_PLACE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_PLACE_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     ranges: _containers.RepeatedCompositeFieldContainer[SequenceRange]
     layer: int
-    def __init__(self, session_token: _Optional[bytes] = ..., ranges: _Optional[_Iterable[_Union[SequenceRange, _Mapping]]] = ..., layer: _Optional[int] = ...) -> None: ...
+    key_place: _tensor_pb2.SharedMemoryPlace
+    value_place: _tensor_pb2.SharedMemoryPlace
+    def __init__(self, session_token: _Optional[bytes] = ..., ranges: _Optional[_Iterable[_Union[SequenceRange, _Mapping]]] = ..., layer: _Optional[int] = ..., key_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., value_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("key", "value")

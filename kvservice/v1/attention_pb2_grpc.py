@@ -93,14 +93,17 @@ class AttentionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request, context):
-        """Writes K/V of a step without attention, for K/V that were computed elsewhere.
+        """Writes K/V of a step without attention, for K/V that were computed elsewhere. Both tensors may lie in one region of
+        TransferService, with their checksums. UNAVAILABLE, reason TRANSFER_FAILED, if they did not arrive as they were:
+        nothing is written then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Reads computed K/V.
+        """Reads computed K/V, into a region of TransferService if the request names places. UNAVAILABLE, reason
+        TRANSFER_FAILED, if they were not transferred; the places may have other bytes then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers", "spill", "saved")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers", "spill", "saved", "transfers")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Snapshot(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SPILL_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -48,7 +49,8 @@ class Snapshot(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierSnapshot]
     spill: SpillSnapshot
     saved: SavedSnapshot
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ..., spill: _Optional[_Union[SpillSnapshot, _Mapping]] = ..., saved: _Optional[_Union[SavedSnapshot, _Mapping]] = ...) -> None: ...
+    transfers: TransferSnapshot
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ..., spill: _Optional[_Union[SpillSnapshot, _Mapping]] = ..., saved: _Optional[_Union[SavedSnapshot, _Mapping]] = ..., transfers: _Optional[_Union[TransferSnapshot, _Mapping]] = ...) -> None: ...
 
 class SpillSnapshot(_message.Message):
     __slots__ = ("saved_blocks", "saved_bytes", "refused", "torn", "dropped", "loaded_blocks", "loaded_bytes", "hit_tokens", "slower", "crowded", "corrupt", "queued", "loading", "down_bytes_per_s", "up_bytes_per_s")
@@ -84,8 +86,52 @@ class SpillSnapshot(_message.Message):
     up_bytes_per_s: float
     def __init__(self, saved_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., refused: _Optional[int] = ..., torn: _Optional[int] = ..., dropped: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., slower: _Optional[int] = ..., crowded: _Optional[int] = ..., corrupt: _Optional[int] = ..., queued: _Optional[int] = ..., loading: _Optional[int] = ..., down_bytes_per_s: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ...) -> None: ...
 
+class TransferSnapshot(_message.Message):
+    __slots__ = ("engines", "regions", "region_bytes", "running_in", "running_out", "done_in", "done_out", "failed_in", "failed_out", "bytes_in", "bytes_out", "engine_failures", "damaged_blocks", "fallbacks", "fallback_bytes", "in_bytes_per_s", "out_bytes_per_s", "fallback_bytes_per_s", "p50_s", "p99_s")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_IN_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_OUT_FIELD_NUMBER: _ClassVar[int]
+    DONE_IN_FIELD_NUMBER: _ClassVar[int]
+    DONE_OUT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_IN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_OUT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    OUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    engines: int
+    regions: int
+    region_bytes: int
+    running_in: int
+    running_out: int
+    done_in: int
+    done_out: int
+    failed_in: int
+    failed_out: int
+    bytes_in: int
+    bytes_out: int
+    engine_failures: int
+    damaged_blocks: int
+    fallbacks: int
+    fallback_bytes: int
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    fallback_bytes_per_s: float
+    p50_s: float
+    p99_s: float
+    def __init__(self, engines: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., running_in: _Optional[int] = ..., running_out: _Optional[int] = ..., done_in: _Optional[int] = ..., done_out: _Optional[int] = ..., failed_in: _Optional[int] = ..., failed_out: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., engine_failures: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., fallback_bytes: _Optional[int] = ..., in_bytes_per_s: _Optional[float] = ..., out_bytes_per_s: _Optional[float] = ..., fallback_bytes_per_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
 class SavedSnapshot(_message.Message):
-    __slots__ = ("num_sessions", "used_bytes", "capacity_bytes", "saved", "restored", "expired", "damaged")
+    __slots__ = ("num_sessions", "used_bytes", "capacity_bytes", "saved", "restored", "expired", "damaged", "errors")
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +139,7 @@ class SavedSnapshot(_message.Message):
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
     num_sessions: int
     used_bytes: int
     capacity_bytes: int
@@ -100,7 +147,8 @@ class SavedSnapshot(_message.Message):
     restored: int
     expired: int
     damaged: int
-    def __init__(self, num_sessions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., saved: _Optional[int] = ..., restored: _Optional[int] = ..., expired: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
+    errors: int
+    def __init__(self, num_sessions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., saved: _Optional[int] = ..., restored: _Optional[int] = ..., expired: _Optional[int] = ..., damaged: _Optional[int] = ..., errors: _Optional[int] = ...) -> None: ...
 
 class RestartSnapshot(_message.Message):
     __slots__ = ("outcome", "is_kept", "ended", "reason", "num_restarts", "down_s", "take_over_s", "kept", "lost", "summary")

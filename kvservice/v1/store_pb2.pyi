@@ -91,12 +91,14 @@ class LookupRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("num_leading", "found")
+    __slots__ = ("num_leading", "found", "num_in_memory")
     NUM_LEADING_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     num_leading: int
     found: bytes
-    def __init__(self, num_leading: _Optional[int] = ..., found: _Optional[bytes] = ...) -> None: ...
+    num_in_memory: int
+    def __init__(self, num_leading: _Optional[int] = ..., found: _Optional[bytes] = ..., num_in_memory: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("session_token", "request_id", "namespace_id", "keys", "ttl_s", "leading_only", "uncounted", "max_wait_s")

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/tensor.proto\x12\x0ckvservice.v1\"\x96\x01\n\x06Tensor\x12)\n\tdata_type\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12\x38\n\rshared_memory\x18\x04 \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlaceH\x00\x42\x06\n\x04\x64\x61ta\"F\n\x11SharedMemoryPlace\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tbyte_size\x18\x03 \x01(\x04*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/tensor.proto\x12\x0ckvservice.v1\"\x96\x01\n\x06Tensor\x12)\n\tdata_type\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12\x38\n\rshared_memory\x18\x04 \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlaceH\x00\x42\x06\n\x04\x64\x61ta\"j\n\x11SharedMemoryPlace\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tbyte_size\x18\x03 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x04 \x01(\x06H\x00\x88\x01\x01\x42\x0b\n\t_checksum*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=268
-  _globals['_DATATYPE']._serialized_end=375
+  _globals['_DATATYPE']._serialized_start=304
+  _globals['_DATATYPE']._serialized_end=411
   _globals['_TENSOR']._serialized_start=44
   _globals['_TENSOR']._serialized_end=194
   _globals['_SHAREDMEMORYPLACE']._serialized_start=196
-  _globals['_SHAREDMEMORYPLACE']._serialized_end=266
+  _globals['_SHAREDMEMORYPLACE']._serialized_end=302
 # @@protoc_insertion_point(module_scope)

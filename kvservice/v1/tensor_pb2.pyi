@@ -31,11 +31,13 @@ class Tensor(_message.Message):
     def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., inline: _Optional[bytes] = ..., shared_memory: _Optional[_Union[SharedMemoryPlace, _Mapping]] = ...) -> None: ...
 
 class SharedMemoryPlace(_message.Message):
-    __slots__ = ("region", "offset", "byte_size")
+    __slots__ = ("region", "offset", "byte_size", "checksum")
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     region: str
     offset: int
     byte_size: int
-    def __init__(self, region: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, region: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvservice/v1/transfer.proto\x12\x0ckvservice.v1\"\x88\x01\n\x19\x43reateRemoteRegionRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tbyte_size\x18\x03 \x01(\x04\x12\x14\n\x0cremote_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\x04\"\x1c\n\x1a\x43reateRemoteRegionResponse\"@\n\x19RemoveRemoteRegionRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x1c\n\x1aRemoveRemoteRegionResponse2\xe3\x01\n\x0fTransferService\x12g\n\x12\x43reateRemoteRegion\x12\'.kvservice.v1.CreateRemoteRegionRequest\x1a(.kvservice.v1.CreateRemoteRegionResponse\x12g\n\x12RemoveRemoteRegion\x12\'.kvservice.v1.RemoveRemoteRegionRequest\x1a(.kvservice.v1.RemoveRemoteRegionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvservice/v1/transfer.proto\x12\x0ckvservice.v1\"\x89\x01\n\x19\x43reateRemoteRegionRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tbyte_size\x18\x03 \x01(\x04\x12\x14\n\x0cremote_bytes\x18\x04 \x01(\x04\x12\r\n\x05ports\x18\x05 \x03(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\x04\"\x1c\n\x1a\x43reateRemoteRegionResponse\"@\n\x19RemoveRemoteRegionRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x1c\n\x1aRemoveRemoteRegionResponse2\xe3\x01\n\x0fTransferService\x12g\n\x12\x43reateRemoteRegion\x12\'.kvservice.v1.CreateRemoteRegionRequest\x1a(.kvservice.v1.CreateRemoteRegionResponse\x12g\n\x12RemoveRemoteRegion\x12\'.kvservice.v1.RemoveRemoteRegionRequest\x1a(.kvservice.v1.RemoveRemoteRegionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.transfer_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CREATEREMOTEREGIONREQUEST']._serialized_start=46
-  _globals['_CREATEREMOTEREGIONREQUEST']._serialized_end=182
-  _globals['_CREATEREMOTEREGIONRESPONSE']._serialized_start=184
-  _globals['_CREATEREMOTEREGIONRESPONSE']._serialized_end=212
-  _globals['_REMOVEREMOTEREGIONREQUEST']._serialized_start=214
-  _globals['_REMOVEREMOTEREGIONREQUEST']._serialized_end=278
-  _globals['_REMOVEREMOTEREGIONRESPONSE']._serialized_start=280
-  _globals['_REMOVEREMOTEREGIONRESPONSE']._serialized_end=308
-  _globals['_TRANSFERSERVICE']._serialized_start=311
-  _globals['_TRANSFERSERVICE']._serialized_end=538
+  _globals['_CREATEREMOTEREGIONREQUEST']._serialized_end=183
+  _globals['_CREATEREMOTEREGIONRESPONSE']._serialized_start=185
+  _globals['_CREATEREMOTEREGIONRESPONSE']._serialized_end=213
+  _globals['_REMOVEREMOTEREGIONREQUEST']._serialized_start=215
+  _globals['_REMOVEREMOTEREGIONREQUEST']._serialized_end=279
+  _globals['_REMOVEREMOTEREGIONRESPONSE']._serialized_start=281
+  _globals['_REMOVEREMOTEREGIONRESPONSE']._serialized_end=309
+  _globals['_TRANSFERSERVICE']._serialized_start=312
+  _globals['_TRANSFERSERVICE']._serialized_end=539
 # @@protoc_insertion_point(module_scope)

@@ -26,17 +26,19 @@ if _version_not_supported:
 
 
 class TransferServiceStub(object):
-    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
-    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
-    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store and K/V of sequences to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet,
+    BatchPut, Read and Write name such memory as they name other regions, over TCP too. Messages can carry the same bytes,
+    always.
 
     The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
     and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
-    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
+    before its checksum is compared: BatchPut and Write need the checksums of what lies there, and BatchGet and Read return
+    them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
-    use after that.
+    TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
+    is of no use after that.
     """
 
     def __init__(self, channel):
@@ -58,22 +60,25 @@ class TransferServiceStub(object):
 
 
 class TransferServiceServicer(object):
-    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
-    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
-    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store and K/V of sequences to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet,
+    BatchPut, Read and Write name such memory as they name other regions, over TCP too. Messages can carry the same bytes,
+    always.
 
     The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
     and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
-    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
+    before its checksum is compared: BatchPut and Write need the checksums of what lies there, and BatchGet and Read return
+    them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
-    use after that.
+    TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
+    is of no use after that.
     """
 
     def CreateRemoteRegion(self, request, context):
-        """Creates a region. Does nothing if the session has a remote region of this name. ALREADY_EXISTS, reason
-        DUPLICATE_REGION, if it has another region of this name; QUOTA_EXCEEDED above max_transfers over all sessions, above
+        """Creates a region. Does nothing if the session has a remote region of this name, or is creating it. ALREADY_EXISTS,
+        reason DUPLICATE_REGION, if it has another region of this name; FAILED_PRECONDITION, naming ports, if the client calls
+        over the unix socket or IPv6, where engines do not reach it; QUOTA_EXCEEDED above max_transfers over all sessions, above
         max_region_mib and max_regions over all regions of the session, and above max_shared_mib. A call that is cancelled may
         create it all the same.
         """
@@ -110,17 +115,19 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService(object):
-    """Carries blocks of the store to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
-    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet
-    and BatchPut name such memory as they name other regions, over TCP too. Messages can carry the same bytes, always.
+    """Carries blocks of the store and K/V of sequences to and from clients on other hosts. The client runs an engine of Mooncake's Transfer Engine
+    that has registered some of its memory; the daemon's engine connects to it, and reads and writes that memory. BatchGet,
+    BatchPut, Read and Write name such memory as they name other regions, over TCP too. Messages can carry the same bytes,
+    always.
 
     The engine of a region is a process of its own, which maps memory for a few blocks and nothing else, does not listen,
     and ends when the region is removed. Others may reach the client's engine, so nothing that was transferred is used
-    before its checksum is compared: BatchPut needs the checksums of blocks there, and BatchGet returns them.
+    before its checksum is compared: BatchPut and Write need the checksums of what lies there, and BatchGet and Read return
+    them.
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
-    TRANSFER_FAILED, if the engine does not start or, in BatchGet and BatchPut, does not move the bytes. The region is of no
-    use after that.
+    TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
+    is of no use after that.
     """
 
     @staticmethod

@@ -49,6 +49,13 @@ Call = Callable[[Session, Sequence, Step], Any]
         (lambda kv, seq, step: kv.open_step([seq], math.nan), "num_tokens"),
         (lambda kv, seq, step: kv.pin([1], ttl_s="long"), "ttl_s"),
         (lambda kv, seq, step: kv.read(seq, math.nan, 1), "start"),
+        (lambda kv, seq, step: kv.read(seq, 0, "1"), "stop"),
+        (lambda kv, seq, step: kv.read(seq, 0, 2**33), "ranges[0].stop"),
+        (lambda kv, seq, step: kv.read(seq, 0, 2**70), "start"),
+        (lambda kv, seq, step: kv.read(seq, -1, 1), "ranges[0].start"),
+        (lambda kv, seq, step: kv.append(kv.describe()[:1], [1]), "sequences[0]"),
+        (lambda kv, seq, step: kv.truncate(kv.describe()[0], 1), "sequences[0]"),
+        (lambda kv, seq, step: kv.fork(kv.describe()[0]), "parents[0]"),
         (lambda kv, seq, step: step.extend(0.5, KV, KV, KV), "layer"),
         (lambda kv, seq, step: step.extend(2**40, KV, KV, KV), "layer"),
         (lambda kv, seq, step: step.extend(0, KV.tolist(), KV, KV), "query"),
@@ -118,3 +125,16 @@ def test_a_message_too_large_for_the_daemon_costs_the_stream_and_not_the_session
         with pytest.raises(MessageTooLargeError):
             kv.fork_batch([parent] * (LIMIT_TOKENS // 2))
         assert [info.sequence_id for info in kv.describe()] == [parent.sequence_id]
+
+
+def test_a_token_that_is_not_bytes_is_named(client: KVClient) -> None:
+    for token in ("junk", None, 1):
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.resume(token)  # type: ignore[arg-type]
+        assert caught.value.field == "token"
+
+
+def test_a_transport_that_does_not_exist_is_named_at_once() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        KVClient("127.0.0.1:1", transport="telepathy")
+    assert caught.value.field == "transport"

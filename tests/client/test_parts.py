@@ -167,9 +167,10 @@ def test_parts_come_in_their_order(address: str) -> None:
 
 def test_how_tokens_are_cut(address: str) -> None:
     with KVClient(address) as client:
-        info, limit = client.info, client.info.max_message_bytes - 4096
-    assert token_parts(10, limit // 10, info) == [(0, 10)]
-    assert token_parts(11, limit // 10, info) == [(0, 10), (10, 11)]
-    assert token_parts(3, limit, info) == [(0, 1), (1, 2), (2, 3)]
-    assert token_parts(3, limit + 1, info) == [(0, 3)], "not even one token fits, and the caller is told so"
-    assert token_parts(0, 100, info) == [(0, 0)]
+        message_bytes = client.info.max_message_bytes
+    limit = message_bytes - 4096
+    assert token_parts(10, limit // 10, message_bytes) == [(0, 10)]
+    assert token_parts(11, limit // 10, message_bytes) == [(0, 10), (10, 11)]
+    assert token_parts(3, limit, message_bytes) == [(0, 1), (1, 2), (2, 3)]
+    assert token_parts(3, limit + 1, message_bytes) == [(0, 3)], "not even one token fits, and the caller is told so"
+    assert token_parts(0, 100, message_bytes) == [(0, 0)]

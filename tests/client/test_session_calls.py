@@ -85,6 +85,7 @@ def calls_of(*errors: KVServiceError) -> tuple[SessionCalls, list[str]]:
         info=SimpleNamespace(device="cpu", dtype="float32"),
         connection=Connection(call, happened),
         regions=SimpleNamespace(forget=lambda: happened.append("forget")),
+        remote=SimpleNamespace(close=lambda: happened.append("close remote")),
         happened=happened,
     )
     return SessionCalls(context, Scripted(context, *errors)), happened
@@ -150,6 +151,6 @@ def test_releasing_closes_the_transport_and_forgets_the_regions() -> None:
     calls, happened = calls_of()
     used = calls.transport
     finish(calls.release())
-    assert happened == ["close", "forget"]
+    assert happened == ["close", "close remote", "forget"]
     assert calls.transport is not used
     assert calls.transport.name == "inline"

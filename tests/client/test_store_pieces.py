@@ -55,7 +55,7 @@ def test_a_response_has_one_status_per_key() -> None:
 
 @pytest.mark.parametrize(("found", "leading"), [([], 0), ([1, 1], 2), ([1, 0, 1], 1), ([0, 1], 0)])
 def test_a_lookup_counts_the_leading_keys(found: list[int], leading: int) -> None:
-    assert Lookup.of(np.array(found, bool)).num_leading == leading
+    assert Lookup.of(np.array(found, bool), 0).num_leading == leading
 
 
 def gathered(base: list[np.ndarray], offsets: np.ndarray, sizes: list[int]) -> np.ndarray:

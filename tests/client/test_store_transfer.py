@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from both_faces import Face
+from kept_daemon import next_process
 from ports import free_port
 from store_daemons import blocks_of, keys_of, new_namespace, store_of
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
@@ -296,6 +297,31 @@ async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) 
         await both_ways(one)
         assert one.transport == "transfer"
     until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_another_process_of_the_daemon_makes_another_region(number: signal.Signals) -> None:
+    address = f"{LOOPBACK}:{free_port()}"
+    out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
+    with (
+        Daemon(keeper=True, **TRANSFERS, tcp_address=address) as daemon,
+        KVClient(address) as client,
+        client.store(new_namespace(BLOCK_BYTES), transport="transfer") as store,
+    ):
+        assert set(store.put(keys_of(*NUMBERS), content(*NUMBERS)).tolist()) == {DONE}
+        next_process(daemon, number)
+
+        def is_right() -> bool:
+            """Whether the blocks are found. While the daemon is away, they are not."""
+            out[:] = 0
+            found = store.get(keys_of(*NUMBERS), out)
+            np.testing.assert_array_equal(out[found], content(*NUMBERS)[found])
+            return bool(found.all()) and store.transport == "transfer"
+
+        until(is_right)
+        assert len(engines_of(daemon.daemon_pid())) == 1
+        assert store.num_transfer_failures == 0
+    until(lambda: not engines_of(os.getpid()))
 
 
 @in_a_loop

@@ -44,6 +44,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
     port = free_port()
     options: dict[str, Any] = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
     options |= {"store_gib": 1 / 64, "disk": tmp_path_factory.mktemp("disk"), "disk_gib": 1 / 4}
+    options |= {"tcp_address": "127.0.0.1:0", "transfer_address": "127.0.0.1"}
     with (
         Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,
@@ -104,7 +105,7 @@ def test_names_follow_the_conventions(exposed: Exposed) -> None:
 
 def test_histograms_are_cumulative(exposed: Exposed) -> None:
     histograms = [family for family in exposed.families if family.type == "histogram"]
-    assert len(histograms) == 8
+    assert len(histograms) == 9
     for family in histograms:
         series: dict[frozenset[tuple[str, str]], dict[str, list[tuple[float, float]]]] = {}
         for sample in family.samples:

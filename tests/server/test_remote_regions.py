@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from kvservice import _ext
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
 from kvservice.server.listening import ConfigError, check_addresses
-from kvservice.server.remote_memory import peer_address
-from kvservice.v1 import attention_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2, transfer_pb2
+from kvservice.server.transfers import peer_address
+from kvservice.v1 import session_pb2, shared_memory_pb2, store_pb2, transfer_pb2
 
 MIB = 1 << 20
 DONE, DAMAGED = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_DAMAGED])
@@ -51,8 +52,8 @@ def session(daemon: tuple[Daemon, str]) -> Iterator[RawSession]:
     wire.close()
 
 
-def create(session: RawSession, name: str = "r", byte_size: int = MIB, **changes: int) -> Any:
-    where: dict[str, Any] = {"remote_bytes": MIB, "port": 9, "address": 1 << 40}
+def create(session: RawSession, name: str = "r", byte_size: int = MIB, **changes: Any) -> Any:
+    where: dict[str, Any] = {"remote_bytes": MIB, "ports": [9], "address": 1 << 40}
     request = transfer_pb2.CreateRemoteRegionRequest(name=name, byte_size=byte_size, **where | changes)
     return session.call("create_remote_region", request)
 
@@ -75,9 +76,8 @@ def store(session: RawSession) -> RawStore:
 @pytest.fixture
 def client(session: RawSession) -> Iterator[Side]:
     """The client's engine, for a region of its session. Three blocks fit into the daemon's memory for it."""
-    made = Side(MIB, shared=True)
-    port = int(made.process.segment.rpartition(":")[2])
-    answer = create(session, byte_size=3 * BLOCK_BYTES, port=port, address=made.process.address)
+    made = Side(MIB, shared=True, num_engines=2)
+    answer = create(session, byte_size=3 * BLOCK_BYTES, ports=made.ports, address=made.process.address)
     assert not isinstance(answer, Refusal), answer
     yield made
     made.process.kill()
@@ -170,9 +170,8 @@ def test_an_engine_that_is_gone_stores_nothing_and_is_not_used_again(
         offset = 0
     else:
         remove(store.session, "r")
-        port = int(client.process.segment.rpartition(":")[2])
         address = client.process.address
-        create(store.session, byte_size=3 * BLOCK_BYTES, port=port, address=address, remote_bytes=4 * MIB)
+        create(store.session, byte_size=3 * BLOCK_BYTES, ports=client.ports, address=address, remote_bytes=4 * MIB)
         offset = 2 * MIB
     for _ in range(2):
         if way == "put":
@@ -210,14 +209,6 @@ def test_places_outside_the_clients_memory_are_refused(store: RawStore, client: 
     answer = put(store, checksums(block(2)), 2, offsets=over)
     assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "region.offsets")
     store.clear()
-
-
-def test_tensors_do_not_lie_in_remote_regions(session: RawSession, client: Side) -> None:
-    assert client.process.is_running
-    place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=64)
-    tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=[16], shared_memory=place)
-    answer = session.call("write", attention_pb2.WriteRequest(key=tensor, value=tensor))
-    assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "key.shared_memory.region")
 
 
 def test_blocks_in_messages_are_compared_too(store: RawStore) -> None:
@@ -265,8 +256,10 @@ def test_limits_of_remote_regions(daemon: tuple[Daemon, str], session: RawSessio
         ({"name": ""}, "name"),
         ({"name": "x" * 257}, "name"),
         ({"byte_size": 0}, "byte_size"),
-        ({"port": 0}, "port"),
-        ({"port": 65536}, "port"),
+        ({"ports": [0]}, "ports"),
+        ({"ports": [9, 65536]}, "ports"),
+        ({"ports": []}, "ports"),
+        ({"ports": [9] * 9}, "ports"),
         ({"remote_bytes": 0}, "remote_bytes"),
         ({"address": 0}, "remote_bytes"),
         ({"remote_bytes": 1 << 63, "address": 1 << 63}, "remote_bytes"),
@@ -278,8 +271,27 @@ def test_arguments_that_are_refused(session: RawSession, changes: dict[str, Any]
 
 
 def test_a_repeated_call_returns_the_same_region(daemon: tuple[Daemon, str], session: RawSession) -> None:
-    assert create(session) == create(session)
+    assert create(session) == create(session) == transfer_pb2.CreateRemoteRegionResponse()
     assert len(engines_of(daemon[0].process.pid)) == 1
+
+
+def test_simultaneous_calls_create_one_region(daemon: tuple[Daemon, str], session: RawSession) -> None:
+    request = transfer_pb2.CreateRemoteRegionRequest(
+        name="r", byte_size=MIB, remote_bytes=MIB, ports=[9], address=1 << 40, session_token=session.token
+    )
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(session.wire.unary, "create_remote_region", request) for _ in range(4)]
+    assert [answer.result() for answer in answers] == [transfer_pb2.CreateRemoteRegionResponse()] * 4
+    assert len(engines_of(daemon[0].process.pid)) == 1
+
+
+def test_clients_on_the_unix_socket_have_no_remote_regions(daemon: tuple[Daemon, str]) -> None:
+    wire = Wire(daemon[0].address)
+    local = RawSession(wire)
+    answer = create(local)
+    assert (answer.code, answer.reason, answer.field) == ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "ports")
+    local.close()
+    wire.close()
 
 
 def test_the_region_of_another_session_is_unknown(session: RawSession, store: RawStore) -> None:
@@ -288,6 +300,12 @@ def test_the_region_of_another_session_is_unknown(session: RawSession, store: Ra
     answer = put(store, bytes(8), 1, offsets=(0,))
     assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_REGION")
     other.close()
+
+
+def test_blocks_in_regions_need_a_session(session: RawSession) -> None:
+    request = store_pb2.BatchPutRequest(keys=keys(1), region=scatter("r", [0]), session_token=bytes(16))
+    answer = session.wire.unary("store_batch_put", request)
+    assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
 
 
 def test_regions_of_this_host_are_not_for_clients_over_tcp(daemon: tuple[Daemon, str], session: RawSession) -> None:
@@ -336,14 +354,24 @@ def test_a_daemon_without_engines_says_so(free_ports: Any) -> None:
         wire.close()
 
 
-def test_addresses_that_other_hosts_reach_need_trust() -> None:
-    for host, insecure, refused in (("127.0.0.1", False, False), ("10.0.0.1", False, True), ("10.0.0.1", True, False)):
-        config = ServeConfig(tcp_address="", transfer_address=host, transfer_insecure=insecure)
-        if refused:
-            with pytest.raises(ConfigError, match="transfer_insecure"):
-                check_addresses(config)
-        else:
-            check_addresses(config)
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"transfer_address": "192.0.2.1"}, "set transfer_insecure"),
+        ({"transfer_address": "192.0.2.1", "transfer_insecure": True}, "no interface of this host has 192.0.2.1"),
+        ({"transfer_address": LOOPBACK, "tcp_address": ""}, "set tcp_address"),
+        ({"transfer_address": LOOPBACK}, ""),
+        ({"transfer_address": "127.0.0.2", "store_gib": 0}, ""),
+    ],
+)
+def test_transfer_addresses_of_no_use_are_refused_at_the_start(options: dict[str, Any], refused: str) -> None:
+    config = ServeConfig(**options)
+    if not refused:
+        check_addresses(config)
+        return
+    with pytest.raises(ConfigError, match=refused) as raised:
+        check_addresses(config)
+    assert raised.value.field == "transfer_address"
 
 
 @pytest.mark.parametrize("address", ["localhost", "0.0.0.0", "10.0.0.1:1", "::1", "10.0.0.256"])

@@ -34,32 +34,38 @@ TRANSFERS: dict[str, Any] = SMALL_STORE | {
 class Side:
     """A memory with its engine."""
 
-    def __init__(self, num_bytes: int, *, shared: bool, peer: str = LOOPBACK) -> None:
+    def __init__(self, num_bytes: int, *, shared: bool, peer: str = LOOPBACK, num_engines: int = 1) -> None:
         descriptor = os.memfd_create("side")
         try:
             os.ftruncate(descriptor, num_bytes)
             self.bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
-            endpoint = Endpoint(LOOPBACK, peer=peer) if shared else Endpoint(LOOPBACK, peer=peer, calls=True)
+            endpoint = Endpoint(LOOPBACK, peer=peer, calls=not shared, num_engines=num_engines)
             self.process = TransferProcess(descriptor, num_bytes, endpoint, shared=shared)
         finally:
             os.close(descriptor)
 
+    @property
+    def ports(self) -> list[int]:
+        return [int(segment.rpartition(":")[2]) for segment in self.process.segments]
+
     def move(self, operation: Operation, other: TransferProcess, *ranges: Range, timeout_s: float = 60.0) -> None:
-        self.process.wait(self.process.start(operation, other.segment, other.address, ranges), timeout_s)
+        self.process.wait(self.process.start(operation, other.segments, other.address, ranges), timeout_s)
 
 
 class LyingPeer:
-    """An engine's peer that names another place for the data of its memory, as Mooncake's handshake allows."""
+    """An engine's peer that names another place for the data of its memory, as Mooncake's handshake allows. `answered`
+    is set when it has done so."""
 
     address = 1 << 20
 
     def __init__(self, data_host: str, data_port: int, num_bytes: int) -> None:
         self._server = socket.create_server((LOOPBACK, 0))
-        self.segment = f"{LOOPBACK}:{self._server.getsockname()[1]}"
-        buffer = {"addr": self.address, "length": num_bytes, "name": self.segment}
+        segment = f"{LOOPBACK}:{self._server.getsockname()[1]}"
+        self.segments = [segment]
+        buffer = {"addr": self.address, "length": num_bytes, "name": segment}
         answer = {
             "buffers": [buffer],
-            "name": self.segment,
+            "name": segment,
             "protocol": "tcp",
             "rdma_server_name": "",
             "tcp_data_host": data_host,
@@ -67,15 +73,19 @@ class LyingPeer:
             "tcp_proto_version": 2,
             "timestamp": "2026-01-01 00:00:00.000000",
         }
+        self.answered = threading.Event()
         self._answer = b"\1" + json.dumps(answer).encode() + b"\n"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError, struct.error):  # closed
             while True:
-                with self._server.accept()[0] as connection:
-                    connection.recv(1 << 16)
+                with self._server.accept()[0] as connection, connection.makefile("rb") as received:
+                    # The whole question: a socket that is closed before it is read resets the connection.
+                    (num_bytes,) = struct.unpack("<Q", received.read(8))
+                    received.read(num_bytes)
                     connection.sendall(struct.pack("<Q", len(self._answer)) + self._answer)
+                    self.answered.set()
 
     def close(self) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
@@ -83,9 +93,10 @@ class LyingPeer:
 
 
 @contextlib.contextmanager
-def sides(num_bytes: int) -> Iterator[tuple[Side, Side]]:
+def sides(num_bytes: int, num_engines: tuple[int, int] = (1, 1)) -> Iterator[tuple[Side, Side]]:
     """Yield a side that calls, as the daemon's, and one that listens, as the client's."""
-    near, far = Side(num_bytes, shared=False), Side(num_bytes, shared=True)
+    near = Side(num_bytes, shared=False, num_engines=num_engines[0])
+    far = Side(num_bytes, shared=True, num_engines=num_engines[1])
     try:
         yield near, far
     finally:

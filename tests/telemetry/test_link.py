@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+import uvloop
 
 from kvservice.telemetry.link import Asker, answer_all, open_link
 
@@ -65,3 +66,20 @@ def test_a_closed_end_is_reported() -> None:
         asker.close()
 
     asyncio.run(run())
+
+
+def test_requests_that_wait_for_a_link_that_is_closed_fail() -> None:
+    """The other end does not answer, so the second request waits for its turn. It must not write to a closed link."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            asker = Asker(*await open_link(ours))
+            asked = [asyncio.ensure_future(asker.ask(b"s")) for _ in range(2)]
+            await asyncio.sleep(0)
+            asker.close()
+            for one in asked:
+                with pytest.raises(ConnectionError):
+                    await one
+
+    uvloop.run(run())

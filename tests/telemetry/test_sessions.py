@@ -17,6 +17,7 @@ from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
 from kvservice.telemetry.store import StoreTable
 from kvservice.telemetry.tiers import TierTable
+from kvservice.telemetry.transfers import TransferTable
 from kvservice.tiers.spill_stats import SpillStats
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
@@ -41,6 +42,7 @@ class Both:
         TierTable(self._zeros)
         FiguresTable("spill", SpillStats, self._zeros)
         FiguresTable("saved", SavedStats, self._zeros)
+        TransferTable(self._zeros)
         SchedulerTable(MAX_SESSIONS, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 

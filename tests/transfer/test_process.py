@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,16 +34,18 @@ signal.pause()
 """
 # How long a transfer may take that cannot end. The tests do not depend on it.
 SHORT_S = 0.3
+# How long tests wait for what happens at once.
+LONG_S = 60.0
 
 
 def filled(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, NUM_BYTES, np.uint8)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_ranges_arrive_and_nothing_else_changes(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "num_engines"), [(0, (1, 1)), (1, (2, 1)), (2, (1, 3)), (3, (2, 2)), (4, (3, 2))])
+def test_random_ranges_arrive_and_nothing_else_changes(seed: int, num_engines: tuple[int, int]) -> None:
     choice = random.Random(seed)
-    with sides(NUM_BYTES) as (near, far):
+    with sides(NUM_BYTES, num_engines) as (near, far):
         near.bytes[:], far.bytes[:] = filled(2 * seed), filled(2 * seed + 1)
         for operation in (WRITE, READ, WRITE):
             size = choice.choice((1, 7, 4096, 65537, 1 << 20))
@@ -63,11 +66,12 @@ def test_random_ranges_arrive_and_nothing_else_changes(seed: int) -> None:
 def test_engines_listen_at_their_address_only_and_at_their_ports() -> None:
     descriptor = os.memfd_create("side")
     os.ftruncate(descriptor, 4096)
-    process = TransferProcess(descriptor, 4096, Endpoint("127.0.0.2", first_port=19000, last_port=19063), shared=True)
+    endpoint = Endpoint("127.0.0.2", first_port=19000, last_port=19063, num_engines=2)
+    process = TransferProcess(descriptor, 4096, endpoint, shared=True)
     try:
         found = listening(process.pid)
         assert {host for host, _ in found} == {"127.0.0.2"}
-        assert len(found) == 2
+        assert len(found) == 4
         assert all(19000 <= port <= 19063 for _, port in found)
     finally:
         process.kill()
@@ -100,19 +104,22 @@ def test_an_engine_connects_to_its_peer_only() -> None:
 
 @pytest.mark.parametrize("data_host", ["127.0.0.2", LOOPBACK])
 def test_a_peer_cannot_send_an_engine_to_another_host(data_host: str) -> None:
+    """An engine believes the lie about its peer's own host, so the lie is told well."""
     near = Side(4096, shared=False)
     with socket.create_server((data_host, 0)) as other:
         peer = LyingPeer(data_host, other.getsockname()[1], 4096)
         try:
-            ticket = near.process.start(WRITE, peer.segment, peer.address, [Range(0, 0, 4096)])
-            if data_host == LOOPBACK:  # the peer's own host
+            ticket = near.process.start(WRITE, peer.segments, peer.address, [Range(0, 0, 4096)])
+            assert peer.answered.wait(LONG_S)
+            if data_host == LOOPBACK:
+                other.settimeout(LONG_S)
                 other.accept()[0].close()
+                return
             with pytest.raises(TransferFailedError):
-                near.process.wait(ticket, 60.0)
-            if data_host != LOOPBACK:
-                other.setblocking(False)
-                with pytest.raises(BlockingIOError):
-                    other.accept()
+                near.process.wait(ticket, LONG_S)
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.accept()
         finally:
             near.process.kill()
             peer.close()
@@ -151,7 +158,7 @@ def test_a_session_does_not_reach_the_memory_of_another() -> None:
         for address in (other.process.address, other.process.address + NUM_BYTES // 2):
             if far.process.address <= address < far.process.address + NUM_BYTES:
                 continue  # two processes have mapped their memories at the same address
-            ticket = near.process.start(READ, far.process.segment, address, [Range(0, 0, 4096)])
+            ticket = near.process.start(READ, far.process.segments, address, [Range(0, 0, 4096)])
             with pytest.raises(TransferFailedError):
                 near.process.wait(ticket, 60.0)
         assert not (near.bytes == 9).any()
@@ -159,7 +166,7 @@ def test_a_session_does_not_reach_the_memory_of_another() -> None:
 
 def test_a_range_outside_the_own_memory_ends_the_process() -> None:
     with sides(4096) as (near, far):
-        near.process.start(WRITE, far.process.segment, far.process.address, [Range(1, 0, 4096)])
+        near.process.start(WRITE, far.process.segments, far.process.address, [Range(1, 0, 4096)])
         until(lambda: not near.process.is_running)
         with pytest.raises(TransferFailedError, match="has ended"):
             near.move(WRITE, far.process, Range(0, 0, 1))
@@ -182,13 +189,36 @@ def test_transfers_with_a_frozen_engine_end_in_time(whose: str) -> None:
             near.move(WRITE, far.process, Range(0, 0, NUM_BYTES), timeout_s=SHORT_S)
 
 
+def test_an_engine_is_ended_while_another_thread_waits_for_it() -> None:
+    with sides(NUM_BYTES) as (near, far), ThreadPoolExecutor(1) as threads, frozen(far.process.pid):
+        ticket = near.process.start(WRITE, far.process.segments, far.process.address, [Range(0, 0, NUM_BYTES)])
+        waiting = threads.submit(near.process.wait, ticket, LONG_S)
+        near.process.interrupt()
+        with pytest.raises(TransferFailedError, match=r"the transfer engine has ended$"):
+            waiting.result()
+        with pytest.raises(TransferFailedError, match=r"the transfer engine has ended$"):
+            near.move(WRITE, far.process, Range(0, 0, 1))
+
+
+def test_an_engine_that_was_killed_has_ended() -> None:
+    with sides(4096) as (near, far):
+        ticket = near.process.start(WRITE, far.process.segments, far.process.address, [Range(0, 0, 1)])
+        near.process.kill()
+        for use in (
+            lambda: near.process.wait(ticket, LONG_S),
+            lambda: near.move(WRITE, far.process, Range(0, 0, 1)),
+        ):
+            with pytest.raises(TransferFailedError, match=r"the transfer engine has ended$"):
+                use()
+
+
 def test_a_late_transfer_has_no_target() -> None:
     """A frozen client that wakes up after its session has ended writes to a process that is gone."""
     with sides(NUM_BYTES) as (near, far):
         near.move(WRITE, far.process, Range(0, 0, NUM_BYTES))
         with frozen(near.process.pid):
             near.bytes[:] = 5
-            late = near.process.start(WRITE, far.process.segment, far.process.address, [Range(0, 0, NUM_BYTES)])
+            late = near.process.start(WRITE, far.process.segments, far.process.address, [Range(0, 0, NUM_BYTES)])
             far.process.kill()
             until(lambda: is_gone(far.process.pid))
             with sides(NUM_BYTES) as (_, next_one):  # whoever gets memory now

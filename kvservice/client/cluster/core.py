@@ -98,7 +98,10 @@ class ClusterCore(Generic[ClientT]):
                     self.end(placed)
 
     async def open_by_key(self, key: bytes, open_at: Callable[[ClientT], Awaitable[SessionT]]) -> SessionT:
-        """Open something at the daemon that rendezvous hashing gives for a key. Raises NoDaemonError."""
+        """Open something at the daemon that rendezvous hashing gives for a key. Raises NoDaemonError, and
+        InvalidArgumentError for a key that is not bytes."""
+        if not isinstance(key, bytes):
+            raise InvalidArgumentError(f"{key!r} is not bytes", field="key")
         deadline = self.waiting.clock() + self.options.wait_s
         while True:
             await self._members.wait(lambda: bool(self._members.up()), deadline)

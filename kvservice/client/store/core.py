@@ -97,8 +97,10 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         missing; 0: there is no such limit."""
         packed, max_wait_s = key_bytes(keys), wait_time(max_wait_s, "max_wait_s")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
+        num_in_memory = 0
 
         async def work(link: StoreLink) -> None:
+            nonlocal num_in_memory
             for part in parts(len(found), keys_in_request(link)):
                 request = store_pb2.LookupRequest(
                     namespace_id=link.namespace_id,
@@ -108,9 +110,11 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                 )
                 response = await link.call("store_lookup", request, timeout_s)
                 found[part] = flags_of(response.found, part.stop - part.start)
+                if num_in_memory == part.start:
+                    num_in_memory += response.num_in_memory
 
         await self._access.attempt(work)
-        return Lookup.of(found)
+        return Lookup.of(found, num_in_memory)
 
     async def get(
         self,

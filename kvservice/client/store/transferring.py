@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from kvservice import _ext
-from kvservice.client.remote import LEAST_BYTES, REFUSED, RemoteRegion
+from kvservice.client.remote import REFUSED, RemoteRegion
 from kvservice.client.store import copies
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.pieces import Numbers, Pieces
@@ -30,7 +30,7 @@ Get: TypeAlias = Callable[[slice, store_pb2.Scatter], Awaitable[store_pb2.BatchG
 Put: TypeAlias = Callable[[slice, store_pb2.Scatter, bytes], Awaitable[store_pb2.BatchPutResponse]]
 Move: TypeAlias = "Callable[[Route, Executor], Awaitable[bool]]"
 # Most bytes of blocks in a request, unless one block is larger.
-AHEAD_BYTES: Final = 64 << 20
+AHEAD_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -166,4 +166,4 @@ class BlockTransfer:
 
 def is_worth_it(link: StoreLink, count: int) -> bool:
     """Return whether this many blocks should be transferred."""
-    return link.remote.allowed and count * link.block_bytes >= LEAST_BYTES
+    return link.remote.is_worth_it(count * link.block_bytes)

@@ -86,14 +86,16 @@ DAMAGED = store_pb2.PUT_STATUS_DAMAGED
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """Result of a lookup: `found` has a flag per key, `num_leading` counts the keys before the first missing one."""
+    """Result of a lookup: `found` has a flag per key, `num_leading` counts the keys before the first missing one, and
+    `num_in_memory` those before the first one whose block is not in the daemon's memory, but below it or nowhere."""
 
     num_leading: int
     found: Flags
+    num_in_memory: int
 
     @staticmethod
-    def of(found: Flags) -> Lookup:
-        return Lookup(len(found) if found.all() else int(found.argmin()), found)
+    def of(found: Flags, num_in_memory: int) -> Lookup:
+        return Lookup(len(found) if found.all() else int(found.argmin()), found, num_in_memory)
 
 
 def key_bytes(keys: Any) -> bytes:

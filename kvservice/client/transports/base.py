@@ -11,7 +11,7 @@ from kvservice.client.context import Context
 from kvservice.client.cuda import device_of
 from kvservice.client.tensors import Tensor
 
-TransportName = Literal["inline", "region", "lane", "mapped"]
+TransportName = Literal["inline", "transfer", "region", "lane", "mapped"]
 
 
 class Transport(ABC):

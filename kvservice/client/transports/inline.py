@@ -10,6 +10,7 @@ import numpy as np
 from kvservice.client import tensors
 from kvservice.client.batches import check_size, fits, token_parts
 from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, options_message
+from kvservice.client.remote_tensors import Places
 from kvservice.client.requests import build
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.values import StepInfo
@@ -23,7 +24,7 @@ class InlineTransport(Transport):
     name: TransportName = "inline"
 
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
-        parts = self._parts(call.step, call.query, call.key, call.value)
+        parts = self._parts(call.step, self.context.info.max_message_bytes, call.query, call.key, call.value)
         if len(parts) == 1:
             return await self._send(call)
         output = np.empty_like(call.query) if call.out is None else call.out
@@ -61,7 +62,7 @@ class InlineTransport(Transport):
         output = self._take(response.output, call.out, "output")
         return output, self._take(response.lse, call.lse_out, "lse") if call.return_lse else None
 
-    def _parts(self, step: StepInfo, *arrays: Array) -> list[tuple[int, int]]:
+    def _parts(self, step: StepInfo, message_bytes: int, *arrays: Array) -> list[tuple[int, int]]:
         """Split the step's tokens into parts (first, stop) that fit into a message in both directions. With
         batch_invariant there is one part, because the split would affect the outputs."""
         whole_step = [(0, step.num_tokens)]
@@ -69,7 +70,7 @@ class InlineTransport(Transport):
             return whole_step
         sizes = [array.nbytes // step.num_tokens for array in arrays]
         # The output is as large as the query; the log-sum-exp adds at most an eighth.
-        return token_parts(step.num_tokens, max(sum(sizes), sizes[0] * 9 // 8), self.context.info)
+        return token_parts(step.num_tokens, max(sum(sizes), sizes[0] * 9 // 8), message_bytes)
 
     def _put(self, request: Any, *arrays: Array) -> None:
         """Set the tensor fields of a request to the bytes of each array, or to its place in a region."""
@@ -101,28 +102,36 @@ class InlineTransport(Transport):
         return wanted
 
     async def write_prepared(self, call: WriteCall) -> None:
-        connection = self.context.connection
-        for layer, (first, stop), arrays in self._writes(call.step, call.layer, call.key, call.value):
-            request = build(attention_pb2.WriteRequest, step_id=call.step.step_id, layer=layer)
-            if stop - first < call.step.num_tokens:
-                request.first_token, request.num_tokens = first, stop - first
-                arrays = tuple(array[first:stop] for array in arrays)
-            self._put(request, *arrays)
-            connection.check(call.deadline)
-            await connection.call_until(call.deadline, "write", request)
+        for part in self.parts_of(call, self.context.info.max_message_bytes):
+            await self.send_part(part)
 
-    def _writes(
-        self, step: StepInfo, number: int | None, key: Array, value: Array
-    ) -> Iterator[tuple[int | None, tuple[int, int], tuple[Array, ...]]]:
-        """Yield layer, tokens (first, stop) and tensors of each call. There is one call for all layers if they fit into
-        a message."""
-        if number is not None:
-            yield from ((number, part, (key, value)) for part in self._parts(step, key, value))
+    async def send_part(self, part: WriteCall, places: Places | None = None) -> None:
+        """Send a part of a write, or only the places of its tensors."""
+        connection = self.context.connection
+        request = build(attention_pb2.WriteRequest, step_id=part.step.step_id, layer=part.layer)
+        if part.first_token is not None:
+            request.first_token, request.num_tokens = part.first_token, len(part.key)
+        if places is None:
+            self._put(request, part.key, part.value)
+        else:
+            for message, array, place in ((request.key, part.key, places[0]), (request.value, part.value, places[1])):
+                put_type(array, message)
+                message.shared_memory.CopyFrom(place)
+        connection.check(part.deadline)
+        await connection.call_until(part.deadline, "write", request)
+
+    def parts_of(self, call: WriteCall, message_bytes: int) -> Iterator[WriteCall]:
+        """Yield the parts of a write that fit into messages of this size. There is one for all layers if that fits."""
+        step, key, value = call.step, call.key, call.value
+        if call.layer is not None:
+            for first, stop in self._parts(step, message_bytes, key, value):
+                is_whole = stop - first == step.num_tokens
+                yield call if is_whole else call.part(first, stop)
             return
         num_layers = self.context.info.num_layers
         regular = {key.shape[:2], value.shape[:2]} == {(num_layers, step.num_tokens)}
-        if fits(key.nbytes + value.nbytes, self.context.info) or not regular:
-            yield None, (0, step.num_tokens), (key, value)
+        if fits(key.nbytes + value.nbytes, message_bytes) or not regular:
+            yield call
             return
         for layer in range(num_layers):
-            yield from self._writes(step, layer, key[layer], value[layer])
+            yield from self.parts_of(call._replace(layer=layer, key=key[layer], value=value[layer]), message_bytes)

@@ -137,7 +137,7 @@ class MappedTransport(Transport):
         """Mark layers as written. Raises InvalidArgumentError, and LayerWrittenError if one is marked already."""
         for layer in layers:
             if not 0 <= layer < self.pool.layout.num_layers:
-                raise InvalidArgumentError(f"{layer} is not below {self.pool.layout.num_layers}", field="layer")
+                raise InvalidArgumentError(f"{layer} is not from 0 to {self.pool.layout.num_layers - 1}", field="layer")
             if layer in tables.written:
                 raise LayerWrittenError(f"layer {layer} of step {tables.step_id} is written", field="layer")
         tables.written.update(layers)
