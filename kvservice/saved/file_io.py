@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ class DirectFile:
     def __init__(self, path: Path, flags: int) -> None:
         """Raises OSError."""
         self.path = path
-        self._fd = _open(path, flags | os.O_CLOEXEC)
+        self._fd = _open_direct(path, flags)
         self._uses = 0
         self._changed = threading.Condition()
 
@@ -81,13 +82,32 @@ class DirectFile:
             os.close(fd)
 
 
-def _open(path: Path, flags: int) -> int:
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file, and nothing else: what a link names is not opened, and a pipe is not waited for. Raises
+    OSError."""
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _not_regular(path) from None
+        raise
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise _not_regular(path)
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EPERM, "it is not a regular file", str(path))
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    try:
+        return open_regular(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno not in _NOT_DIRECT:
             raise
-    return os.open(path, flags & ~os.O_EXCL, 0o600)  # the refused call may have created the file
+    return open_regular(path, flags & ~os.O_EXCL)  # the refused call may have created the file
 
 
 def sync_folder(path: Path) -> None:

@@ -7,10 +7,12 @@ are removed when the daemon starts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import time
 import weakref
@@ -22,7 +24,7 @@ from typing import Final
 from kvservice.errors import QuotaExceededError
 from kvservice.logs import LogBudget
 from kvservice.saved.errors import DamagedFileError
-from kvservice.saved.file_io import DirectFile, aligned_memory, sync_folder
+from kvservice.saved.file_io import DirectFile, aligned_memory, open_regular, sync_folder
 from kvservice.saved.format import SECTOR_BYTES, FileHeader
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 _WHOLE: Final = ".session"
 _SWAPPED: Final = ".swapped"
 _PART: Final = ".part"
+# The names of all files that are made here. Others are not the daemon's: they are neither read nor removed.
+_NAMES: Final = re.compile(r"[0-9a-f]{64}(\.session|\.[0-9a-f]{16}\.swapped)(\.[0-9a-f]{16}\.part)?")
 # Files with swapped sequences end with their session, see SavedFiles.orphans.
 NEVER: Final = 1e300
 
@@ -50,10 +54,12 @@ def _hash_of(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A whole file. `expires_at` is in seconds since 1970."""
+    """A whole file. `expires_at` is in seconds since 1970. `swapped` are the names of the files with swapped sequences
+    that the session in it needs; it is None until they are known."""
 
     num_bytes: int
     expires_at: float
+    swapped: frozenset[str] | None = None
 
 
 class NewFile:
@@ -89,11 +95,11 @@ class SavedFiles:
         """Create the folder if there is none, and find the files in it. `wall` returns seconds since 1970. Raises
         OSError, and BlockingIOError if another daemon uses the folder."""
         self.folder, self.capacity_bytes = folder, capacity_bytes
-        self.num_damaged = 0
+        self.num_damaged = self.num_errors = 0
         self._wall = wall
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
         # It can be called twice: a closed descriptor may already be that of another file.
         self.close = weakref.finalize(self, os.close, lock)
         try:
@@ -101,16 +107,22 @@ class SavedFiles:
         except OSError:
             self.close()
             raise
+        self._lock = os.fstat(lock)
         self._entries: dict[str, FileEntry] = {}
         self._reserved_bytes = 0
-        for path in sorted(folder.iterdir()):
-            if path.suffix == _PART:
-                path.unlink()
-            elif path.suffix in (_WHOLE, _SWAPPED):
-                self._find(path)
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if not (_NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+                if entry.name != "lock":
+                    self._log.write(logging.WARNING, "%s is left alone: it is no file of a session", entry.path)
+            elif entry.name.endswith(_PART):
+                os.unlink(entry.path)
+            else:
+                self._find(Path(entry.path))
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def num_sessions(self) -> int:
+        """The number of saved sessions."""
+        return sum(name.endswith(_WHOLE) for name in self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -121,22 +133,35 @@ class SavedFiles:
         return self._reserved_bytes + sum(entry.num_bytes for entry in self._entries.values())
 
     def _find(self, path: Path) -> None:
-        """Add a file of an earlier process. A file without a valid header is removed: nothing says when it expires."""
-        file = DirectFile(path, os.O_RDONLY)
+        """Add a file of an earlier process. A file without a valid header is removed: nothing says when it expires. One
+        that cannot be read stays for a later process, which may be able to."""
         try:
-            header = read_header(file)
+            with contextlib.closing(DirectFile(path, os.O_RDONLY)) as file:
+                header = read_header(file)
         except DamagedFileError as error:
             self.report_damaged(path.name, error)
             path.unlink()
             return
-        finally:
-            file.close()
+        except OSError as error:
+            self.report_failure(error)
+            return
         self._entries[path.name] = FileEntry(header.num_bytes, header.expires_at)
 
     def report_damaged(self, name: str, error: DamagedFileError) -> None:
         """Count a damaged file, and log it."""
         self.num_damaged += 1
         self._log.write(logging.WARNING, "the saved session in %s is refused: %s", self.folder / name, error)
+
+    def report_failure(self, error: OSError) -> None:
+        """Count a failure of the disk, and log it."""
+        self.num_errors += 1
+        self._log.write(logging.WARNING, "the disk with the saved sessions in %s failed: %s", self.folder, error)
+
+    def check_folder(self) -> None:
+        """Raise OSError if the folder is not there, or is not the one that this daemon has locked: its disk was taken
+        away, or something else is in its place."""
+        if not os.path.samestat(os.stat(self.folder / "lock"), self._lock):
+            raise OSError(errno.ESTALE, "it is not the folder that the daemon found at its start", str(self.folder))
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for a file in progress. Raises QuotaExceededError."""
@@ -151,26 +176,33 @@ class SavedFiles:
         """Undo `reserve`."""
         self._reserved_bytes -= num_bytes
 
-    def add(self, name: str, num_bytes: int, expires_at: float) -> None:
+    def add(self, name: str, entry: FileEntry) -> None:
         """Add a file that was committed, in place of an older one of the same name."""
-        self._entries[name] = FileEntry(num_bytes, expires_at)
+        self._entries[name] = entry
+
+    def entry(self, name: str) -> FileEntry | None:
+        """Return a file that has not expired."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.expires_at <= self._wall() else entry
 
     def find(self, name: str) -> Path | None:
         """Return the path of a file that has not expired."""
-        entry = self._entries.get(name)
-        return None if entry is None or entry.expires_at <= self._wall() else self.folder / name
+        return None if self.entry(name) is None else self.folder / name
 
     def take_away(self, name: str) -> Path | None:
         """Forget a file, and return where it is until the caller unlinks it, which may take long. Returns None if there
-        is no such file. Raises OSError."""
-        if self._entries.pop(name, None) is None:
+        is no such file. Raises OSError; the file is known as before then."""
+        if name not in self._entries:
             return None
         part = self.folder / f"{name}.{secrets.token_hex(8)}{_PART}"
+        is_there = True
         try:
             os.rename(self.folder / name, part)
         except FileNotFoundError:
-            return None
-        return part
+            self.check_folder()
+            is_there = False
+        del self._entries[name]
+        return part if is_there else None
 
     def swapped_of(self, token: bytes) -> list[str]:
         """Return the names of the files with swapped sequences of a session."""

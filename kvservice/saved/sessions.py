@@ -6,7 +6,9 @@ write: reserve room ─▶ blocks ─▶ manifest ─▶ header ─▶ rename   
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,9 +24,11 @@ from kvservice.devices.base import UInt64
 from kvservice.errors import DiskFailedError, DiskFullError, SessionNotRestoredError
 from kvservice.saved.errors import DamagedFileError
 from kvservice.saved.file_io import DirectFile, aligned_memory
-from kvservice.saved.files import NewFile, SavedFiles, name_of, read_header
+from kvservice.saved.files import FileEntry, NewFile, SavedFiles, name_of, read_header
 from kvservice.saved.format import FileHeader, Manifest, SessionValues, digest_of, rounded_up
 from kvservice.saved.transfers import BlockTransfers, FilePlaces
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,8 @@ class SessionFiles:
         num_bytes = rounded_up(offset + len(manifest))
         self.files.reserve(num_bytes)
         try:
-            with disk_errors():
+            with self._disk_errors():
+                await self._transfers.run(self.files.check_folder)
                 file = await self._transfers.run(NewFile, self.files.folder, name)
                 try:
                     checksums = await self._transfers.save(file.file, places, check)
@@ -89,7 +94,7 @@ class SessionFiles:
                     raise
         finally:
             self.files.release(num_bytes)
-        self.files.add(file.name, num_bytes, expires_at)
+        self.files.add(file.name, FileEntry(num_bytes, expires_at, frozenset(session.on_disk)))
         return num_bytes
 
     def _manifest(self, session: SessionValues, tables: SavedTables, checksums: UInt64) -> bytes:
@@ -111,13 +116,15 @@ class SessionFiles:
         if path is None:
             return None
         try:
-            with disk_errors():
-                file, manifest = await self._transfers.run(_open, path)
-        except FileNotFoundError:
-            return None
+            with self._disk_errors(), contextlib.suppress(FileNotFoundError):
+                return OpenedSession(name, *await self._transfers.run(_open, path))
+            with self._disk_errors():
+                await self._transfers.run(self.files.check_folder)
         except DamagedFileError as error:
             raise self.refused(name, error) from None
-        return OpenedSession(name, file, manifest)
+        if name in self.files:
+            raise self.refused(name, DamagedFileError("it is missing"))
+        return None  # it was removed meanwhile
 
     def check_identity(self, opened: OpenedSession) -> None:
         """Raise SessionNotRestoredError if the bytes are of no use to this daemon."""
@@ -144,7 +151,7 @@ class SessionFiles:
         slots, numbers = slots[order], numbers[order]
         places = FilePlaces(slots, restored.block_ids[numbers], restored.in_swap[numbers])
         try:
-            with disk_errors():
+            with self._disk_errors():
                 await self._transfers.load(opened.file, places, manifest.checksums[slots])
         except DamagedFileError as error:
             raise self.refused(opened.name, error) from None
@@ -167,9 +174,34 @@ class SessionFiles:
             if name not in names:
                 await self.remove_as(name)
 
+    async def remove_swapped(self, token: bytes, name: str) -> None:
+        """Remove a file with swapped sequences, unless the session's saved state needs it. Raises DiskFailedError."""
+        if name not in await self._swapped_in(token):
+            await self.remove_as(name)
+
+    async def _swapped_in(self, token: bytes) -> frozenset[str]:
+        """Return the names of the files with swapped sequences that the session's saved state needs."""
+        saved = name_of(token)
+        entry = self.files.entry(saved)
+        if entry is None:
+            return frozenset()
+        if entry.swapped is not None:
+            return entry.swapped
+        swapped: frozenset[str] = frozenset()
+        with contextlib.suppress(SessionNotRestoredError):  # a damaged state is never restored
+            if (opened := await self.open_as(saved)) is not None:
+                opened.file.close()
+                swapped = frozenset(opened.manifest.session.on_disk)
+        if self.files.entry(saved) is entry:
+            self.files.add(saved, dataclasses.replace(entry, swapped=swapped))
+        return swapped
+
     async def expire(self, tokens: Iterable[bytes]) -> int:
         """Remove the files whose time is over, and those of sessions that have ended; sessions with these tokens are
-        open. Returns how many have expired. Raises DiskFailedError."""
+        open. Returns how many have expired. Raises DiskFailedError, also if nothing has expired and the folder is
+        gone."""
+        with self._disk_errors():
+            await self._transfers.run(self.files.check_folder)
         over = self.files.expired()
         for name in over:
             await self.remove_as(name)
@@ -179,27 +211,26 @@ class SessionFiles:
 
     async def remove_as(self, name: str) -> None:
         """Remove a file, if it is there. Raises DiskFailedError."""
-        with disk_errors():
+        with self._disk_errors():
             if (path := self.files.take_away(name)) is not None:
                 await self._transfers.run(path.unlink)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Report an OSError, and raise DiskFullError or DiskFailedError for it."""
+        try:
+            yield
+        except OSError as error:
+            self.files.report_failure(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError(f"the disk has no room for the session: {error}") from None
+            raise DiskFailedError(f"the disk with the saved sessions failed: {error}") from None
 
     def close(self) -> None:
         """End the threads after their work, and let other daemons use the folder."""
         self._transfers.close()
         self.files.close()
-
-
-@contextlib.contextmanager
-def disk_errors() -> Iterator[None]:
-    """Raise DiskFullError or DiskFailedError for an OSError, except FileNotFoundError."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"the disk has no room for the session: {error}") from None
-        raise DiskFailedError(f"the disk with the saved sessions failed: {error}") from None
+        logger.info("saved sessions in %s: %d are kept", self.files.folder, self.files.num_sessions)
 
 
 def _commit(file: NewFile, manifest: bytes, header: FileHeader) -> None:

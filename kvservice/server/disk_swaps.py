@@ -75,7 +75,7 @@ class DiskSwaps:
         with _busy(session) as saving:
             name, num_blocks, moved = yield from waiting(self._write(self._files, session, saving, ids))
         if saving.failure is not None:  # since the file was whole
-            to_the_end(self._remove(self._files, name))
+            to_the_end(self._remove(self._files, session.token, name))
             raise saving.failure
         session.on_disk[name] = moved
         self._save_record(session)
@@ -171,8 +171,8 @@ class DiskSwaps:
         return num_blocks
 
     def forget(self, session: ServerSession) -> None:
-        """Record which sequences are still on the disk. A file without any goes, unless a saved state of the session
-        may need it."""
+        """Record which sequences are still on the disk. A file without any goes, unless the session's saved state needs
+        it."""
         if session.namespace.closed:
             return
         on_disk = session.namespace.on_disk
@@ -181,13 +181,13 @@ class DiskSwaps:
             session.on_disk[name] = left
             if not left:
                 del session.on_disk[name]
-                if self._files is not None and not self._files.has(session.token):
-                    to_the_end(self._remove(self._files, name))
+                if self._files is not None:
+                    to_the_end(self._remove(self._files, session.token, name))
         self._save_record(session)
 
-    async def _remove(self, files: SessionFiles, name: str) -> None:
+    async def _remove(self, files: SessionFiles, token: bytes, name: str) -> None:
         try:
-            await files.remove_as(name)
+            await files.remove_swapped(token, name)
         except KVServiceError as error:
             self._log.write(logging.WARNING, "the file of swapped sequences stays until the session ends: %s", error)
 

@@ -196,6 +196,14 @@ class SavedSessions:
         self.num_restored += 1
         found = len(opened.manifest.checksums) - num_loaded
         self._sessions.show(session, f"restored, {num_loaded} blocks read and {found} found in memory")
+        to_the_end(self._drop_unsaved(files, token, frozenset(values.on_disk)))
+
+    async def _drop_unsaved(self, files: SessionFiles, token: bytes, names: frozenset[str]) -> None:
+        """Remove what the session, before it was lost, swapped out after it was saved with these files."""
+        try:
+            await files.keep_swapped(token, names)
+        except KVServiceError as error:
+            self._log.write(logging.WARNING, "files of swapped sequences stay until the session ends: %s", error)
 
     # ---- the end of files
 
@@ -229,13 +237,14 @@ class SavedSessions:
         assert self.files is not None, "somebody asks for it"
         files = self.files.files
         return SavedStats(
-            num_sessions=len(files),
+            num_sessions=files.num_sessions,
             used_bytes=files.used_bytes,
             capacity_bytes=files.capacity_bytes,
             saved=self.num_saved,
             restored=self.num_restored,
             expired=self.num_expired,
             damaged=files.num_damaged,
+            errors=files.num_errors,
         )
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from kvservice.errors import (
     OutOfBlocksError,
     QuotaExceededError,
     SavedSessionsOffError,
-    SequenceLostError,
     SequenceSwappedError,
     SessionNotRestoredError,
     UnknownSequenceError,
@@ -194,7 +193,7 @@ def test_no_room_or_a_damaged_file_leaves_them_on_the_disk(start: Start, disk: P
         await swap_out(life, session, 2)
         for path in swapped_files(disk):
             path.unlink()
-        with pytest.raises(SequenceLostError):
+        with pytest.raises(SessionNotRestoredError, match="missing"):
             await swap_in(life, session, 2)
         await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[1, 2]))
         assert life.manager.stats().sequences == 0
@@ -250,6 +249,134 @@ def test_a_saved_session_keeps_its_sequences_on_the_disk(start: Start, disk: Pat
         life.sessions.detach(third, end_stream)
         life = start()
         assert sorted((await resume(life, session.token)).namespace.rows) == [1, 2]
+
+    run(scenario())
+
+
+def test_a_loop_of_swaps_leaves_no_files_beside_the_saved_state(start: Start, disk: Path) -> None:
+    """The saved state needs one file. Each cycle after it writes another one, and removes it."""
+
+    async def cycle(life: Life, session: ServerSession) -> None:
+        await swap_out(life, session, 1)
+        assert len(swapped_files(disk)) == 2
+        await swap_in(life, session, 1)
+        await settle()
+
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS, seed=1)
+        await swap_out(life, session, 1)
+        await detach(life, session)
+        needed = swapped_files(disk)
+        again = await resume(life, session.token)
+        await swap_in(life, again, 1)
+        await settle()
+        for _ in range(3):
+            await cycle(life, again)
+            assert swapped_files(disk) == needed
+        life = start()
+        third = await resume(life, session.token)
+        assert set(third.namespace.on_disk) == {1}
+        await swap_in(life, third, 1)
+        await settle()
+        for _ in range(3):
+            await cycle(life, third)
+            assert swapped_files(disk) == needed
+        assert np.array_equal(await life.read(third, 1, 10), kv)
+
+    run(scenario())
+
+
+def test_a_process_that_takes_over_knows_what_the_saved_state_needs(disk: Path) -> None:
+    async def scenario() -> None:
+        held = HeldFiles()
+        life = Life(held, disk=str(disk), **FEW)
+        session = life.open(detachable=True)
+        await life.compute(session, 1, TOKENS)
+        await swap_out(life, session, 1)
+        await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
+        needed = swapped_files(disk)
+        life.sessions.detach(session, end_stream)
+        again = await resume(life, session.token)
+        await swap_in(life, again, 1)
+        await settle()
+        life.kill()
+        life = Life(HeldFiles.of(held.content()), disk=str(disk), **FEW)
+        third = life.attach(session.token)
+        for _ in range(2):
+            await swap_out(life, third, 1)
+            assert len(swapped_files(disk)) == 2
+            await swap_in(life, third, 1)
+            await settle()
+            assert swapped_files(disk) == needed
+        (saved,) = (disk / "sessions").glob("*.session")
+        saved.write_bytes(saved.read_bytes()[:8192])
+        await swap_out(life, third, 1)
+        await swap_in(life, third, 1)
+        await settle()
+        assert swapped_files(disk) == needed
+        life.kill()
+
+    run(scenario())
+
+
+def test_what_was_swapped_after_the_saved_state_goes_when_that_is_restored(start: Start, disk: Path) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        await life.compute(session, 1, TOKENS)
+        await life.compute(session, 2, [50, 51])
+        await swap_out(life, session, 1)
+        await detach(life, session)
+        needed = swapped_files(disk)
+        again = await resume(life, session.token)
+        await swap_out(life, again, 2)
+        assert len(swapped_files(disk)) == 2
+        life = start()
+        third = await resume(life, session.token)
+        await settle()
+        assert swapped_files(disk) == needed
+        assert (set(third.namespace.rows), set(third.namespace.on_disk)) == ({2}, {1})
+
+    run(scenario())
+
+
+def test_a_saved_state_is_whole_at_every_line_of_what_follows(
+    start: Start, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that fails while a restored session swaps, and is saved again, has what its last saved state names."""
+    inline_transfers(monkeypatch)
+
+    async def scenario() -> None:
+        life = start(**FEW)
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS, seed=1)
+        await swap_out(life, session, 1)
+        await detach(life, session)
+        again = await resume(life, session.token)
+        copies: dict[tuple[str, ...], Path] = {}
+
+        def note() -> None:
+            names = tuple(sorted(path.name for path in (disk / "sessions").iterdir()))
+            if names not in copies:
+                copies[names] = tmp_path / f"copy{len(copies)}"
+                shutil.copytree(disk, copies[names])
+
+        with at_every_line(FOLDERS, note):
+            await swap_in(life, again, 1)
+            await settle()
+            await swap_out(life, again, 1)
+            await life.call(again, "detach", session_pb2.DetachRequest(durable=True))
+            await settle()
+        note()
+        assert len(copies) > 4
+        for copy in copies.values():
+            life = start(disk=str(copy), **FEW)
+            last = await resume(life, session.token)
+            if last.namespace.on_disk:
+                await swap_in(life, last, 1)
+            assert np.array_equal(await life.read(last, 1, 10), kv)
 
     run(scenario())
 
