@@ -37,17 +37,20 @@ GPUS = {
 def find_gpu(
     name: str | None, memory_gib: float | None = None, tflops: float | None = None, host_gb_per_s: float | None = None
 ) -> Gpu:
-    """Return a GPU of the table with the given figures instead of its own, or one that is all given. Raises
-    InvalidArgumentError naming `gpu` or the figure that is missing."""
+    """Return a GPU of the table, by its name in any case, with the given figures instead of its own, or one that is all
+    given. Raises InvalidArgumentError naming `gpu` or the figure that is missing."""
     given = {"memory_gib": memory_gib, "tflops": tflops, "host_gb_per_s": host_gb_per_s}
     if name is not None:
-        if name not in GPUS:
+        if (known := GPUS.get(name.lower())) is None:
             raise InvalidArgumentError(f"{name!r} is not one of {', '.join(GPUS)}", field="gpu")
-        known = GPUS[name]
-        return Gpu(name, memory_gib or known.memory_gib, tflops or known.tflops, host_gb_per_s or known.host_gb_per_s)
+        return Gpu(
+            known.name, memory_gib or known.memory_gib, tflops or known.tflops, host_gb_per_s or known.host_gb_per_s
+        )
     for field, value in given.items():
         if value is None:
-            raise InvalidArgumentError("is needed for a GPU that is not in the table", field=_OPTIONS[field])
+            raise InvalidArgumentError(
+                f"is needed without --gpu, which is one of {', '.join(GPUS)}", field=_OPTIONS[field]
+            )
     assert memory_gib is not None
     assert tflops is not None
     assert host_gb_per_s is not None

@@ -13,6 +13,8 @@ from kvservice.model_shape import FILE_NAME, MAX_FILE_BYTES, PoolOptions
 
 Config = Mapping[str, Any]
 
+# No model has more of anything.
+_MAX_VALUE = 1 << 40
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _INNER = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "d_inner", "dff")
@@ -89,9 +91,9 @@ def weight_bytes(model: Path) -> int | None:
 
 
 def _find(config: Config, names: tuple[str, ...]) -> int | None:
-    """Return the value of the first of these names that has a positive whole number."""
+    """Return the value of the first of these names that has a whole number of a model."""
     for name in names:
         value = config.get(name)
-        if type(value) is int and value > 0:
+        if type(value) is int and 0 < value <= _MAX_VALUE:
             return value
     return None

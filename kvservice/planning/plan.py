@@ -5,16 +5,21 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import PoolOptions, read_pool_options
+from kvservice.planning.command import DIRECTORY, GIB, MASTER, checked_options, serve_command, size_gib
 from kvservice.planning.gpus import Gpu
 from kvservice.planning.parameters import count_parameters, read_config, weight_bytes
 from kvservice.planning.reuse import accesses_of, hit_share, stack_distances
 from kvservice.planning.trace import Trace
-from kvservice.pool.layout import DTYPES, PoolLayout
+from kvservice.pool.layout import TENSOR_DTYPES, PoolLayout
 
-GIB = 1 << 30
+# The dtypes of caches for which a GPU stores K/V in fewer bits than the model.
+_CACHE_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# Names of the tiers.
+POOL, STORE, DISK, SHARED = "GPU pool", "host store", "disk", "shared"
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class TierPlan:
 @dataclass(frozen=True)
 class Plan:
     """The figures of a model on a GPU. `unbounded_share` is the hit share of the trace if nothing were evicted, and
-    `needed_gib` the capacity that reaches 95 % of it."""
+    `needed_gib` the capacity that reaches 95 % of it. `commands` start the daemon of a GPU."""
 
     layout: PoolLayout
     token_bytes: int
@@ -98,7 +103,7 @@ def make_plan(options: PlanOptions, trace: Trace | None) -> Plan:
         raise InvalidArgumentError(
             f"weights of {weights:.1f} GiB leave no room for a block on {options.num_gpus} GPUs of "
             f"{options.gpu.memory_gib:g} GiB at a utilization of {options.gpu_memory_utilization:g}",
-            field="num_gpus",
+            field="num_gpus" if options.weights_gib is None else "weights_gib",
         )
     tiers = _tiers(options, trace, pool_gib, whole, speed)
     unbounded, needed = (None, None) if trace is None else _unbounded(trace, whole)
@@ -114,21 +119,24 @@ def make_plan(options: PlanOptions, trace: Trace | None) -> Plan:
         tiers=tiers,
         unbounded_share=unbounded,
         needed_gib=needed,
-        commands=_commands(options, shape, layout, tiers),
+        commands=(_command(options, shape, layout, tiers),),
         notes=tuple(_notes(options, tiers, unbounded)),
     )
 
 
 def _layout(shape: PoolOptions, options: PlanOptions) -> PoolLayout:
-    """Return the pool of one GPU. KV heads are divided among the GPUs."""
-    if shape.num_kv_heads % options.num_gpus:
-        raise InvalidArgumentError(f"{shape.num_kv_heads} KV heads cannot be divided", field="num_gpus")
-    dtypes = {"auto": shape.dtype, "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-    dtype = dtypes.get(options.kv_cache_dtype, options.kv_cache_dtype)
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"{dtype!r} is not a dtype of a pool", field="kv_cache_dtype")
-    heads = shape.num_kv_heads // options.num_gpus
-    return PoolLayout(shape.num_layers, heads, shape.head_size, options.block_size, dtype)
+    """Return the pool of one GPU, of a shape that the daemon accepts. KV heads are divided among the GPUs. Where there
+    are more GPUs than heads, several have the same head."""
+    heads, num_gpus = shape.num_kv_heads, options.num_gpus
+    if heads % num_gpus and num_gpus % heads:
+        raise InvalidArgumentError(f"{heads} KV heads cannot be divided among {num_gpus} GPUs", field="num_gpus")
+    if shape.dtype not in TENSOR_DTYPES:
+        known = ", ".join(TENSOR_DTYPES)
+        raise InvalidArgumentError(f"the model's dtype is {shape.dtype!r}, not one of {known}", field="model")
+    dtype = _CACHE_DTYPES.get(options.kv_cache_dtype, shape.dtype)
+    layout = PoolLayout(shape.num_layers, max(1, heads // num_gpus), shape.head_size, options.block_size, dtype)
+    checked_options(layout, shape.dtype, options.kv_cache_dtype)
+    return layout
 
 
 def _with_lengths(options: PlanOptions, trace: Trace) -> PlanOptions:
@@ -146,8 +154,7 @@ def _weights_gib(options: PlanOptions, shape: PoolOptions) -> float:
     if (found := weight_bytes(options.model)) is not None:
         return found / GIB
     total = count_parameters(read_config(options.model), shape, options.parameters).total
-    itemsize = DTYPES[shape.dtype].itemsize if shape.dtype in DTYPES else 2
-    return total * itemsize / GIB
+    return total * TENSOR_DTYPES[shape.dtype].itemsize / GIB
 
 
 def _prefill_speed(options: PlanOptions, shape: PoolOptions) -> float:
@@ -166,15 +173,19 @@ def _tiers(
     link = options.gpu.host_gb_per_s * options.num_gpus
     tiers: list[TierPlan] = []
     above = 0.0
-    for name, gib, gb_per_s in (
-        ("GPU pool", pool_gib, None),
-        ("host store", options.store_gib, link),
-        ("disk", options.disk_gib, min(link, options.disk_gb_per_s)),
-        ("shared", options.shared_gib, min(link, options.shared_gb_per_s)),
+    for name, field, gib, gb_per_s in (
+        (POOL, "num_gpus", pool_gib, None),
+        (STORE, "store_gib", options.store_gib, link),
+        (DISK, "disk_gib", options.disk_gib, min(link, options.disk_gb_per_s)),
+        (SHARED, "shared_gib", options.shared_gib, min(link, options.shared_gb_per_s)),
     ):
         if gib <= 0:
             continue
         blocks = int(gib * GIB / (token_bytes * options.block_size))
+        if not blocks:
+            raise InvalidArgumentError(
+                f"{gib:g} GiB have no room for a block of {token_bytes * options.block_size:,} bytes", field=field
+            )
         tokens = blocks * options.block_size
         share = None if trace is None or distances is None else hit_share(trace, distances, tokens)
         tiers.append(
@@ -204,30 +215,23 @@ def _unbounded(trace: Trace, token_bytes: int) -> tuple[float, float]:
     return share, needed * trace.block_size * token_bytes / GIB
 
 
-def _commands(
-    options: PlanOptions, shape: PoolOptions, layout: PoolLayout, tiers: tuple[TierPlan, ...]
-) -> tuple[str, ...]:
-    """Return the command line of a daemon. With several GPUs there is one for each, with its part of the tiers."""
-    model = f"--model {options.model}"
-    if options.num_gpus > 1:
-        model = (
-            f"--num-layers {layout.num_layers} --num-kv-heads {layout.num_kv_heads} --head-size {layout.head_size} "
-            f"--dtype {shape.dtype}"
-        )
-    words = [f"kvservice serve {model} --device cuda --block-size {options.block_size}"]
-    if options.kv_cache_dtype != "auto":
-        words.append(f"--kv-cache-dtype {options.kv_cache_dtype}")
-    for tier in tiers:
-        share_gib = round(tier.gib / options.num_gpus, 1)
-        if tier.name == "GPU pool":
-            words.append(f"--pool-gib {int(10 * tier.gib / options.num_gpus) / 10:g}")
-        elif tier.name == "host store":
-            words.append(f"--store-gib {share_gib:g}")
-        elif tier.is_worth_loading and tier.name == "disk":
-            words.append(f"--disk DIRECTORY --disk-gib {share_gib:g}")
-        elif tier.is_worth_loading:
-            words.append("--mooncake MASTER:PORT")
-    return (" ".join(words),)
+def _command(options: PlanOptions, shape: PoolOptions, layout: PoolLayout, tiers: tuple[TierPlan, ...]) -> str:
+    """Return the command line of a daemon, with its part of the tiers that are worth it. No tier is faster than the
+    store, so without it there is none."""
+    gib = {
+        tier.name: size_gib(tier.gib / options.num_gpus, layout.block_bytes)
+        for tier in tiers
+        if tier.name == POOL or tier.is_worth_loading
+    }
+    sizes: dict[str, Any] = {"pool_gib": gib[POOL]}
+    if STORE in gib:
+        sizes["store_gib"] = gib[STORE]
+    if DISK in gib:
+        sizes |= {"disk": DIRECTORY, "disk_gib": gib[DISK]}
+    if SHARED in gib:
+        sizes["mooncake"] = MASTER
+    checked = checked_options(layout, shape.dtype, options.kv_cache_dtype, **sizes)
+    return serve_command(checked, options.model if options.num_gpus == 1 else None)
 
 
 def _notes(options: PlanOptions, tiers: tuple[TierPlan, ...], unbounded: float | None) -> list[str]:
@@ -239,6 +243,11 @@ def _notes(options: PlanOptions, tiers: tuple[TierPlan, ...], unbounded: float |
             notes.append(f"{tier.name}: this trace finds next to nothing there that the tiers above do not have.")
     if unbounded is not None and tiers and unbounded - max(tier.hit_share or 0.0 for tier in tiers) > 0.02:
         notes.append("larger tiers would find more: see the capacity for 95 % of all reuse.")
+    if options.num_gpus > 1:
+        notes.append(
+            "the command is that of one GPU: the daemon of each needs its own --device, --unix-socket, --tcp-address, "
+            "--http-address and --disk."
+        )
     if options.prefill_tokens_per_s is None:
         notes.append(f"the speed of prefill is an estimate at {options.efficiency:.0%} of the GPU's peak.")
     return notes

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvservice.errors import InvalidArgumentError
 
@@ -22,7 +22,12 @@ MOONCAKE_BLOCK_SIZE = 512
 # Limits of a file.
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1 << 24
+MAX_BLOCKS = 1 << 24
 MAX_LINE_BYTES = 16 << 20
+MAX_ARRIVAL_MS = 1e15
+_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+# Arrival in seconds, tokens of the prompt, tokens of the output, full blocks of the prompt.
+_Row: TypeAlias = tuple[float, int, int, tuple[int, ...]]
 
 
 class TracedRequest(NamedTuple):
@@ -63,49 +68,67 @@ class Trace:
 
 def read_trace(path: str | Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> Trace:
     """Read a file of JSON lines. Raises InvalidArgumentError naming `trace`, with the number of the line."""
+    rows: list[_Row] = []
+    num_blocks = 0
     try:
         with Path(path).open("rb") as file:
-            lines = list(itertools.islice(iter(lambda: file.readline(MAX_LINE_BYTES), b""), MAX_REQUESTS + 1))
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if line.strip():
+                    rows.append(_numbered_row(path, number, line, block_size))
+                    num_blocks += len(rows[-1][3])
+                if number > MAX_REQUESTS or num_blocks > MAX_BLOCKS:
+                    raise InvalidArgumentError(
+                        f"{path}: has more than {MAX_REQUESTS:,} lines, or {MAX_BLOCKS:,} full blocks", field="trace"
+                    )
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror or error}", field="trace") from None
-    if len(lines) > MAX_REQUESTS:
-        raise InvalidArgumentError(f"{path}: has more than {MAX_REQUESTS} lines", field="trace")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                rows.append(_row(json.loads(line), block_size))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise InvalidArgumentError(f"{path}, line {number}: {error!r:.200}", field="trace") from None
     if not rows:
         raise InvalidArgumentError(f"{path}: has no requests", field="trace")
     rows.sort(key=lambda row: row[0])
     return Trace(Path(path).stem, block_size, tuple(_with_conversations(rows)))
 
 
-def _row(found: Any, block_size: int) -> tuple[float, int, int, tuple[int, ...]]:
-    """Return the values of a line. Raises ValueError, KeyError, TypeError."""
-    arrival_s = float(found["timestamp"]) / 1000
-    counts = (_count(found, "input_length"), _count(found, "output_length"))
-    blocks = tuple(found["hash_ids"])
-    if not 0 <= arrival_s < 1e12:
-        raise ValueError("timestamp: is negative or too large")
-    if not all(type(block) is int for block in blocks) or len(set(blocks)) < len(blocks):
-        raise ValueError("hash_ids: must be different whole numbers")
-    num_full = counts[0] // block_size
+def _numbered_row(path: str | Path, number: int, line: bytes, block_size: int) -> _Row:
+    """Raises InvalidArgumentError naming `trace`, with the number of the line."""
+    try:
+        return _row(line, block_size)
+    except json.JSONDecodeError as error:
+        fault = f"is not JSON: {error.msg}"
+    except UnicodeDecodeError:
+        fault = "is not UTF-8"
+    except RecursionError:
+        fault = "is nested too deeply"
+    except ValueError as error:
+        fault = str(error)
+    raise InvalidArgumentError(f"{path}, line {number}: {fault:.200}", field="trace")
+
+
+def _row(line: bytes, block_size: int) -> _Row:
+    """Return the values of a line. Raises ValueError, RecursionError."""
+    if len(line) == MAX_LINE_BYTES:
+        raise ValueError(f"is longer than {MAX_LINE_BYTES:,} bytes")
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("is not a JSON object")
+    if missing := [name for name in _FIELDS if name not in found]:
+        raise ValueError(f"has no {' and no '.join(missing)}")
+    arrival_ms, input_tokens, output_tokens, blocks = (found[name] for name in _FIELDS)
+    if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < MAX_ARRIVAL_MS:
+        raise ValueError(f"timestamp: must be a number of milliseconds from 0 to {MAX_ARRIVAL_MS:g}")
+    for name, count in (("input_length", input_tokens), ("output_length", output_tokens)):
+        if type(count) is not int or not 0 <= count <= MAX_TOKENS:
+            raise ValueError(f"{name}: must be a whole number from 0 to {MAX_TOKENS}")
+    if not isinstance(blocks, list) or not all(type(block) is int and abs(block) < 1 << 63 for block in blocks):
+        raise ValueError("hash_ids: must be a list of whole numbers of 64 bits")
+    if len(set(blocks)) < len(blocks):
+        raise ValueError("hash_ids: a number is there twice")
+    num_full = input_tokens // block_size
     if not num_full <= len(blocks) <= num_full + 1:
-        raise ValueError(f"hash_ids: {len(blocks)} for {counts[0]} tokens in blocks of {block_size}")
-    return arrival_s, *counts, blocks[:num_full]
+        raise ValueError(f"hash_ids: {len(blocks)} for {input_tokens} tokens in blocks of {block_size}")
+    return arrival_ms / 1000, input_tokens, output_tokens, tuple(blocks[:num_full])
 
 
-def _count(found: Any, name: str) -> int:
-    value = found[name]
-    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
-        raise ValueError(f"{name}: must be a whole number from 0 to {MAX_TOKENS}")
-    return value
-
-
-def _with_conversations(rows: Iterable[tuple[float, int, int, tuple[int, ...]]]) -> Iterator[TracedRequest]:
+def _with_conversations(rows: Iterable[_Row]) -> Iterator[TracedRequest]:
     """Yield requests with their conversations. A request continues the conversation whose latest prompt it contains to
     the last full block, if no earlier conversation had that block."""
     seen, last_blocks, numbers = set[int](), dict[int, int](), itertools.count()
