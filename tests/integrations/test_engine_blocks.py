@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_store import FakeStore
 from small_pool import SMALL_POOL
 from store_memory import zero_values
 
@@ -21,6 +22,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.common.blocks import EngineBlocks
 from kvservice.integrations.common.keys import digest_key, hexadecimal_key
 from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.lmcache.checks import check_supported, chunk_namespace, plugin_options
 from kvservice.integrations.sglang.identity import page_namespace, weights_identity
 from kvservice.integrations.sglang.pages import HostPages
@@ -39,7 +41,7 @@ def store() -> Iterator[Daemon]:
 
 @pytest.fixture
 def blocks(store: Daemon, request: pytest.FixtureRequest) -> Iterator[EngineBlocks]:
-    opened = EngineBlocks(ConnectorOptions(store.address), StoreNamespace(request.node.name, BLOCK_BYTES), "test")
+    opened = EngineBlocks(ConnectorOptions(store.address), StoreNamespace(request.node.name, BLOCK_BYTES), "test", 16)
     yield opened
     opened.close()
 
@@ -95,15 +97,52 @@ def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon, verify:
         ConnectorOptions(store.address, verify=verify),
         StoreNamespace(f"damaged {verify}", BLOCK_BYTES),
     )
-    with contextlib.closing(EngineBlocks(options, namespace, "test")) as blocks:
+    with contextlib.closing(EngineBlocks(options, namespace, "test", 16)) as blocks:
         memory = Memory(1)
         assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
         assert zero_values(store.process.pid) > 0
         assert blocks.load(KEYS[:1], memory.addresses(0), PIECES).tolist() == [not verify]
 
 
+@pytest.mark.parametrize(("block_s", "found"), [(0.9, 0), (1.5, 4)])
+def test_blocks_below_memory_are_found_if_they_come_sooner_than_computed(
+    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch, block_s: float, found: int
+) -> None:
+    """The tier of the fake store takes a second for a block."""
+    store, memory = FakeStore(), Memory(4)
+    store.below = dict.fromkeys(KEYS[:4], bytes(BLOCK_BYTES))
+    monkeypatch.setattr(blocks, "_store", store)
+    monkeypatch.setattr(blocks, "_compute", ComputeTime(block_s))
+    assert blocks.num_leading(KEYS) == found
+    assert blocks.load(KEYS[:found], memory.addresses(*range(4))[:found], PIECES).all()
+    assert list(store.values) == KEYS[:found]
+
+
+def test_a_load_waits_for_blocks_as_long_as_computing_takes(
+    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    store.below = dict.fromkeys(KEYS, bytes(BLOCK_BYTES))
+    monkeypatch.setattr(blocks, "_store", store)
+    monkeypatch.setattr(blocks, "_compute", ComputeTime(0.6))
+    assert blocks.load(KEYS, Memory(6).addresses(*range(6)), PIECES).tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("speed", "num_ranks", "block_bytes", "block_ms"),
+    [(1000.0, 1, 1, 32.0), (1000.0, 4, 1, 8.0), (0.0, 1, 1, 0.64), (0.0, 2, 1, 0.32), (0.0, 2, 8_000_000, 2.0)],
+)
+def test_the_time_of_computing_a_block(speed: float, num_ranks: int, block_bytes: int, block_ms: float) -> None:
+    """Blocks of 32 tokens."""
+    compute = ComputeTime.of(speed, 32, block_bytes, num_ranks)
+    assert compute.wait_s(3) == pytest.approx(3 * block_ms / 1000)
+    assert compute.wait_s(1 << 20) == 10.0
+
+
 def test_without_a_daemon_nothing_is_found(tmp_path: Path) -> None:
-    blocks = EngineBlocks(ConnectorOptions(f"unix://{tmp_path}/none.sock"), StoreNamespace("away", BLOCK_BYTES), "test")
+    blocks = EngineBlocks(
+        ConnectorOptions(f"unix://{tmp_path}/none.sock"), StoreNamespace("away", BLOCK_BYTES), "test", 16
+    )
     memory = Memory(1)
     assert blocks.num_leading(KEYS) == 0
     assert not blocks.load(KEYS[:1], memory.addresses(0), PIECES).any()

@@ -19,6 +19,7 @@ from kvservice.client import KVClient, StoreNamespace
 from kvservice.integrations.common.blocks import EngineBlocks
 from kvservice.integrations.common.identity import session_name
 from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.layout import block_layout
@@ -64,13 +65,13 @@ def test_a_request_of_vllm_counts_once(daemon: Daemon, port: int) -> None:
     layout = block_layout({"layer": blocks}, 8)
     namespace = StoreNamespace("of vLLM", layout.block_bytes)
     with KVClient(daemon.address) as client:
-        finder = StoreFinder(client.store(namespace))
+        finder = StoreFinder(client.store(namespace), ComputeTime(1.0), 1.0)
         worker = ConnectorWorker(client.store(namespace), block_copier(layout, verify=False), layout.block_bytes)
-        assert finder.num_leading(KEYS[:2]) == 0
+        assert finder.find(KEYS[:2]) == (0, 0)
         worker.start_saves(ConnectorStep(saves=(BlockSave(KEYS[:2], (0, 1)),)))
         wait(worker, lambda _: True)
         assert is_counted(port, "of vLLM", 0, 2, 0, 2)
-        assert finder.num_leading(KEYS[:3]) == 2
+        assert finder.find(KEYS[:3]) == (2, 2)
         release = finder.lease(KEYS[:2])
         worker.start_loads(ConnectorStep(loads=(BlockLoad("a", KEYS[:2], (4, 5)),)))
         wait(worker, lambda loads: "a" in loads[0])
@@ -85,7 +86,7 @@ def test_a_request_of_the_others_counts_once(daemon: Daemon, port: int) -> None:
     memory = np.arange(2 * 64, dtype=np.uint8).reshape(2, 64)
     addresses = (memory.ctypes.data + np.arange(2)[:, None] * 64).astype(np.int64)
     with closing(
-        EngineBlocks(ConnectorOptions(daemon.address), StoreNamespace("of others", 64), "an engine")
+        EngineBlocks(ConnectorOptions(daemon.address), StoreNamespace("of others", 64), "an engine", 16)
     ) as blocks:
         assert blocks.num_leading(KEYS[:2]) == 0
         assert blocks.save(KEYS[:2], addresses, (64,)).all()

@@ -233,6 +233,8 @@ def test_long_texts_stay_different() -> None:
         ({"address": "unix:///a", "lookup_timeout_s": "1"}, "lookup_timeout_s"),
         ({"address": "unix:///a", "transfer_timeout_s": 0}, "transfer_timeout_s"),
         ({"address": "unix:///a", "weights": None}, "weights"),
+        ({"address": "unix:///a", "prefill_tokens_per_s": -1}, "prefill_tokens_per_s"),
+        ({"address": "unix:///a", "prefill_tokens_per_s": 1e9}, "prefill_tokens_per_s"),
         ({"address": "unix:///a", "verify": 1}, "verify"),
         ({"address": "unix:///a", "lookup_timeout_s": True}, "lookup_timeout_s"),
     ],
@@ -244,5 +246,6 @@ def test_bad_options_are_named(given: dict[str, Any], field: str) -> None:
 
 
 def test_options() -> None:
-    options = ConnectorOptions.of({"address": "unix:///a", "transfer_timeout_s": 2})
+    options = ConnectorOptions.of({"address": "unix:///a", "transfer_timeout_s": 2, "prefill_tokens_per_s": 5e4})
     assert (options.address, options.transfer_timeout_s, options.lookup_timeout_s) == ("unix:///a", 2, 0.25)
+    assert options.prefill_tokens_per_s == 50_000

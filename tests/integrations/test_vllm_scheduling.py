@@ -12,6 +12,7 @@ from fake_store import FakeStore
 from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, chain
 from waiting import until
 
+from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler
@@ -29,7 +30,7 @@ def close_askers() -> Iterator[None]:
 def scheduler(*stores: FakeStore, loads: bool = True, saves: bool = True) -> ConnectorScheduler:
     """Return a scheduler whose look-ups wait for the answer."""
     made = ConnectorScheduler(BLOCK_SIZE, loads=loads, saves=saves)
-    ASKERS.append(StoreAsker([StoreFinder(store) for store in stores], patience_s=60.0))
+    ASKERS.append(StoreAsker([StoreFinder(store, ComputeTime(1.0), 1.0) for store in stores], patience_s=60.0))
     made.use(ASKERS[-1])
     return made
 

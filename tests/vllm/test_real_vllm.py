@@ -16,7 +16,7 @@ import torch
 from ports import free_port
 from small_pool import SMALL_POOL
 from store_memory import damage_values, zero_values
-from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter, save_tiny_llama
+from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter
 from vllm_processes import Engine, Server, connector
 from waiting import until
 
@@ -47,13 +47,6 @@ Expected = dict[str, list[list[int]]]
 def full_blocks(tokens: list[int]) -> int:
     """Return the number of tokens of a prompt in blocks that can be loaded."""
     return (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_llama(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

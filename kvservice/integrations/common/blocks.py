@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.identity import session_name
 from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common.waiting import ComputeTime, find_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,8 @@ Flags = npt.NDArray[np.bool_]
 Addresses = npt.NDArray[np.int64]
 # The most bytes of blocks in one call, to which the time limit of a transfer applies.
 CALL_BYTES = 16 << 20
+# A load whose time has passed gets this limit, because 0 would stand for no limit.
+_OVER_S = 1e-6
 
 
 def places(addresses: Addresses, piece_bytes: Sequence[int]) -> Scatter:
@@ -39,12 +43,14 @@ class EngineBlocks:
     No method raises KVServiceError, and none waits for a daemon that is away: what fails is a miss.
     """
 
-    def __init__(self, options: ConnectorOptions, namespace: StoreNamespace, name: str) -> None:
-        """The daemon may start later. `name` and the rank are the name of the session. Raises the errors of
-        KVClient.store, for example StoreOffError."""
+    def __init__(self, options: ConnectorOptions, namespace: StoreNamespace, name: str, block_size: int) -> None:
+        """The daemon may start later. `name` and the rank are the name of the session, `block_size` is in tokens.
+        Raises the errors of KVClient.store, for example StoreOffError."""
         self._client = KVClient(options.address, token=options.token, connect_timeout_s=None)
         self._lookup_timeout_s, self._verify = options.lookup_timeout_s, options.verify
+        self._transfer_timeout_s = options.transfer_timeout_s
         self._block_bytes = namespace.block_bytes
+        self._compute = ComputeTime.of(options.prefill_tokens_per_s, block_size, namespace.block_bytes)
         try:
             self._store = self._client.store(
                 namespace,
@@ -63,22 +69,32 @@ class EngineBlocks:
         return self._store.reachable
 
     def num_leading(self, keys: Sequence[bytes], *, counted: bool = True) -> int:
-        """Return how many blocks before the first missing one are there. `counted`: as a look-up of a request."""
+        """Return how many blocks before the first missing one are there, and come in less time than computing them
+        takes. `counted`: as a look-up of a request."""
         try:
-            found = self._store.lookup(keys, counted=counted, timeout_s=self._lookup_timeout_s)
-            return int(found.num_leading)
+            found = find_blocks(self._store, keys, self._compute, counted=counted, timeout_s=self._lookup_timeout_s)
+            return found.num_leading
         except KVServiceError as error:
             logger.warning("blocks could not be looked up: %s", error)
             return 0
 
     def load(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
-        """Copy blocks to their addresses, up to the first missing one or little further. Returns which are right; the
-        memory of the others is undefined."""
+        """Copy blocks to their addresses, up to the first missing one or little further. It waits for blocks below the
+        daemon's memory as long as computing them all would take. Returns which are right; the memory of the others is
+        undefined."""
         self._check(piece_bytes)
         found: Flags = np.zeros(len(keys), np.bool_)
+        until = time.monotonic() + self._compute.wait_s(len(keys))
         for part in self._parts(len(keys)):
+            wait_s = max(until - time.monotonic(), _OVER_S)
             try:
-                found[part] = self._store.get(keys[part], places(addresses[part], piece_bytes), verify=self._verify)
+                found[part] = self._store.get(
+                    keys[part],
+                    places(addresses[part], piece_bytes),
+                    verify=self._verify,
+                    max_wait_s=wait_s,
+                    timeout_s=self._transfer_timeout_s + 2 * wait_s,
+                )
             except KVServiceError as error:
                 logger.warning("blocks could not be loaded: %s", error)
             if not found[part].all():

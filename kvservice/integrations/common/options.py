@@ -28,6 +28,9 @@ class ConnectorOptions:
     """The time limit in seconds of a look-up. One that takes longer counts as a miss."""
     transfer_timeout_s: float = 1.0
     """The time limit in seconds of a call that saves or loads."""
+    prefill_tokens_per_s: float = 0.0
+    """Tokens of prompts that the engine computes in a second: blocks below the daemon's memory are loaded only if that
+    is faster. 0: an estimate."""
 
     @staticmethod
     def of(extra_config: Mapping[str, Any]) -> ConnectorOptions:
@@ -37,8 +40,9 @@ class ConnectorOptions:
         for name, value in extra_config.items():
             if name not in kinds:
                 raise InvalidArgumentError(f"is not one of {', '.join(kinds)}", field=name)
-            if kinds[name] is float and not (type(value) in (int, float) and 0 < value < 3600):
-                raise InvalidArgumentError(f"{value!r} is not a number of seconds above 0 and below 3600", field=name)
+            most = 1e9 if name == "prefill_tokens_per_s" else 3600
+            if kinds[name] is float and not (type(value) in (int, float) and 0 < value < most):
+                raise InvalidArgumentError(f"{value!r} is not a number above 0 and below {most:g}", field=name)
             if kinds[name] is bool and not isinstance(value, bool):
                 raise InvalidArgumentError(f"{value!r} is neither true nor false", field=name)
             if kinds[name] is str and not isinstance(value, str):

@@ -58,7 +58,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         shapes = [list(shape) for shape in self.meta_shapes]
         layout = f"LMCache {lmcache.__version__}, {shapes} {self.meta_dtypes} {self.meta_fmt.name}"
         namespace = chunk_namespace(config, metadata, options, layout, self.full_chunk_size_bytes)
-        self._blocks = EngineBlocks(options, namespace, "lmcache")
+        self._blocks = EngineBlocks(options, namespace, "lmcache", metadata.chunk_size)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvservice-lmcache")
         if config.save_unfull_chunk:
             logger.warning("only full chunks of %d tokens are stored", metadata.chunk_size)

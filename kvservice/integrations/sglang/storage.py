@@ -47,7 +47,7 @@ class KVServiceStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages = HostPages(mem_pool_host)
         weights = weights_identity(_server_args(), self._options.weights)
         namespace = page_namespace(self._config, self._pages, weights, mem_pool_host.dtype, sglang.__version__)
-        self._blocks = EngineBlocks(self._options, namespace, "sglang")
+        self._blocks = EngineBlocks(self._options, namespace, "sglang", self._pages.page_size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         """Raises InvalidArgumentError for pools beside the one of K/V, which hybrid models and drafts have."""

@@ -7,9 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+
+from kvservice.integrations.common.waiting import FoundBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +22,20 @@ STEP_PATIENCE_S = 0.004
 TOUCH_INTERVAL_S = 0.5
 # The most keys of one such request. Others are touched the next time they are used.
 MAX_TOUCHED = 16384
+# Requests whose blocks are brought into the daemon's memory at one time.
+NUM_BRINGING = 8
 _LOOKUP, _LEASE, _TOUCH, _STOP = range(4)
 
 
 class BlockFinder(Protocol):
     """The blocks of one worker, in the store."""
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys are there before the first missing one."""
+    def find(self, keys: Sequence[bytes]) -> FoundBlocks:
+        """Return how many keys are there before the first missing one, and how many of them are in memory."""
+
+    def bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> int:
+        """Bring blocks into memory, of which the first `num_in_memory` are there. Returns how many are there then,
+        before the first that is not."""
 
     def lease(self, keys: Sequence[bytes]) -> Callable[[], None]:
         """Protect the blocks from eviction. Returns the function that ends the protection."""
@@ -42,6 +51,7 @@ class BlockFinder(Protocol):
 class _Lookup:
     keys: Sequence[bytes]
     num_leading: int = 0
+    is_brought_up: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
 
 
@@ -64,6 +74,7 @@ class StoreAsker:
         self._touch_s = -TOUCH_INTERVAL_S
         self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._number = 0
+        self._bringing = ThreadPoolExecutor(NUM_BRINGING, thread_name_prefix="kvservice-bringing")
         self._thread = threading.Thread(target=self._run, name="kvservice-asker", daemon=True)
         self._thread.start()
 
@@ -75,7 +86,7 @@ class StoreAsker:
             lookup = self._lookups[request_id] = _Lookup(keys)
             self._put(_LOOKUP, partial(self._answer, lookup))
         began = self._clock()
-        answered = lookup.answered.wait(max(self._left_s, 0.0))
+        answered = lookup.answered.wait(0.0 if lookup.is_brought_up else max(self._left_s, 0.0))
         self._left_s -= self._clock() - began
         if not answered:
             return None
@@ -112,6 +123,7 @@ class StoreAsker:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
         self._put(_STOP, None)
         self._thread.join(timeout_s)
+        self._bringing.shutdown(wait=False, cancel_futures=True)
         for finder in self._finders:
             finder.close()
 
@@ -132,12 +144,30 @@ class StoreAsker:
 
     def _answer(self, lookup: _Lookup) -> None:
         try:
-            keys = lookup.keys
+            keys, num_in_memory = lookup.keys, len(lookup.keys)
             for finder in self._finders:
                 if not keys:
                     break
-                keys = keys[: finder.num_leading(keys)]
+                found = finder.find(keys)
+                keys, num_in_memory = keys[: found.num_leading], min(num_in_memory, found.num_in_memory)
+            if num_in_memory < len(keys):
+                lookup.is_brought_up = True
+                self._bringing.submit(self._bring_up, lookup, keys, num_in_memory)
+                return
             lookup.num_leading = len(keys)
+        except BaseException:
+            lookup.answered.set()
+            raise
+        lookup.answered.set()
+
+    def _bring_up(self, lookup: _Lookup, keys: Sequence[bytes], num_in_memory: int) -> None:
+        """Answer a look-up when the blocks are in memory, so that loads do not wait for one another."""
+        try:
+            for finder in self._finders:
+                keys = keys[: finder.bring_up(keys, num_in_memory)]
+            lookup.num_leading = len(keys)
+        except Exception:
+            logger.exception("blocks could not be brought into the daemon's memory")
         finally:
             lookup.answered.set()
 

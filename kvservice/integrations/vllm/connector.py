@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.integrations.common.identity import session_name
 from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.checks import check_supported
 from kvservice.integrations.vllm.copiers import block_copier
@@ -145,11 +146,17 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        finders = []
+        finders, timeout_s = [], self._options.lookup_timeout_s
         for _, worker in sorted(metadata.items()):
             assert isinstance(worker, WorkerNamespace)
-            store = self._open(worker.namespace, "vllm scheduler", self._options.lookup_timeout_s)
-            finders.append(StoreFinder(store))
+            store = self._open(worker.namespace, "vllm scheduler", timeout_s)
+            compute = ComputeTime.of(
+                self._options.prefill_tokens_per_s,
+                self._vllm_config.cache_config.block_size,
+                worker.namespace.block_bytes,
+                len(metadata),
+            )
+            finders.append(StoreFinder(store, compute, timeout_s))
         self._asker = StoreAsker(finders)
         self._scheduler.use(self._asker)
 

@@ -1,0 +1,69 @@
+"""Blocks in the tiers below the daemon's memory: which of them are worth waiting for.
+
+A look-up finds them by the daemon's measured speeds of its tiers. Blocks that come later than the engine would have
+computed them are no hits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Estimates of an engine that nobody has measured, rather fast than slow: tokens of prompts, and bytes of K/V that it
+# computes in a second.
+_TOKENS_PER_S = 50_000
+_BYTES_PER_S = 4e9
+# The longest wait for blocks, however long computing them would take.
+MAX_WAIT_S = 10.0
+
+
+class FoundBlocks(NamedTuple):
+    """How many blocks are worth loading before the first that is not, and how many are in memory before the first that
+    is not."""
+
+    num_leading: int
+    num_in_memory: int
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """How long the engine takes to compute blocks: the most that waiting for them is worth."""
+
+    block_s: float
+
+    @staticmethod
+    def of(prefill_tokens_per_s: float, block_size: int, block_bytes: int, num_ranks: int = 1) -> ComputeTime:
+        """`block_size` in tokens, `block_bytes` of one of `num_ranks` parts of a block that come one after the other:
+        each has its share of the time. A speed of 0 stands for an estimate."""
+        if prefill_tokens_per_s:
+            return ComputeTime(block_size / prefill_tokens_per_s / num_ranks)
+        return ComputeTime(max(block_size / _TOKENS_PER_S / num_ranks, block_bytes / _BYTES_PER_S))
+
+    def wait_s(self, num_blocks: int) -> float:
+        return min(num_blocks * self.block_s, MAX_WAIT_S)
+
+
+def find_blocks(
+    store: Any, keys: Sequence[bytes], compute: ComputeTime, *, counted: bool = True, timeout_s: float | None = None
+) -> FoundBlocks:
+    """Look up the first blocks of a prompt in a store of the client. Raises its errors."""
+    found = store.lookup(keys, counted=counted, max_wait_s=compute.wait_s(len(keys)), timeout_s=timeout_s)
+    num_leading, num_in_memory = int(found.num_leading), int(found.num_in_memory)
+    if 0 < num_leading - num_in_memory < len(keys):
+        # That is less to compute than was assumed: is it still worth it?
+        wait_s = compute.wait_s(num_leading - num_in_memory)
+        again = store.lookup(keys[:num_leading], counted=False, max_wait_s=wait_s, timeout_s=timeout_s)
+        if again.num_leading < num_leading:
+            num_leading = num_in_memory
+    return FoundBlocks(num_leading, num_in_memory)
+
+
+def bring_up(store: Any, keys: Sequence[bytes], wait_s: float, timeout_s: float) -> int:
+    """Bring blocks into the daemon's memory, for `wait_s` seconds at most. Returns how many are there then before the
+    first that is not. `timeout_s` is the time limit of a call that does not wait. Raises the errors of the store."""
+    limit_s = timeout_s + 2 * wait_s
+    with store.acquire(keys, leading_only=True, counted=False, max_wait_s=wait_s, timeout_s=limit_s) as lease:
+        return int(np.logical_and.accumulate(lease.found).sum())
