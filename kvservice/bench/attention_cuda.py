@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, make_in
 from kvservice.bench.cuda_shapes import Shape
 from kvservice.bench.flashinfer_peer import PATHS, FlashInfer
 from kvservice.bench.harness import table
+from kvservice.bench.random_shapes import random_shapes
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
 from kvservice.ops.cuda import Kernel
 
@@ -30,9 +32,12 @@ OURS, INVARIANT = "ours", "batch-invariant"
 
 @dataclass(frozen=True)
 class DeviceBenchOptions:
-    """`shapes` are comma-separated parts of names, empty for all. `batch_invariant` measures it too."""
+    """`shapes` are comma-separated parts of names, empty for all. With `random` so many shapes are drawn by the `seed`.
+    `batch_invariant` measures it too."""
 
     shapes: str = ""
+    random: int | None = None
+    seed: int = 0
     kernel: Kernel = "auto"
     batch_invariant: bool = False
     vs: str | None = None
@@ -42,15 +47,23 @@ class DeviceBenchOptions:
     def rounds(self) -> int:
         return 5 if self.quick else 15
 
+    def selected(self) -> tuple[Shape, ...]:
+        """Raises InvalidArgumentError if there are none."""
+        if self.random:
+            shapes = cuda_shapes.select(self.shapes, random_shapes(self.random, self.seed))
+        else:
+            shapes = cuda_shapes.select(self.shapes or (",".join(cuda_shapes.QUICK) if self.quick else ""))
+        if not shapes:
+            raise InvalidArgumentError(f"no shape's name contains {self.shapes!r}", field="shapes")
+        return shapes
+
 
 def run(options: DeviceBenchOptions) -> dict[str, Any]:
     """Return `ceilings` of the device, and for each shape: `us`, `gb_per_s` (K and V once, per second) or
     `tflop_per_s`, `share_of_copy`, `relative_error` against float64, `peers` by path with `us`, `plan_us` and
     `relative_error`, `peer_us` (of the fastest path) and `speedup`, `batch_invariant_us`; or `failed` with the reason.
     """
-    shapes = cuda_shapes.select(options.shapes, options.quick)
-    if not shapes:
-        raise InvalidArgumentError(f"no shape's name contains {options.shapes!r}", field="shapes")
+    shapes = options.selected()
     cuda_timing.require_device()
     peer = FlashInfer() if options.vs == "flashinfer" else None
     ceilings = cuda_timing.ceilings(options.rounds)
@@ -208,6 +221,18 @@ def render(results: dict[str, Any], console: Console) -> None:
     for shape in results["shapes"]:
         rows.add_row(shape["name"], *(("failed: " + shape["failed"],) if "failed" in shape else cells(shape)))
     console.print(rows)
+    if summary := speedups(results):
+        console.print(summary)
+
+
+def speedups(results: dict[str, Any]) -> str:
+    """Return how all shapes together compare with the peer's, or nothing without one."""
+    found = sorted(shape["speedup"] for shape in results["shapes"] if shape.get("speedup"))
+    if not found:
+        return ""
+    behind = sum(speedup < 1 for speedup in found)
+    mean = statistics.geometric_mean(found)
+    return f"{len(found)} shapes: speedup {mean:.2f} (geometric mean), {found[0]:.2f} at least, {behind} below 1"
 
 
 def cells(shape: dict[str, Any]) -> list[str]:

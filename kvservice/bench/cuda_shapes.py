@@ -107,9 +107,7 @@ SHAPES = tuple(_shapes())
 QUICK = ("extend bf16 32/8x128 64x8 on 4088", "decode bf16 32/8x128 16x1024", "decode e4m3 32/8x128 16x1024")
 
 
-def select(wanted: str, quick: bool) -> tuple[Shape, ...]:
-    """Return the shapes whose name contains one of the comma-separated words; without words all, or the quick few."""
-    if not wanted:
-        return tuple(shape for shape in SHAPES if not quick or shape.name in QUICK)
+def select(wanted: str, shapes: tuple[Shape, ...] = SHAPES) -> tuple[Shape, ...]:
+    """Return the shapes whose name contains one of the comma-separated words, all for the empty string."""
     words = [word.strip() for word in wanted.split(",")]
-    return tuple(shape for shape in SHAPES if any(word in shape.name for word in words))
+    return tuple(shape for shape in shapes if any(word in shape.name for word in words))

@@ -9,13 +9,14 @@ from kvservice.bench.cuda_shapes import QUICK, ROTATION_BYTES, SHAPES, Shape, se
 
 def test_every_shape_has_a_name_of_its_own() -> None:
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
-    assert {shape.name for shape in select("", quick=True)} == set(QUICK)
+    assert {shape.name for shape in select(",".join(QUICK))} == set(QUICK)
+    assert select("") == SHAPES
 
 
 def test_names_are_selected_by_any_of_the_words() -> None:
-    chosen = select("bf16 32/8x128 64x4096, 8x512 on", quick=False)
+    chosen = select("bf16 32/8x128 64x4096, 8x512 on")
     assert [shape.name for shape in chosen] == ["extend bf16 32/8x128 8x512 on 7680", "decode bf16 32/8x128 64x4096"]
-    assert select("no such", quick=False) == ()
+    assert select("no such") == ()
 
 
 def test_unequal_lengths_are_the_same_every_time() -> None:

@@ -41,6 +41,7 @@ EXTEND: dict[str, Any] = DECODE | {
         "fa2": {"plan_us": 88.0, "us": 600.0, "relative_error": 0.002},
         "fa3": {"failed": "RuntimeError: not here"},
     },
+    "speedup": 0.9,
 }
 FAILED = {"name": "decode e4m3 32/4x64 1x1024", "failed": "wrong result: relative error 1.41"}
 CEILINGS = {"device_copy_gb_per_s": 4255.0, "host_to_device_gb_per_s": 55.4, "device_to_host_gb_per_s": 55.2}
@@ -101,7 +102,15 @@ def test_a_shape_that_does_not_exist_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [("--vs", "flashinfer"), ("--shapes", "64x4096"), ("--kernel", "decode"), ("--batch-invariant",)]
+    "option",
+    [
+        ("--vs", "flashinfer"),
+        ("--shapes", "64x4096"),
+        ("--random", "3"),
+        ("--seed", "1"),
+        ("--kernel", "decode"),
+        ("--batch-invariant",),
+    ],
 )
 def test_the_cpu_refuses_what_is_the_devices(option: tuple[str, ...]) -> None:
     refused = kvservice("bench", "attention", *option)
@@ -131,6 +140,7 @@ def test_the_table_of_attention_shows_what_was_found() -> None:
     assert "512" in line_of(text, EXTEND["name"])
     assert "fa3 RuntimeError: not here" in text
     assert "wrong result" in line_of(text, FAILED["name"])
+    assert "2 shapes: speedup 0.95 (geometric mean), 0.90 at least, 1 below 1" in text
 
 
 def test_a_failed_shape_fails_the_run() -> None:
