@@ -39,6 +39,7 @@ _SAVED_COUNTERS = {
     "restored": ("sessions_restored", "Sessions that were restored from the disk."),
     "expired": ("saved_sessions_expired", "Saved sessions whose time was over."),
     "damaged": ("saved_sessions_damaged", "Saved sessions whose file was damaged. They are not restored."),
+    "errors": ("saved_sessions_errors", "Failures of the disk with the saved sessions, also because it was full."),
 }
 
 

@@ -10,9 +10,14 @@ from kvservice.metrics.families import counters, gauges
 from kvservice.telemetry.reading import Reading
 from kvservice.tiers.protocol import STATES, TierStats
 
+_UNKNOWN = "Missing for a tier that does not know its size."
+# Gauges of tiers that know their size.
+_CONTENTS = {
+    "capacity_bytes": ("capacity_bytes", f"Room for values in the tier. {_UNKNOWN}"),
+    "num_values": ("values", f"Values in the tier. {_UNKNOWN}"),
+    "used_bytes": ("used_bytes", f"Bytes of the values in the tier. {_UNKNOWN}"),
+}
 _GAUGES = {
-    "num_values": ("values", "Values in the tier."),
-    "used_bytes": ("used_bytes", "Bytes of the values in the tier."),
     "latency_s": ("latency_seconds", "Recent time from a read of the tier to its first byte."),
     "read_bytes_per_s": ("read_bytes_per_second", "Recent speed of the tier while it reads."),
     "write_bytes_per_s": ("write_bytes_per_second", "Recent speed of the tier while it writes."),
@@ -42,9 +47,9 @@ def tier_metrics(reading: Reading) -> Iterator[Metric]:
     if not tiers:
         return
     yield _states(tiers)
-    bounded = [(tier.name, tier.capacity_bytes) for tier in tiers if tier.capacity_bytes]
-    text = "Room for values in the tier. Missing for a tier that does not know its size."
-    yield gauges("tier_capacity_bytes", text, "tier", bounded)
+    known = [tier for tier in tiers if tier.capacity_bytes]
+    for field, (name, text) in _CONTENTS.items():
+        yield gauges(f"tier_{name}", text, "tier", ((tier.name, getattr(tier, field)) for tier in known))
     for field, (name, text) in _GAUGES.items():
         yield gauges(f"tier_{name}", text, "tier", ((tier.name, getattr(tier, field)) for tier in tiers))
     for field, (name, text) in _COUNTERS.items():

@@ -33,6 +33,7 @@ from kvservice.wire.encoded import Encoded, encode_tensor
 from kvservice.wire.tensors import Array, put_type, to_array, to_ints
 
 MAX_SNAPSHOT_ROWS = 1000
+TENSORS_TOO_LARGE = "a call's tensors may not be larger than a message"
 # Bytes reserved for the fields of a message besides its tensors.
 _MESSAGE_OVERHEAD = 4096
 # The request types that only clients on this host may send.
@@ -92,7 +93,7 @@ class TensorReader:
     def _read(self, message: tensor_pb2.SharedMemoryPlace, field: str) -> Array:
         self._left -= message.byte_size
         if self._left < 0:
-            raise InvalidArgumentError("a call's tensors may not be larger than a message", field=f"{field}.byte_size")
+            raise InvalidArgumentError(TENSORS_TOO_LARGE, field=f"{field}.byte_size")
         return self._regions.read(place_of(message), field)
 
 

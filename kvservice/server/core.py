@@ -181,6 +181,7 @@ def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], fl
     if not config.disk or not config.disk_sessions_gib:
         return None
     folder = Path(config.disk) / "sessions"
+    began_s = time.monotonic()
     try:
         files = SavedFiles(private_folder(folder), int(config.disk_sessions_gib * GIB), wall)
     except BlockingIOError:
@@ -188,6 +189,10 @@ def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], fl
     except OSError as error:
         where = error.filename or folder
         raise InvalidArgumentError(f"{where} cannot be used: {error.strerror}", field="disk") from None
+    logger.info(
+        "saved sessions are in %s: %d are found after %.2f s, with %.2f of %.2f GiB",
+        folder, files.num_sessions, time.monotonic() - began_s, files.used_bytes / GIB, config.disk_sessions_gib,
+    )  # fmt: skip
     layout = config.layout
     return SessionFiles(files, device, layout.block_size, layout.block_bytes, content_identity(config), wall)
 

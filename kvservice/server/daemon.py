@@ -76,6 +76,7 @@ HAND_OVER_STALL_S: Final = 0.25
 # seconds of the monotonic clock.
 RESTARTS: Final = "KVSERVICE_RESTARTS"
 ENDED_AT: Final = "KVSERVICE_ENDED_AT"
+ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
 
 
 class KVServer:
@@ -108,7 +109,7 @@ class KVServer:
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
-        self._health = Health(lambda: note_of(tiers.tiers()))
+        self._health = Health(lambda: note_of(tiers.tiers(), self.sessions.transfers.note))
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
@@ -214,7 +215,9 @@ class KVServer:
         # systemd does not say when the process before ended. It starts the next one at once.
         down_s = now - float(os.environ.get(ENDED_AT) or process_start_s())
         report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s)
-        report = count_restart(self.core.kept.table.section(Section.RESTARTS), report)
+        early = os.environ.get(ENDED_EARLY, "")
+        section = self.core.kept.table.section(Section.RESTARTS)
+        report = count_restart(section, report, early.split(",") if early else ())
         if report.summary:
             lossless = report.outcome != REFUSED and not report.lost.sequences
             logger.log(logging.INFO if lossless else logging.WARNING, "%s", report.summary)

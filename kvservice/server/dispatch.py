@@ -128,11 +128,12 @@ class Dispatcher:
             raise self._draining_error("")
 
     def _check_remote(self, request: Message, session: ServerSession | None) -> None:
-        """Raise RegionsNotAllowedError for a request over TCP that shares memory of this host."""
+        """Raise RegionsNotAllowedError for a request over TCP that shares memory of this host, UnknownSessionError for
+        one that may not, because its session is not known."""
         names = named_regions(request)
         if names and not is_for_this_host(request):
-            session = session or self._sessions.find(getattr(request, "session_token", b""))
-            if session is not None and session.regions.are_remote(names):
+            session = session or self._sessions.get(getattr(request, "session_token", b""))
+            if session.regions.are_remote(names):
                 return
         if names or is_for_this_host(request):
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")

@@ -24,9 +24,9 @@ from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import FdServer, OnFetch
 from kvservice.server.lanes import Lanes
-from kvservice.server.remote_memory import Transfers
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
+from kvservice.server.transfers import Transfers
 from kvservice.telemetry.sessions import LANE, SessionRow
 
 

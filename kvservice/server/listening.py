@@ -24,15 +24,12 @@ class ConfigError(KVServiceError):
 
 
 def check_addresses(config: ServeConfig) -> None:
-    """Raise ConfigError if there is no gRPC address, or one that other hosts reach without TLS or authentication."""
+    """Raise ConfigError if there is no gRPC address, or one that other hosts reach without TLS or authentication, or
+    if transfer_address is of no use."""
     if not (config.unix_socket or config.tcp_address):
         raise ConfigError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
-    if config.transfer_address and not (config.transfer_insecure or is_loopback(config.transfer_address)):
-        raise ConfigError(
-            f"blocks from {config.transfer_address} travel without TLS and tokens: set transfer_insecure, if the "
-            "network is trusted",
-            field="transfer_address",
-        )
+    if config.transfer_address:
+        _check_transfer_address(config)
     if not config.tcp_address or config.insecure or is_loopback(config.tcp_address.rpartition(":")[0]):
         return
     missing = []
@@ -46,6 +43,24 @@ def check_addresses(config: ServeConfig) -> None:
             "or insecure, if whoever reaches it may use the pool and read what is sent",
             field="tcp_address",
         )
+
+
+def _check_transfer_address(config: ServeConfig) -> None:
+    if not config.tcp_address:
+        raise ConfigError("is for clients over TCP: set tcp_address", field="transfer_address")
+    if not (config.transfer_insecure or is_loopback(config.transfer_address)):
+        raise ConfigError(
+            f"bytes from {config.transfer_address} travel without TLS and tokens: set transfer_insecure, if the "
+            "network is trusted",
+            field="transfer_address",
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.bind((config.transfer_address, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"no interface of this host has {config.transfer_address}: {error.strerror}", field="transfer_address"
+            ) from None
 
 
 def check_free(config: ServeConfig, kept: Mapping[str, int]) -> None:

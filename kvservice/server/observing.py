@@ -30,6 +30,7 @@ ANSWER_S, FIRST_ANSWER_S = 4.0, 10.0
 # The observer makes a request every second. It is replaced when it has made none for SILENT_S, or has not started
 # within STARTING_S.
 SILENT_S, STARTING_S = 20, 120
+_REPLACED = f"if it makes no request for {SILENT_S} s, another is started"
 
 
 class Observing:
@@ -52,6 +53,7 @@ class Observing:
         self._sleep = sleep
         self._answer_s = FIRST_ANSWER_S
         self._silent_s = 0
+        self._hangs = False
         self._wanted = asyncio.Event()
         self._ready = asyncio.Event()
         self._asker: Asker | None = None
@@ -75,8 +77,19 @@ class Observing:
                 await self._ready.wait()
                 assert self._asker is not None, "it is ready"
                 return await self._asker.ask(SNAPSHOT + request)
-        except (TimeoutError, ConnectionError):
-            raise ObserverUnavailableError("the observer does not answer yet; ask again") from None
+        except ConnectionError:
+            raise ObserverUnavailableError("the observer has ended; another is started") from None
+        except TimeoutError:
+            raise self._no_answer() from None
+
+    def _no_answer(self) -> ObserverUnavailableError:
+        """Log that the observer hangs, once for each observer. Returns the error for the client."""
+        if not self._ready.is_set():
+            return ObserverUnavailableError("the observer, which computes the answer, is starting; ask again")
+        if not self._hangs:
+            self._hangs = True
+            logger.warning("the observer does not answer for %g s; %s", self._answer_s, _REPLACED)
+        return ObserverUnavailableError(f"the observer, which computes the answer, does not answer; {_REPLACED}")
 
     async def run(self) -> None:
         """Run the observer until cancelled."""
@@ -127,7 +140,7 @@ class Observing:
     async def _silence(self) -> None:
         """Return when the observer hangs. The seconds are counted one by one, because those in which the daemon itself
         was stopped do not count."""
-        self._silent_s = 0
+        self._silent_s, self._hangs = 0, False
         while self._silent_s < (SILENT_S if self._ready.is_set() else STARTING_S):
             await self._sleep(1.0)
             self._silent_s += 1

@@ -17,6 +17,7 @@ from kvservice import _ext
 from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
 from kvservice.config import RequestLimits
 from kvservice.errors import InvalidArgumentError, KVServiceError, QuotaExceededError
+from kvservice.transfer import MAX_ENGINES
 from kvservice.v1 import session_pb2
 
 MAX_TEXT_BYTES: Final = 4096
@@ -57,6 +58,7 @@ _ELEMENTS: Final[dict[str, str | int]] = {
     "shape": 8,
     "alibi_slopes": 65535,
     "piece_bytes": MAX_PIECES,
+    "ports": MAX_ENGINES,
     "lease_ids": MAX_LEASE_IDS,
 }
 # The limit in bytes on the fields that are not texts. None means that only the message size limits the field.

@@ -36,7 +36,7 @@ def _tiers(config: ServeConfig, memory: SealedMemory, clock: Clock) -> list[Lowe
     return tiers
 
 
-def _disk(config: ServeConfig, memory: SealedMemory) -> LowerTier:
+def _disk(config: ServeConfig, memory: SealedMemory) -> DiskTier:
     """Raises TierError, also while another process has the directory."""
     directory = Path(config.disk) / "values"
     try:

@@ -38,11 +38,11 @@ from kvservice.server.lanes import Lanes
 from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
-from kvservice.server.remote_memory import Transfers
 from kvservice.server.replies import Replies
 from kvservice.server.server_session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.session_user import Trust
 from kvservice.server.slices import in_slices
+from kvservice.server.transfers import Transfers
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
@@ -79,9 +79,8 @@ class SessionRegistry:
         self.fd_server = FdServer(trust.shm_uids | trust.pool_uids | trust.store_uids, self._introduce, self._clock)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
         budget = Budget(config.max_shared_mib)
-        self._sharing = Sharing(
-            trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock, Transfers(config)
-        )
+        self.transfers = Transfers(config)
+        self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers)
         self._sessions: dict[bytes, ServerSession] = {}
         # Identifies this process for clients, see AttachResponse. Never 0.
         self.daemon_start = secrets.randbits(63) + 1

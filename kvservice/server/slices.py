@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -17,6 +17,13 @@ PAUSE_S: Final = 0.001
 
 # An answer, or a task that returns it. The task must not be cancelled, because a started operation has to complete.
 Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
+
+
+@dataclass
+class Caller:
+    """Whoever waits for an answer. A caller that has `gone` may already use its memory for something else."""
+
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,16 @@ def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]
     task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(_look_at)
     return task
+
+
+async def despite_leaving(work: Callable[[Caller], Coroutine[Any, Any, AnswerT]]) -> AnswerT:
+    """Run work to its end, even if its caller goes away meanwhile. The work is given the caller."""
+    caller = Caller()
+    try:
+        return await asyncio.shield(to_the_end(work(caller)))
+    except asyncio.CancelledError:
+        caller.gone = True
+        raise
 
 
 def _look_at(task: asyncio.Task[AnswerT]) -> None:

@@ -18,12 +18,13 @@ async def lookup_below(
     blocks: BlockStore, chain: TierChain, namespace: StoredNamespace, request: store_pb2.LookupRequest
 ) -> store_pb2.LookupResponse:
     counted = not request.uncounted
+    num_in_memory, _ = blocks.lookup(namespace, request.keys, counted=False)
     flags = await chain.lookup(namespace, request.keys, max_wait_s=request.max_wait_s, counted=counted)
     found = np.packbits(flags, bitorder="little").tobytes()
     if counted:
         blocks.count_lookup(namespace, request.keys, found)
     num_leading = int(np.logical_and.accumulate(flags).sum())
-    return store_pb2.LookupResponse(num_leading=num_leading, found=found)
+    return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_in_memory)
 
 
 async def acquire_below(

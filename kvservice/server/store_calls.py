@@ -97,7 +97,7 @@ class StoreCalls:
         if (chain := self._chain_for(namespace, request.keys)) is not None:
             return lookup_below(self._store.blocks, chain, namespace, request)
         num_leading, found = self._store.blocks.lookup(namespace, request.keys, counted=not request.uncounted)
-        return store_pb2.LookupResponse(num_leading=num_leading, found=found)
+        return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_leading)
 
     def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Answer[store_pb2.AcquireResponse]:
         namespace = namespace_of(session, request)

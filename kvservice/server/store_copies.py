@@ -114,7 +114,7 @@ class StoreCopies:
 
         def take(first: int, count: int, slot: Array) -> bytes:
             inside = Places.packed(count, block_bytes)
-            return self._copy_in(offsets[8 * first : 8 * (first + count)], block_bytes, slot, inside, 1)
+            return self._copy_in(offsets[8 * first : 8 * (first + count)], block_bytes, slot, inside, self._num_threads)
 
         return take
 
@@ -124,7 +124,7 @@ class StoreCopies:
 
         def give(first: int, count: int, slot: Array) -> Array:
             chosen, inside = slice(8 * first, 8 * (first + count)), Places.packed(count, block_bytes)
-            good = self._copy_out(offsets[chosen], block_bytes, slot, inside, checksums[chosen], 1)
+            good = self._copy_out(offsets[chosen], block_bytes, slot, inside, checksums[chosen], self._num_threads)
             return np.unpackbits(np.frombuffer(good, np.uint8), count=count, bitorder="little")
 
         return give

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from kvservice.server.region import REMOTE
 from kvservice.server.scatter import Places, places_of
 from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
-from kvservice.server.slices import to_the_end
+from kvservice.server.slices import Caller, despite_leaving, to_the_end
 from kvservice.server.store_calls import Bits, bits_of, check_max_wait, namespace_of, opened, own_store
 from kvservice.store import StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
@@ -34,13 +35,6 @@ from kvservice.wire.encoded import Encoded
 
 _FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
 _CHECKSUMS = store_pb2.BatchGetResponse.CHECKSUMS_FIELD_NUMBER
-
-
-@dataclass
-class Caller:
-    """Whoever waits for a copy. A caller that has `gone` may already use its region for something else."""
-
-    gone: bool = False
 
 
 class StoreCopyCalls:
@@ -61,12 +55,7 @@ class StoreCopyCalls:
     # ---- put
 
     async def batch_put(self, session: ServerSession, request: store_pb2.BatchPutRequest) -> store_pb2.BatchPutResponse:
-        caller = Caller()
-        try:
-            return await asyncio.shield(to_the_end(self._put(session, request, caller)))
-        except asyncio.CancelledError:
-            caller.gone = True
-            raise
+        return await despite_leaving(functools.partial(self._put, session, request))
 
     async def _put(
         self, session: ServerSession, request: store_pb2.BatchPutRequest, caller: Caller
@@ -86,7 +75,10 @@ class StoreCopyCalls:
                 with self._reserved(session, namespace, request, caller) as room:
                     chosen = places.of(room.chosen)
                     room.checksums = await copies.write_from(room.offsets, block_bytes, region, chosen)
+                if region.kind == REMOTE:
+                    session.access.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
         else:
+            session.access.transfers.travelled_in_messages(len(request.data))
             data = np.frombuffer(request.data, np.uint8)
             if len(data) != num_keys * block_bytes:
                 raise InvalidArgumentError(
@@ -135,7 +127,7 @@ class StoreCopyCalls:
         namespace = namespace_of(session, request)
         check_max_wait(request)
         if not request.HasField("region"):
-            return await self._get_inline(namespace, request)
+            return await self._get_inline(session, namespace, request)
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
         with session.regions.host_region(request.region.region, "region.region") as region:
             places = places_of(request.region, num_keys, block_bytes, region.reach)
@@ -148,7 +140,9 @@ class StoreCopyCalls:
             response.checksums = chosen_items(checksums, WORD_BYTES, bits_of(good, pinned.num_blocks))
         return response
 
-    async def _get_inline(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Encoded:
+    async def _get_inline(
+        self, session: ServerSession, namespace: StoredNamespace, request: store_pb2.BatchGetRequest
+    ) -> Encoded:
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
         codec.check_response_size(num_keys * (block_bytes + 1), self._max_response_bytes, "keys")
         async with self._pinned(namespace, request) as (pinned, checksums):
@@ -159,6 +153,7 @@ class StoreCopyCalls:
         whole = bits_of(good, pinned.num_blocks)
         if not whole.all():
             data = data[whole]
+        session.access.transfers.travelled_in_messages(data.nbytes)
         encoded = Encoded((np.packbits(found, bitorder="little").tobytes(),)).inside(_FOUND)
         if request.return_checksums:
             encoded += Encoded((chosen_items(checksums, WORD_BYTES, whole),)).inside(_CHECKSUMS)

@@ -23,6 +23,7 @@ from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.store import StoreTable
+from kvservice.telemetry.transfers import TransferTable
 
 
 class StatsWriter:
@@ -49,6 +50,7 @@ class StatsWriter:
         num_bytes = 0 if store is None else store.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
+        self._transfer_table = TransferTable(arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -90,6 +92,7 @@ class StatsWriter:
         if self._store is not None:
             self._store_table.write(self._store.figures())
         self._tiers.write()
+        sessions.transfers.write(self._transfer_table)
         schedulers = engine.schedulers
         by_row = {namespace - 1: figures for namespace, figures in schedulers.figures().items()}
         self._scheduler_table.write(by_row, schedulers.totals(), schedulers.latencies)

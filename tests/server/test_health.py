@@ -101,3 +101,8 @@ def test_tiers_that_are_not_open_are_named() -> None:
     assert note_of([TierStats(state, state) for state in STATES]) == (
         "the tier opening is opening, the tier suspended is suspended, the tier failed has failed"
     )
+
+
+def test_a_note_of_the_transfers_is_added() -> None:
+    assert note_of((), "no engine") == note_of([TierStats("disk")], "no engine") == "no engine"
+    assert note_of([TierStats("disk", "failed")], "no engine") == "the tier disk has failed, no engine"

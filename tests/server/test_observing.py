@@ -287,6 +287,8 @@ def test_a_call_does_not_wait_for_ever_for_a_frozen_observer(daemon: Daemon) -> 
         get_snapshot(daemon)
     told = refusal_of(refused.value)
     assert (told.code, told.reason) == ("UNAVAILABLE", "OBSERVER_UNAVAILABLE")
+    assert "does not answer; if it makes no request for 20 s, another is started" in str(refused.value)
+    assert daemon.log.read_text().count("the observer does not answer for 4 s") == 1
     os.kill(observer_of(daemon), signal.SIGCONT)
     with KVClient(daemon.address) as client, client.session("later"):
         # The response to the abandoned request is not used for another one.

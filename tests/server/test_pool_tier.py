@@ -1,113 +1,27 @@
-"""Blocks of the pool that are saved in the block store and loaded from it and from tiers below, instead of computed."""
+"""Blocks of the pool that are saved in the block store and loaded from it, instead of being computed."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from daemon_lives import Life, caller
-from fake_tier import FakeTier
-from kept_files import HeldFiles, at_every_line
 from kv_model import reference_attention
-from manual_clock import ManualClock
+from spill_rig import SIZE, TOKENS, Start, cached, computed, forget, run, save_all, tier_of
 
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
-from kvservice.config import ServeConfig
-from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import spilling
-from kvservice.server.pool_namespace import pool_identity
-from kvservice.server.store_calls import identity_of
-from kvservice.store.namespaces import POOL_KEYS
-from kvservice.tiers import TierChain
-from kvservice.v1 import blocks_pb2, scheduler_pb2, store_pb2
-
-SIZE = 4
-TOKENS = list(range(41))
-# Loads are always worth it.
-SLOW = {"prefill_tokens_per_s": 1.0}
-Start = Callable[..., Life]
-
-
-@pytest.fixture
-def clock() -> Iterator[ManualClock]:
-    clock = ManualClock()
-    yield clock
-    clock.close()
-
-
-@pytest.fixture
-def start(clock: ManualClock) -> Iterator[Start]:
-    """Start processes of a daemon. Without `held` each has empty memory, as after a reboot."""
-    opened: list[Life] = []
-
-    def start_one(held: HeldFiles | None = None, **options: Any) -> Life:
-        opened.append(Life(held or HeldFiles(), clock, **SLOW | options))
-        return opened[-1]
-
-    yield start_one
-    for life in opened:
-        life.kill()
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(coroutine)
-
-
-def tier_of(life: Life) -> Any:
-    assert life.pool_tier is not None
-    return life.pool_tier
-
-
-def add_tier(life: Life, tier: FakeTier, clock: ManualClock) -> None:
-    """Put a tier below the store of a daemon."""
-    store = life.core.store
-    assert store is not None
-    tier._memory = store.memory.map
-    object.__setattr__(store, "chain", TierChain(store.blocks, [tier], clock))
-    again = type(tier_of(life))(life.config, life.core.engine, store, clock)
-    vars(tier_of(life)).update(vars(again))
-
-
-async def save_all(life: Life) -> None:
-    """Save everything that is to be saved."""
-    while await tier_of(life).spiller.save_some() != spilling.LOOK_S:
-        pass
-
-
-async def forget(life: Life) -> None:
-    """Let the pool evict everything."""
-    life.manager.reset_prefix_cache()
-
-
-async def computed(life: Life, session: Any, tokens: list[int], sequence_id: int = 1) -> Any:
-    """Compute a sequence, read it back, and free it. Returns its K/V."""
-    kv = await life.compute(session, sequence_id, tokens, seed=tokens[0])
-    await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[sequence_id]))
-    return kv
-
-
-async def cached(life: Life, session: Any, tokens: list[int], sequence_id: int, *keys: tuple[int, bytes]) -> int:
-    """Allocate a sequence. Returns how many of its tokens are cached."""
-    extra = [blocks_pb2.ExtraKey(position=at, key=key) for at, key in keys]
-    one = blocks_pb2.SequenceAllocation(sequence_id=sequence_id, token_ids=tokens, extra_keys=extra)
-    response = await life.call(session, "allocate", blocks_pb2.AllocateRequest(sequences=[one]))
-    count: int = response.num_cached_tokens[0]
-    return count
-
+from kvservice.v1 import blocks_pb2, scheduler_pb2
 
 # ---- saved and loaded
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_what_is_evicted_comes_back_byte_by_byte(start: Start, dtype: str) -> None:
-    life = start(dtype=dtype)
+def test_what_is_evicted_comes_back_byte_by_byte(start_spilling: Start, dtype: str) -> None:
+    life = start_spilling(dtype=dtype)
 
     async def scenario() -> None:
         session = life.open()
@@ -132,12 +46,12 @@ def test_what_is_evicted_comes_back_byte_by_byte(start: Start, dtype: str) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_attention_over_loaded_blocks_is_right(start: Start, seed: int) -> None:
+def test_attention_over_loaded_blocks_is_right(start_spilling: Start, seed: int) -> None:
     """The output over loaded blocks is that of float64 attention, also with a sliding window and in a fork."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 100, int(rng.integers(9, 60))).tolist()
     window = int(rng.integers(1, 40))
-    life = start()
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -166,8 +80,8 @@ def test_attention_over_loaded_blocks_is_right(start: Start, seed: int) -> None:
     run(scenario())
 
 
-def test_blocks_are_saved_before_they_are_evicted(start: Start) -> None:
-    life = start(num_blocks=32)
+def test_blocks_are_saved_before_they_are_evicted(start_spilling: Start) -> None:
+    life = start_spilling(num_blocks=32)
 
     async def scenario() -> None:
         session = life.open()
@@ -182,8 +96,8 @@ def test_blocks_are_saved_before_they_are_evicted(start: Start) -> None:
     run(scenario())
 
 
-def test_a_prefix_that_is_cached_is_continued(start: Start) -> None:
-    life = start()
+def test_a_prefix_that_is_cached_is_continued(start_spilling: Start) -> None:
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -199,9 +113,9 @@ def test_a_prefix_that_is_cached_is_continued(start: Start) -> None:
     run(scenario())
 
 
-def test_prompts_with_other_extra_keys_find_nothing(start: Start) -> None:
+def test_prompts_with_other_extra_keys_find_nothing(start_spilling: Start) -> None:
     """Tenants whose extra keys differ do not get each other's blocks from below either."""
-    life = start()
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -219,8 +133,8 @@ def test_prompts_with_other_extra_keys_find_nothing(start: Start) -> None:
     run(scenario())
 
 
-def test_a_pin_brings_its_prefix_back(start: Start) -> None:
-    life = start()
+def test_a_pin_brings_its_prefix_back(start_spilling: Start) -> None:
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -235,8 +149,8 @@ def test_a_pin_brings_its_prefix_back(start: Start) -> None:
     run(scenario())
 
 
-def test_prompts_that_come_at_once_load_once(start: Start) -> None:
-    life = start()
+def test_prompts_that_come_at_once_load_once(start_spilling: Start) -> None:
+    life = start_spilling()
 
     async def scenario() -> None:
         session, other = life.open(), life.open("other")
@@ -251,11 +165,24 @@ def test_prompts_that_come_at_once_load_once(start: Start) -> None:
     run(scenario())
 
 
+def test_allocate_without_anything_below_is_answered_at_once(start_spilling: Start) -> None:
+    life = start_spilling()
+
+    async def scenario() -> None:
+        session = life.open()
+        request = AllocationRequest(1, TOKENS)
+        slices = life.manager.allocate_in_slices(session.namespace, [request], tier_of(life).before_allocation)
+        with pytest.raises(StopIteration):
+            next(slices)
+
+    run(scenario())
+
+
 # ---- not saved, or not loaded
 
 
-def test_what_is_faster_to_compute_is_computed(start: Start) -> None:
-    life = start(prefill_tokens_per_s=1e9)
+def test_what_is_faster_to_compute_is_computed(start_spilling: Start) -> None:
+    life = start_spilling(prefill_tokens_per_s=1e9)
 
     async def scenario() -> None:
         session = life.open()
@@ -270,12 +197,14 @@ def test_what_is_faster_to_compute_is_computed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("options", [{"spill": False}, {"store_gib": 0}, {"enable_prefix_caching": False}])
-def test_without_one_of_the_parts_there_is_no_tier(start: Start, options: dict[str, Any]) -> None:
-    assert start(**options).pool_tier is None
+def test_without_one_of_the_parts_there_is_no_tier(start_spilling: Start, options: dict[str, Any]) -> None:
+    assert start_spilling(**options).pool_tier is None
 
 
-def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start: Start) -> None:
-    life = start(num_layers=64, num_kv_heads=16, head_size=256, block_size=4, num_blocks=8, max_sequence_tokens=16)
+def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start_spilling: Start) -> None:
+    life = start_spilling(
+        num_layers=64, num_kv_heads=16, head_size=256, block_size=4, num_blocks=8, max_sequence_tokens=16
+    )
 
     async def scenario() -> None:
         tier = tier_of(life)
@@ -285,8 +214,8 @@ def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start: Start) 
     run(scenario())
 
 
-def test_a_full_pool_loads_what_fits(start: Start) -> None:
-    life = start(num_blocks=16)
+def test_a_full_pool_loads_what_fits(start_spilling: Start) -> None:
+    life = start_spilling(num_blocks=16)
 
     async def scenario() -> None:
         session = life.open()
@@ -304,8 +233,8 @@ def test_a_full_pool_loads_what_fits(start: Start) -> None:
     run(scenario())
 
 
-def test_damaged_bytes_are_not_loaded_and_the_value_is_removed(start: Start) -> None:
-    life = start()
+def test_damaged_bytes_are_not_loaded_and_the_value_is_removed(start_spilling: Start) -> None:
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -328,8 +257,8 @@ def test_damaged_bytes_are_not_loaded_and_the_value_is_removed(start: Start) -> 
     run(scenario())
 
 
-def test_a_block_that_is_evicted_while_it_is_copied_is_not_saved(start: Start) -> None:
-    life = start()
+def test_a_block_that_is_evicted_while_it_is_copied_is_not_saved(start_spilling: Start) -> None:
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -357,159 +286,6 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_saved(start: Start) -
     run(scenario())
 
 
-# ---- reset
-
-
-def test_what_is_reset_does_not_come_back(start: Start, clock: ManualClock) -> None:
-    life = start(weights="w")
-    tier = FakeTier(None)
-
-    async def scenario() -> None:
-        add_tier(life, tier, clock)
-        session = life.open()
-        await computed(life, session, TOKENS)
-        await save_all(life)
-        namespace = tier_of(life).namespace.find()
-        missing = life.manager.loader.missing(np.array(TOKENS, np.int32), {}, np.zeros(0, np.int64), 100)
-        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.state.device.indexed)))
-        assert missing is not None
-        assert (await life.core.store.chain.put(namespace, keys)).all()  # type: ignore[union-attr]
-        assert len(tier.values) == 10
-        await life.call(session, "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-        assert tier.values == {}
-        assert await cached(life, session, TOKENS, 2) == 0
-
-    run(scenario())
-
-
-def test_a_load_that_a_reset_overtakes_is_not_published(start: Start) -> None:
-    life = start()
-
-    async def scenario() -> None:
-        session = life.open()
-        await computed(life, session, TOKENS)
-        await save_all(life)
-        await forget(life)
-        right, gate, began = life.core.device.load_blocks, asyncio.Event(), asyncio.Event()
-
-        async def late(*arguments: Any) -> Any:
-            began.set()
-            await gate.wait()
-            return await right(*arguments)
-
-        life.core.device.load_blocks = late  # type: ignore[method-assign]
-        loading = asyncio.ensure_future(cached(life, session, TOKENS, 2))
-        await began.wait()
-        await life.call(session, "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-        gate.set()
-        assert await loading == 0
-        life.manager.check_integrity()
-
-    run(scenario())
-
-
-# ---- restarts and tiers below
-
-
-def test_after_a_kill_what_was_saved_is_loaded(start: Start) -> None:
-    held = HeldFiles()
-    life = start(held)
-
-    async def before() -> Any:
-        session = life.open()
-        kv = await computed(life, session, TOKENS)
-        await save_all(life)
-        await forget(life)
-        return kv
-
-    kv = run(before())
-    life.kill()
-    after = start(held)
-
-    async def then() -> None:
-        session = after.open()
-        assert await cached(after, session, TOKENS, 2) == 40
-        np.testing.assert_array_equal(await after.read(session, 2, 40), kv[:, :, :40])
-
-    run(then())
-    held.close()
-
-
-@pytest.mark.parametrize("weights", ["w", ""])
-def test_after_a_reboot_named_weights_come_from_the_tier_below(start: Start, clock: ManualClock, weights: str) -> None:
-    tier = FakeTier(None)
-    life = start(weights=weights)
-
-    async def before() -> Any:
-        add_tier(life, tier, clock)
-        session = life.open()
-        kv = await computed(life, session, TOKENS)
-        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.state.device.indexed)))
-        await save_all(life)
-        await life.core.store.chain.put(tier_of(life).namespace.find(), keys)  # type: ignore[union-attr]
-        return kv
-
-    kv = run(before())
-    rebooted = start(weights=weights)
-
-    async def then() -> None:
-        add_tier(rebooted, tier, clock)
-        session = rebooted.open()
-        assert await cached(rebooted, session, TOKENS, 2) == (40 if weights else 0)
-        if weights:
-            np.testing.assert_array_equal(await rebooted.read(session, 2, 40), kv[:, :, :40])
-
-    run(then())
-
-
-def test_a_tier_that_fails_is_a_miss(start: Start, clock: ManualClock) -> None:
-    tier = FakeTier(None)
-    tier.faults = {"lookup", "get"}
-    life = start(weights="w")
-
-    async def scenario() -> None:
-        add_tier(life, tier, clock)
-        session = life.open()
-        assert await cached(life, session, TOKENS, 1) == 0
-        assert tier.calls["lookup"] == 1
-
-    run(scenario())
-
-
-def test_killed_at_every_line_of_a_save_and_a_load(start: Start) -> None:
-    held = HeldFiles()
-    life = start(held)
-    states: dict[tuple[tuple[str, bytes], ...], None] = {}
-    files = ("server/spilling.py", "server/pool_loading.py", "blocks/loading.py", "store/store.py")
-
-    async def scenario() -> Any:
-        session = life.open()
-        kv = await computed(life, session, TOKENS[:21])
-        with at_every_line(files, lambda: states.setdefault(held.content())):
-            await save_all(life)
-            await forget(life)
-            assert await cached(life, session, TOKENS[:21], 2) == 20
-        return kv
-
-    kv = run(scenario())
-    assert len(states) >= 8
-    for state in states:
-        copies = HeldFiles.of(state)
-        again = start(copies)
-
-        async def then(again: Life = again) -> None:
-            again.manager.check_integrity()
-            session = again.open()
-            num_cached = await cached(again, session, TOKENS[:21], 3)
-            np.testing.assert_array_equal(await again.read(session, 3, num_cached), kv[:, :, :num_cached])
-            assert again.core.store is not None
-            assert again.core.store.blocks.totals().num_reserved == 0
-
-        run(then())
-        copies.close()
-    held.close()
-
-
 # ---- the scheduler
 
 
@@ -517,9 +293,9 @@ def test_killed_at_every_line_of_a_save_and_a_load(start: Start) -> None:
     ("num_others", "expected"), [(41, {10: 1, 11: 41}), (9, {11: 9})], ids=["nothing else can run", "a shorter one can"]
 )
 def test_a_request_waits_for_its_blocks_and_others_pass_it(
-    start: Start, num_others: int, expected: dict[int, int]
+    start_spilling: Start, num_others: int, expected: dict[int, int]
 ) -> None:
-    life = start()
+    life = start_spilling()
 
     async def scenario() -> None:
         session = life.open()
@@ -538,83 +314,5 @@ def test_a_request_waits_for_its_blocks_and_others_pass_it(
         assert dict(zip(batch.sequence_ids, batch.step.query_lens, strict=True)) == expected
         await tier_of(life).close()
         assert tier_of(life).stats().hit_tokens == 40
-
-    run(scenario())
-
-
-# ---- whose blocks
-
-
-def test_every_option_that_the_bytes_depend_on_is_in_the_identity(tmp_path: Path) -> None:
-    scales = tmp_path / "scales.json"
-    scales.write_text('{"k_scale": 0.5, "v_scale": 0.5}')
-    base: dict[str, Any] = {"weights": "w", "store_gib": 1}
-    changes: list[dict[str, Any]] = [
-        {}, {"weights": "v"}, {"num_layers": 31}, {"num_kv_heads": 4}, {"head_size": 64}, {"dtype": "float16"},
-        {"block_size": 32}, {"device": "cuda", "kv_cache_dtype": "fp8_e4m3"},
-        {"device": "cuda", "kv_cache_dtype": "fp8_e5m2"},
-        {"device": "cuda", "kv_cache_dtype": "fp8_e5m2", "kv_scales": str(scales)}, {"weights": ""},
-    ]  # fmt: skip
-    identities = [pool_identity(ServeConfig(**base | change)) for change in changes]
-    assert len(set(identities)) == len(changes)
-    assert [one.outlives_daemon for one in identities] == [True] * (len(changes) - 1) + [False]
-    assert pool_identity(ServeConfig(**base | {"pool_gib": 3, "max_sequences": 3})) == identities[0]
-    assert all(
-        value
-        for name, value in dataclasses.asdict(identities[0]).items()
-        if name not in ("tenant", "tp_rank", "pp_rank")
-    )
-
-
-def test_a_snapshot_directory_names_the_weights(tmp_path: Path) -> None:
-    directory = tmp_path / "models--org--small-model" / "snapshots" / "0123abc"
-    directory.mkdir(parents=True)
-    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128}
-    (directory / "config.json").write_text(str(config).replace("'", '"'))
-    for path in (directory, directory / "config.json"):
-        loaded = load_config({"model": str(path)}, {})
-        assert loaded.weights == "org/small-model@0123abc"
-        assert pool_identity(loaded).model == "org/small-model"
-    assert load_config({"model": str(directory), "weights": "mine"}, {}).weights == "mine"
-    other = tmp_path / "plain"
-    other.mkdir()
-    (other / "config.json").write_text((directory / "config.json").read_text())
-    loaded = load_config({"model": str(other)}, {})
-    assert loaded.weights == ""
-    assert pool_identity(loaded).model == "plain"
-
-
-def test_clients_cannot_open_the_namespace_of_the_pool() -> None:
-    message = store_pb2.StoreNamespace(model="m", block_bytes=4096, key_algorithm=POOL_KEYS)
-    with pytest.raises(InvalidArgumentError, match="daemon's own") as caught:
-        identity_of(message, "")
-    assert caught.value.field == "namespace.key_algorithm"
-
-
-def test_sessions_of_all_callers_share_as_the_pool_does(start: Start) -> None:
-    life = start()
-
-    async def scenario() -> None:
-        with caller("a"):
-            session = life.open("a", tenant="a")
-            await computed(life, session, TOKENS)
-        await save_all(life)
-        await forget(life)
-        with caller("b"):
-            other = life.open("b", tenant="b")
-            assert await cached(life, other, TOKENS, 2) == 40
-
-    run(scenario())
-
-
-def test_allocate_without_anything_below_is_answered_at_once(start: Start) -> None:
-    life = start()
-
-    async def scenario() -> None:
-        session = life.open()
-        request = AllocationRequest(1, TOKENS)
-        slices = life.manager.allocate_in_slices(session.namespace, [request], tier_of(life).before_allocation)
-        with pytest.raises(StopIteration):
-            next(slices)
 
     run(scenario())

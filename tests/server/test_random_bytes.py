@@ -159,7 +159,7 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "CudaSharedMemoryUnregister": shared_memory_pb2.CudaSharedMemoryUnregisterRequest(**name, name="g"),
         "CreateRegion": shared_memory_pb2.CreateRegionRequest(**name, name="m", byte_size=4096),
         "CreateRemoteRegion": transfer_pb2.CreateRemoteRegionRequest(
-            **name, name="m", byte_size=4096, remote_bytes=4096, port=9, address=4096
+            **name, name="m", byte_size=4096, remote_bytes=4096, ports=[9], address=4096
         ),
         "RemoveRemoteRegion": transfer_pb2.RemoveRemoteRegionRequest(**name, name="m"),
         "OpenLane": host_pb2.OpenLaneRequest(**name),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,13 +24,6 @@ from kvservice.server.sessions import ATTACH_S, SessionRegistry
 from kvservice.store.session import Ended, SessionStore
 
 SHORT_GRACE_S, LONG_GRACE_S = ATTACH_S / 10, ATTACH_S * 2
-
-
-@pytest.fixture
-def clock() -> Iterator[ManualClock]:
-    manual = ManualClock()
-    yield manual
-    manual.close()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.server_session import SessionMemory
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.slices import in_slices
+from kvservice.server.slices import Caller, despite_leaving, in_slices
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import blocks_pb2
 
@@ -204,3 +204,27 @@ def test_a_call_that_is_refused_in_a_later_slice_may_be_sent_again(rig: Rig) -> 
         assert await allocate() is response
 
     asyncio.run(scenario())
+
+
+def test_work_goes_on_when_its_caller_leaves_and_knows_it() -> None:
+    async def main() -> None:
+        begun, left, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        seen: list[bool] = []
+
+        async def work(caller: Caller) -> None:
+            begun.set()
+            seen.append(caller.gone)
+            await left.wait()
+            seen.append(caller.gone)
+            ended.set()
+
+        calling = asyncio.create_task(despite_leaving(work))
+        await begun.wait()
+        calling.cancel()
+        await asyncio.wait([calling])
+        left.set()
+        await ended.wait()
+        assert calling.cancelled()
+        assert seen == [False, True]
+
+    asyncio.run(main())

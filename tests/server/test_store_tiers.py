@@ -192,11 +192,15 @@ def test_the_client_finds_blocks_below_memory(daemon: Daemon, wire: Any, raw: An
     async def work() -> None:
         namespace = StoreNamespace("m", LARGE)
         async with store_of_client(face, daemon.address, namespace, transport=transport) as store:
-            assert (await store.lookup(packed, max_wait_s=1000.0)).num_leading == len(BELOW)
+            found = await store.lookup(packed, max_wait_s=1000.0)
+            assert found.num_leading == len(BELOW)
+            assert found.num_in_memory < len(BELOW)
             assert (await store.get(packed[:8], out[:8], max_wait_s=1000.0)).all()
             assert [row.tobytes() for row in out[:8]] == [block(number, LARGE) for number in BELOW[:8]]
             lease = await store.acquire(packed[:8], leading_only=True, max_wait_s=1000.0)
             assert lease.found.all()
+            assert 8 <= (await store.lookup(packed)).num_in_memory < len(BELOW)
+            assert (await store.lookup(packed[:8])).num_in_memory == 8
             await lease.release()
             assert not (await store.lookup(packed[8:], max_wait_s=1e-9)).found.all(), "the disk is not that fast"
             for name in ("lookup", "acquire"):

@@ -35,13 +35,6 @@ def held() -> Iterator[HeldFiles]:
 
 
 @pytest.fixture
-def clock() -> Iterator[ManualClock]:
-    clock = ManualClock()
-    yield clock
-    clock.close()
-
-
-@pytest.fixture
 def start(held: HeldFiles, clock: ManualClock) -> Iterator[Callable[..., Life]]:
     """Return a function that starts the next process of the daemon, after the end of the one before."""
     lives: list[Life] = []
