@@ -31,6 +31,7 @@ from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.spill import spill_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.metrics.tiers import tier_metrics
+from kvservice.metrics.transfers import transfer_metrics
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.store import ModelFigures
@@ -39,6 +40,7 @@ from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading, SessionReading
 from kvservice.telemetry.scheduling import SchedulerReading
+from kvservice.telemetry.transfers import TransferReading, TransferStats
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -162,6 +164,7 @@ def _families() -> Iterator[Metric]:
         (TierStats("disk", capacity_bytes=1), TierStats("mooncake")),
         SpillStats(),
         SavedStats(),
+        TransferReading(TransferStats(), np.zeros((2, len(BUCKETS_S) + 1), np.int64), np.zeros(2)),
     )
     yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0, "store": 0})
     yield from holder_metrics(reading, 1, 0, 0)
@@ -171,6 +174,7 @@ def _families() -> Iterator[Metric]:
     yield from store_metrics(reading)
     yield from tier_metrics(reading)
     yield from spill_metrics(reading)
+    yield from transfer_metrics(reading)
     yield from access_metrics(reading.server, {"metrics": 0, "page": 0}, 0)
     yield from restart_metrics(RestartReport())
     yield from about_metrics({"version": "", **dict.fromkeys(CONFIG_LABELS, "")})

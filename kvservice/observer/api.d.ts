@@ -180,6 +180,22 @@ interface SavedSessions {
   used_bytes: number;
   capacity_bytes: number;
   damaged: number;
+  errors: number;
+}
+
+/** Transfers between the daemon and clients on other hosts. */
+interface Transfers {
+  engines: number;
+  regions: number;
+  failed_in: number;
+  failed_out: number;
+  engine_failures: number;
+  damaged_blocks: number;
+  in_bytes_per_s: number;
+  out_bytes_per_s: number;
+  fallback_bytes_per_s: number;
+  /** Missing while there are no transfers. */
+  p99_s?: number;
 }
 
 /** How the daemon's process began, and what it took over from the one before. */
@@ -213,6 +229,8 @@ interface Snapshot {
   spill?: Spill;
   /** Missing if the daemon has no disk for sessions. */
   saved?: SavedSessions;
+  /** Missing if the daemon has no transfer engines. */
+  transfers?: Transfers;
 }
 
 /** One value per chart, null where there is none. */

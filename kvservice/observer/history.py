@@ -14,6 +14,7 @@ from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.reading import IntArray, Reading
 from kvservice.telemetry.scheduling import BETWEEN_TOKENS, FIRST_TOKEN
+from kvservice.telemetry.transfers import TransferStats
 from kvservice.tiers.protocol import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -98,6 +99,20 @@ class History:
             "up_bytes_per_s": (now.loaded_bytes - before.loaded_bytes) / seconds,
             "down_bytes_per_s": (now.saved_bytes - before.saved_bytes) / seconds,
         }
+
+    def transfers(self) -> dict[str, float]:
+        """Return the rates and quantiles of `TransferSnapshot`."""
+        first, last = self._window[0], self._window[-1]
+        if last.transfers is None or first.transfers is None:
+            return {}
+        grown = TransferStats(*map(operator.sub, last.transfers.stats, first.transfers.stats))
+        seconds, recent = _seconds(first, last), last.transfers.counts - first.transfers.counts
+        rates = {
+            "in_bytes_per_s": grown.bytes_in / seconds,
+            "out_bytes_per_s": grown.bytes_out / seconds,
+            "fallback_bytes_per_s": grown.fallback_bytes / seconds,
+        }
+        return {**rates, **_quantiles(recent.sum(axis=0))}
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """Return the rates of `TierSnapshot` for each tier of the latest reading, by name."""

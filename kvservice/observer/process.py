@@ -31,6 +31,7 @@ from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.spill import spill_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.metrics.tiers import tier_metrics
+from kvservice.metrics.transfers import transfer_metrics
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
@@ -144,6 +145,7 @@ class Observer:
         yield from store_metrics(reading)
         yield from tier_metrics(reading)
         yield from spill_metrics(reading)
+        yield from transfer_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)

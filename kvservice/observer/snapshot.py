@@ -48,6 +48,7 @@ def take_snapshot(
         }
         | _store(latest, history)
         | _spill(latest, history)
+        | _transfers(latest, history)
         | _scheduling(latest, history)
     )
 
@@ -88,6 +89,13 @@ def _spill(latest: Reading, history: History) -> dict[str, Any]:
     if latest.saved is not None:
         found["saved"] = latest.saved._asdict()
     return found
+
+
+def _transfers(latest: Reading, history: History) -> dict[str, Any]:
+    """Return the figures of transfers between hosts, or nothing if the daemon has no transfer engines."""
+    if latest.transfers is None:
+        return {}
+    return {"transfers": latest.transfers.stats._asdict() | history.transfers()}
 
 
 def _scheduling(latest: Reading, history: History) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.client.channel import CHANNEL_OPTIONS, to_error
-from kvservice.errors import ObserverUnavailableError
+from kvservice.errors import CallTimeoutError, ObserverUnavailableError
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 from kvservice.wire.channels import open_aio_channel
 
@@ -52,12 +52,16 @@ class Source:
         daemon."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + START_TIMEOUT_S
+        refusal: ObserverUnavailableError | None = None
         while True:
             try:
                 return await self.snapshot(search, deadline - clock())
-            except ObserverUnavailableError:
+            except ObserverUnavailableError as error:
                 if clock() + _START_PAUSE_S > deadline:
                     raise
+                refusal = error
+            except CallTimeoutError:
+                raise refusal or CallTimeoutError(f"no answer within {START_TIMEOUT_S:g} s") from None
             await asyncio.sleep(_START_PAUSE_S)
 
 

@@ -11,7 +11,14 @@ from rich.text import Text
 
 from kvservice.top import format as fmt
 from kvservice.top.tier_lines import items, tier_lines
-from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, SchedulingSnapshot, Snapshot, StoreSnapshot
+from kvservice.v1.inspect_pb2 import (
+    PoolSnapshot,
+    Rates,
+    SchedulingSnapshot,
+    Snapshot,
+    StoreSnapshot,
+    TransferSnapshot,
+)
 
 # States of blocks with their characters and colours. Without colours the characters distinguish the states.
 _STATES = (
@@ -47,7 +54,8 @@ def summary(snapshot: Snapshot, address: str) -> RenderableType:
     restart = [_restart(snapshot)] if snapshot.restart.summary else []
     pool = snapshot.pool
     memory: list[RenderableType] = [_bars(pool), _legend(pool), *store, *tier_lines(snapshot)]
-    return Group(_heading(snapshot, address), *restart, *memory, _rates(snapshot.rates), *scheduling)
+    transfers = [_transfers(snapshot.transfers)] if snapshot.HasField("transfers") else []
+    return Group(_heading(snapshot, address), *restart, *memory, _rates(snapshot.rates), *transfers, *scheduling)
 
 
 def _heading(snapshot: Snapshot, address: str) -> Text:
@@ -109,6 +117,29 @@ def _store(store: StoreSnapshot) -> Columns:
         ("found", fmt.share(store.hits / lookups if lookups else None)),
     )
     return items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
+
+
+def _transfers(transfers: TransferSnapshot) -> Columns:
+    """Return the figures of transfers, in red if some failed."""
+    pairs = (
+        ("Transfer engines", f"{fmt.count(transfers.engines)} of {fmt.count(transfers.regions)}"),
+        ("memory", fmt.size(transfers.region_bytes)),
+        ("in", f"{fmt.size(transfers.in_bytes_per_s)}/s"),
+        ("out", f"{fmt.size(transfers.out_bytes_per_s)}/s"),
+        ("in messages", f"{fmt.size(transfers.fallback_bytes_per_s)}/s"),
+        ("running", fmt.count(transfers.running_in + transfers.running_out)),
+        ("done", fmt.count(transfers.done_in + transfers.done_out)),
+        ("p50", fmt.latency(transfers.p50_s if transfers.HasField("p50_s") else None)),
+        ("p99", fmt.latency(transfers.p99_s if transfers.HasField("p99_s") else None)),
+    )
+    faults = {
+        "failed": transfers.failed_in + transfers.failed_out,
+        "engines not started": transfers.engine_failures,
+        "damaged": transfers.damaged_blocks,
+    }
+    calm = (Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
+    alarming = (Text.assemble(f"{name} ", (fmt.count(number), "bold red")) for name, number in faults.items() if number)
+    return items((*calm, *alarming))
 
 
 def _scheduling(scheduling: SchedulingSnapshot) -> Columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.columns import Columns
 from rich.text import Text
@@ -21,7 +21,7 @@ def tier_lines(snapshot: Snapshot) -> list[Columns]:
     return [*spill, *_tiers(snapshot.tiers), *saved]
 
 
-def items(texts: Iterator[Text]) -> Columns:
+def items(texts: Iterable[Text]) -> Columns:
     return Columns(list(texts), padding=(0, 2))
 
 
@@ -44,11 +44,9 @@ def _saved(saved: SavedSnapshot) -> Columns:
         ("saved", fmt.count(saved.saved)),
         ("restored", fmt.count(saved.restored)),
         ("expired", fmt.count(saved.expired)),
-        *((("damaged", fmt.count(saved.damaged)),) if saved.damaged else ()),
     )
-    return items(
-        Text.assemble(f"{name} ", (value, "bold red" if name == "damaged" else "bold")) for name, value in pairs
-    )
+    faults = [_fault(name, getattr(saved, name)) for name in ("damaged", "errors") if getattr(saved, name)]
+    return items([*(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs), *faults])
 
 
 def _tiers(tiers: Sequence[TierSnapshot]) -> list[Columns]:
@@ -63,12 +61,13 @@ def _tiers(tiers: Sequence[TierSnapshot]) -> list[Columns]:
 
 
 def _tier(tier: TierSnapshot) -> Iterator[Text]:
-    room = f" of {fmt.size(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+    knows = bool(tier.capacity_bytes)
+    used = f"{fmt.size(tier.used_bytes)} of {fmt.size(tier.capacity_bytes)}" if knows else "-"
     state = fmt.printable(tier.state)
-    yield Text.assemble(fmt.printable(tier.name).capitalize(), " ", (f"{fmt.size(tier.used_bytes)}{room}", "bold"))
+    yield Text.assemble(fmt.printable(tier.name).capitalize(), " ", (used, "bold"))
     yield Text(state, style=_TIER_STYLES.get(state, ""))
     pairs = (
-        ("values", fmt.count(tier.num_values)),
+        ("values", fmt.count(tier.num_values) if knows else "-"),
         ("found", fmt.share(tier.hit_share if tier.HasField("hit_share") else None)),
         ("read", f"{fmt.size(tier.up_bytes_per_s)}/s"),
         ("written", f"{fmt.size(tier.down_bytes_per_s)}/s"),

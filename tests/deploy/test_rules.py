@@ -72,8 +72,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
     prometheus_server.require()
     own, target = (f"127.0.0.1:{port}" for port in free_ports(2))
     directory = tmp_path_factory.mktemp("prometheus")
+    options = {"http_address": target, "disk": directory / "disk", "disk_gib": 1 / 4}
+    options |= {"tcp_address": "127.0.0.1:0", "transfer_address": "127.0.0.1"}
     with (
-        Daemon(**SMALL_POOL | {"http_address": target, "disk": directory / "disk", "disk_gib": 1 / 4}) as daemon,
+        Daemon(**SMALL_POOL | options) as daemon,
         PrometheusServer(directory, own, target) as server,
         Traffic(daemon.address).open() as traffic,
     ):

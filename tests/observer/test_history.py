@@ -15,6 +15,7 @@ from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
+from kvservice.telemetry.transfers import TransferReading, TransferStats
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
@@ -176,6 +177,26 @@ def test_rates_of_the_store_and_of_tiers_are_over_the_window() -> None:
     for second in range(3, 3 + WINDOW):
         history.add(stored(second, disk), second)
     assert history.tiers() == {"disk": none}, "the window has moved on"
+
+
+def test_rates_of_transfers_are_over_the_window() -> None:
+    def transferred(seconds: float, bucket: int, *figures: int) -> Reading:
+        counts = np.zeros((2, WIDTH), np.int64)
+        counts[1, bucket] = figures[0]
+        names = ("done_out", "bytes_in", "bytes_out", "fallback_bytes")
+        stats = TransferStats(**dict(zip(names, figures, strict=True)))
+        return dataclasses.replace(reading(seconds), transfers=TransferReading(stats, counts, np.zeros(2)))
+
+    history = History(KEYS, block_bytes=100)
+    history.add(reading(0.0), 0.0)
+    assert history.transfers() == {}
+    history = History(KEYS, block_bytes=100)
+    history.add(transferred(0.0, 3, 1, 100, 50, 10), 0.0)
+    assert history.transfers() == {"in_bytes_per_s": 0, "out_bytes_per_s": 0, "fallback_bytes_per_s": 0}
+    history.add(transferred(4.0, 3, 5, 140, 250, 18), 4.0)
+    found = history.transfers()
+    assert BUCKETS_S[2] < found.pop("p50_s") < found.pop("p99_s") < BUCKETS_S[3]
+    assert found == {"in_bytes_per_s": 10, "out_bytes_per_s": 50, "fallback_bytes_per_s": 2}
 
 
 def test_rates_of_spilled_blocks_are_over_the_window() -> None:

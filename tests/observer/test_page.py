@@ -344,7 +344,7 @@ def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_pag
         ["Pool", "open", "83.8%", "858 MiB of 1 GiB", "429", "66.7%", dash, dash, dash, dash],
         ["Block store", "open", "93.8%", "60 GiB of 64 GiB", "30,000", "80%", "400 MiB/s", "160 MiB/s", dash, dash],
         ["Disk", "open", "61.3%", "1.2 TiB of 1.95 TiB", "612,345", "75%", "120 MiB/s", "30 MiB/s", "310 µs", "0"],
-        ["Mooncake", "open", dash, "82 GiB", "41,000", "20%", "0 B/s", "0 B/s", "2.1 ms", "0"],
+        ["Mooncake", "open", dash, dash, dash, "20%", "0 B/s", "0 B/s", "2.1 ms", "0"],
     ]
     widths = [track * share / 100 for track, share in ((140, 83.79), (140, 93.75), (140, 61.25), (140, 0))]
     drawn = "[...document.querySelectorAll('#tiers .fill > span')].map((at) => at.getBoundingClientRect().width)"
@@ -354,6 +354,17 @@ def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_pag
     notes = page.text("#tiers .notes")
     assert "(24 MiB/s) below and loaded" in notes
     assert notes.endswith("Saved sessions: 3, 5 GiB of 16 GiB.")
+
+
+def test_transfers_are_shown_where_there_are_engines(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    assert "Transfer engines" not in page.texts("#figures dt")
+    pool.has_transfers = True
+    page.wait_for_text("#figures", "300 MiB")
+    figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+    assert (figures["Transfer engines"], figures["Transfer faults"]) == ("1 of 2", "3")
+    assert (figures["Transfers out/s"], figures["In messages instead/s"]) == ("1 GiB", "5 MiB")
+    assert figures["Transfers, p99"] == "19.9 ms"
 
 
 def test_a_tier_that_is_not_open_stands_out(pool: PagePool, port: int, open_page: OpenPage) -> None:

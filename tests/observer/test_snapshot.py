@@ -21,10 +21,12 @@ from kvservice.kept.report import FIRST_START, TAKEN_OVER, KeptCounts, LostCount
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.scheduler import Request, SchedulerFigures
 from kvservice.store.figures import ModelFigures
+from kvservice.telemetry.calls import WIDTH
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
+from kvservice.telemetry.transfers import TransferStats
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
@@ -73,6 +75,20 @@ def test_spilled_blocks_and_saved_sessions_are_in_the_snapshot() -> None:
     assert decoded.spill.down_bytes_per_s > decoded.spill.up_bytes_per_s == 0
     assert (decoded.saved.num_sessions, decoded.saved.used_bytes) == (2, 50)
     assert list(SavedStats._fields) == list(inspect_pb2.SavedSnapshot.DESCRIPTOR.fields_by_name)
+
+
+def test_transfers_are_in_the_snapshot_with_their_rates() -> None:
+    assert "transfers" not in snapshot_of(ObservedPool())
+    pool = ObservedPool()
+    counts = np.zeros((2, WIDTH), np.int64)
+    for bytes_out in (100, 700):
+        counts[1, 3] += 1
+        pool.transfer_table.write(TransferStats(engines=2, failed_in=3, bytes_out=bytes_out), counts, np.zeros(2))
+        pool.read()
+    decoded = inspect_pb2.Snapshot(**snapshot_of(pool)).transfers
+    assert (decoded.engines, decoded.failed_in, decoded.bytes_out) == (2, 3, 700)
+    assert decoded.out_bytes_per_s > decoded.in_bytes_per_s == 0
+    assert 0 < decoded.p50_s < decoded.p99_s
 
 
 def test_schedulers_are_with_their_sessions_and_summed_up() -> None:

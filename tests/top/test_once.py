@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from inspected_pool import Inspected, add_scheduler, add_tiers
+from inspected_pool import Inspected, add_scheduler, add_tiers, add_transfers
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
 from kvservice.v1 import inspect_pb2
@@ -81,7 +81,7 @@ def test_a_line_for_each_tier(inspected: Inspected) -> None:
         "Pool to store 3.0 MiB/s  back 0 B/s  saved 900  loaded 80  tokens found below 1,280  waiting 0",
         "Disk 1.2 TiB of 2.0 TiB  open       values 600,000  found 63.4 %  read 1.0 GiB/s  written 300.0 MiB/s  "
         "latency 310 µs  errors 0   suspensions 0",
-        "Mooncake 7.0 MiB         suspended  values 7        found -       read 0 B/s      written 0 B/s        "
+        "Mooncake -               suspended  values -        found -       read 0 B/s      written 0 B/s        "
         "latency -       errors 12  suspensions 3",
         "Saved sessions 3  bytes 5.0 GiB of 16.0 GiB  saved 0  restored 0  expired 0",
     ]
@@ -90,6 +90,18 @@ def test_a_line_for_each_tier(inspected: Inspected) -> None:
         ("disk", "open", 0.634),
         ("mooncake", "suspended", None),
     ]
+
+
+def test_transfers_for_people(inspected: Inspected) -> None:
+    assert "Transfer" not in top("--once", "--address", inspected.address).stdout
+    add_transfers(inspected.snapshot)
+    done = top("--once", "--address", inspected.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = [line.rstrip() for line in done.stdout.splitlines() if line.startswith("Transfer")]
+    assert line == (
+        "Transfer engines 1 of 2  memory 48.0 MiB  in 300.0 MiB/s  out 1.0 GiB/s  in messages 5.0 MiB/s  running 1  "
+        "done 100  p50 20.0 ms  p99 -  failed 3"
+    )
 
 
 def test_schedulers_for_people(inspected: Inspected) -> None:

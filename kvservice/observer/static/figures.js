@@ -15,7 +15,7 @@ export class Figures {
    * @param {Pick<Info, "prefix_caching">} info
    */
   frame(snapshot, info) {
-    const { pool, rates, store, scheduling } = snapshot;
+    const { pool, rates, store, scheduling, transfers } = snapshot;
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
@@ -34,6 +34,7 @@ export class Figures {
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
       ...(store && !hasTiers(snapshot) ? [storeFigure(store)] : []),
+      ...(transfers ? transferFigures(transfers) : []),
       ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
   }
@@ -45,6 +46,22 @@ export class Figures {
  */
 function storeFigure({ used_bytes, num_bytes }) {
   return ["Store", `${format.bytes(used_bytes)} of ${format.bytes(num_bytes)}`];
+}
+
+/**
+ * @param {Transfers} transfers
+ * @returns {[string, string][]}
+ */
+function transferFigures({ engines, regions, p99_s, ...recent }) {
+  const faults = recent.failed_in + recent.failed_out + recent.engine_failures + recent.damaged_blocks;
+  return [
+    ["Transfer engines", `${format.count(engines)} of ${format.count(regions)}`],
+    ["Transfers in/s", format.bytes(recent.in_bytes_per_s)],
+    ["Transfers out/s", format.bytes(recent.out_bytes_per_s)],
+    ["In messages instead/s", format.bytes(recent.fallback_bytes_per_s)],
+    ["Transfers, p99", format.latency(p99_s)],
+    ["Transfer faults", format.count(faults)],
+  ];
 }
 
 /**

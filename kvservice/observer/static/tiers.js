@@ -11,7 +11,7 @@ import { Table } from "./tables.js";
  * @property {string} state
  * @property {number} used_bytes
  * @property {number} capacity_bytes  0 if it is not known
- * @property {number} values
+ * @property {number} [values]
  * @property {number} [hit_share]
  * @property {number} [down_bytes_per_s]
  * @property {number} [up_bytes_per_s]
@@ -66,8 +66,9 @@ function spillNote(spill) {
 /** @param {Snapshot["saved"]} saved */
 function savedNote(saved) {
   if (!saved) return "";
-  const { num_sessions, used_bytes, capacity_bytes, damaged } = saved;
-  const bad = damaged ? `; ${format.count(damaged)} damaged` : "";
+  const { num_sessions, used_bytes, capacity_bytes, damaged, errors } = saved;
+  const bad =
+    (damaged ? `; ${format.count(damaged)} damaged` : "") + (errors ? `; ${format.plural(errors, "disk error")}` : "");
   return `Saved sessions: ${format.count(num_sessions)}, ${format.bytes(used_bytes)} of ${format.bytes(capacity_bytes)}${bad}.`;
 }
 
@@ -130,7 +131,8 @@ function rungs({ pool, rates, store, tiers: lower }, { block_bytes, prefix_cachi
  */
 function lowerRung(tier) {
   const { name, num_values, errors, corrupt } = tier;
-  return { ...tier, name: NAMES[name] ?? name, values: num_values, faults: errors + corrupt };
+  const values = tier.capacity_bytes ? num_values : undefined;
+  return { ...tier, name: NAMES[name] ?? name, values, faults: errors + corrupt };
 }
 
 /** @param {Rung} rung */
@@ -138,8 +140,7 @@ const share = ({ used_bytes, capacity_bytes }) => (capacity_bytes ? used_bytes /
 
 /** @param {Rung} rung */
 function inUse({ used_bytes, capacity_bytes }) {
-  const room = capacity_bytes ? ` of ${format.bytes(capacity_bytes)}` : "";
-  return format.bytes(used_bytes) + room;
+  return capacity_bytes ? `${format.bytes(used_bytes)} of ${format.bytes(capacity_bytes)}` : format.bytes(undefined);
 }
 
 /**
