@@ -406,6 +406,17 @@ def bench_remote(quick: bool, as_json: bool) -> None:
     _report(lambda: remote.run(quick), remote.render, as_json)
 
 
+@bench.command("mooncake")
+@_quick_option
+@_json_option
+def bench_mooncake(quick: bool, as_json: bool) -> None:
+    """Measure puts and gets of the Mooncake tier against those of Mooncake's library alone. Needs
+    kvservice[mooncake]."""
+    from kvservice.bench import mooncake_tier
+
+    _report(lambda: mooncake_tier.run(quick), mooncake_tier.render, as_json)
+
+
 @bench.command("disk")
 @click.option("--directory", type=click.Path(exists=True, file_okay=False), default=".", show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="The median counts.")
@@ -459,6 +470,8 @@ def bench_limits(quick: bool, as_json: bool) -> None:
 @_device_option
 @click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: also measure this library, if it is installed.")
 @click.option("--shapes", default="", help="cuda: only shapes whose name contains one of these comma-separated words.")
+@click.option("--random", type=click.IntRange(1, 10000), metavar="N", help="cuda: N shapes drawn at random.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="cuda: another seed draws other shapes.")
 @click.option("--kernel", type=click.Choice(["auto", "reference", "decode", "extend"]), default="auto", help="cuda.")
 @click.option("--batch-invariant", is_flag=True, help="cuda: also measure the cost of batch-invariant results.")
 @_quick_option

@@ -153,8 +153,9 @@ class ServeConfig(BaseModel):
     )
     transfer_address: str = Field(
         "",
-        description="IPv4 address from which this host reaches its clients. Blocks of clients over TCP then travel by "
-        "Mooncake's Transfer Engine: the daemon connects to an engine of the client. Empty: they travel in messages.",
+        description="IPv4 address from which this host reaches its clients. Blocks of clients over TCP, and K/V that "
+        "they write and read, then travel by Mooncake's Transfer Engine: the daemon connects to an engine of the "
+        "client. Empty: they travel in messages.",
     )
     transfer_protocol: Literal["tcp", "rdma"] = Field(
         "tcp", description="Network of the Transfer Engine, the same for the daemon and its clients."
@@ -288,7 +289,8 @@ class ServeConfig(BaseModel):
         ge=0,
         le=1 << 20,
         description="Size in GiB of the disk tier, files in disk for values of the block store that its memory has no "
-        "room for. At least 1/4; 0: there is none.",
+        "room for. At least 1/4; 0: there is none. Its files are made of slabs of 66 MiB with 64 MiB for values, as "
+        "many as fit: 0.25 has room for 0.19 GiB.",
     )
     disk_threads: int = Field(
         16, ge=1, le=256, description="Threads that read and write the disk: so many transfers are in progress at most."

@@ -202,7 +202,7 @@ class CacheEngine:
         head_size]` if `layer` is None.
         """
         if layer is not None and not 0 <= layer < self.layout.num_layers:
-            raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
+            raise InvalidArgumentError(f"{layer} is not from 0 to {self.layout.num_layers - 1}", field="layer")
         slots = self.manager.read_slots(namespace, ranges)
         layers = range(self.layout.num_layers) if layer is None else (layer,)
         key, value = await self.device.read(layers, slots)

@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "kept": {"kept.report", "pool.available", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
     # How large tiers should be. It reads traces and config.json, and asks no daemon.
-    "planning": {"errors", "model_shape", "pool.layout"},
+    "planning": {"config_sources", "errors", "model_shape", "pool.layout"},
     "config": {"pool.layout"},
     "config_sources": {"config", "errors", "model_shape"},
     "devices": {
@@ -322,7 +322,7 @@ def test_no_module_is_in_an_import_cycle() -> None:
 CLIENT_LAYERS = [
     {"batches", "cuda", "process", "requests", "scheduler_values", "sequences", "tensors", "tracing", "values"},
     {"channel", "connection", "fd_passing", "messages", "tasks", "threads", "waiting"},
-    {"calls", "context", "region_memory", "regions", "remote"},
+    {"calls", "context", "region_memory", "regions", "remote", "remote_tensors"},
     {"pools"},
     {"transports"},
     {"contents", "events", "scheduler", "selection", "session", "session_calls", "step", "store"},

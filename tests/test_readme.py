@@ -262,6 +262,7 @@ def test_the_examples_of_the_client_are_one_program() -> None:
     assert [clustered["where"]] == [one.address for one in clustered["state"]]
     assert outlive["found"].length == limits["seq"].length == 50
     assert waiting["out"].shape == (2, 4, 64)
+    np.testing.assert_array_equal(waiting["last"], stored["values"][2])
 
 
 def repeated(heads: Array) -> Array:

@@ -82,6 +82,8 @@ class Keeper:
         self._stopping = False
         # The end of the last process that served: how and when it was.
         self._ended: dict[str, str] = {}
+        # How processes ended that never served, since the last one that did.
+        self._ended_early: list[str] = []
         self.exit_status: int | None = None
 
     # ---- what the loop tells it
@@ -213,6 +215,7 @@ class Keeper:
     def _ready(self, daemon: _Daemon) -> None:
         daemon.ready_at = self._clock()
         self._has_served = True
+        self._ended_early.clear()
         if self._upgrade is not None and self._upgrade.phase is UpgradePhase.TAKING_OVER:
             result = self._upgrade.served(daemon.ready_at, daemon.version)
             self._upgrade = None
@@ -227,8 +230,10 @@ class Keeper:
             self.exit_status = ending.exit_status
             return
         in_order = ending.exit_status == 0 and daemon.hands_over
-        if daemon.ready_at is not None:
-            how = "upgrade" if in_order else str(ending)
+        how = "upgrade" if in_order else str(ending)
+        if daemon.ready_at is None:
+            self._ended_early.append(how)
+        else:
             self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
         if self._upgrade is not None and self._upgrade.phase is UpgradePhase.DRAINING:
             self._go(self._upgrade, ending, in_order)
@@ -316,4 +321,5 @@ class Keeper:
         return self._processes.start(self._settings.command, environ, self._store.kept, standby)
 
     def _about_the_end(self) -> dict[str, str]:
-        return {**self._ended, "KVSERVICE_RESTARTS": str(self._num_starts)}
+        early = {"KVSERVICE_ENDED_EARLY": ",".join(self._ended_early)} if self._ended_early else {}
+        return {**self._ended, **early, "KVSERVICE_RESTARTS": str(self._num_starts)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -84,11 +84,7 @@ class RestartReport:
     @property
     def cause(self) -> str:
         """The cause of the restart, one of CAUSES. Empty for the first process."""
-        if self.ended == UPGRADE:
-            return UPGRADE
-        if self.ended.startswith("status"):
-            return DEVICE_FAULT if self.ended == _FAULT_STATUS else STATUS
-        return SIGNAL if self.ended or self.outcome != FIRST_START else ""
+        return _cause_of(self.ended) if self.ended or self.outcome != FIRST_START else ""
 
     @property
     def summary(self) -> str:
@@ -120,11 +116,23 @@ class RestartReport:
         return cls(**{**values, **parts})
 
 
-def count_restart(section: MutableMapping[int, bytes], report: RestartReport) -> RestartReport:
-    """Add this start to the totals in `section`, and return the report with them. `num_restarts` becomes the larger of
-    the totals and of what the keeper counted, which also counts restarts whose state was not kept."""
+def _cause_of(ended: str) -> str:
+    if ended == UPGRADE:
+        return UPGRADE
+    if ended.startswith("status"):
+        return DEVICE_FAULT if ended == _FAULT_STATUS else STATUS
+    return SIGNAL
+
+
+def count_restart(
+    section: MutableMapping[int, bytes], report: RestartReport, ended_early: Sequence[str] = ()
+) -> RestartReport:
+    """Add this start to the totals in `section`, and those of processes before that ended before they served. Returns
+    the report with them. `num_restarts` becomes the larger of the totals and of what the keeper counted, which also
+    counts restarts whose state was not kept."""
     totals = _read_totals(section.get(_TOTALS, b"{}"))
-    added = {report.cause: getattr(totals, report.cause) + 1} if report.cause else {}
+    causes = [*map(_cause_of, ended_early), *filter(None, [report.cause])]
+    added = {cause: getattr(totals, cause) + causes.count(cause) for cause in causes}
     totals = replace(totals, **added, lost_sequences=totals.lost_sequences + report.lost.sequences)
     section[_TOTALS] = json.dumps(asdict(totals)).encode()
     restarts = max(report.num_restarts, sum(totals.by_cause.values()))

@@ -1,7 +1,8 @@
 """Preemption: when blocks are short, some decodes stall for a step, and the last request of the order is preempted.
 
 A stalled sequence keeps its blocks and misses a step. A preempted one loses them, but its computed blocks stay in the
-prefix cache, and the deepest are evicted first: when it runs again, only what others took meanwhile is recomputed.
+prefix cache, and the deepest are evicted first: when it runs again, only what others took meanwhile is recomputed, or
+loaded by the server if a tier below the pool has it and that is faster.
 """
 
 from __future__ import annotations

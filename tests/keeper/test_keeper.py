@@ -55,7 +55,15 @@ def test_the_end_that_is_reported_is_that_of_the_last_service(rig: KeeperRig) ->
     rig.passes(10)
     environ = rig.children.all[3].environ
     assert (environ["KVSERVICE_ENDED"], environ["KVSERVICE_ENDED_AT"]) == ("signal 9", "1000.0")
-    assert environ["KVSERVICE_RESTARTS"] == "2"
+    assert (environ["KVSERVICE_RESTARTS"], environ["KVSERVICE_ENDED_EARLY"]) == ("2", "status 1")
+    rig.ends(3, signal=9)
+    rig.passes(10)
+    fourth = rig.children.all[4]
+    assert fourth.environ["KVSERVICE_ENDED_EARLY"] == "status 1,signal 9"
+    rig.says(4, "READY=1")
+    rig.ends(4, signal=9)
+    rig.passes(10)
+    assert "KVSERVICE_ENDED_EARLY" not in rig.children.all[5].environ
 
 
 def test_back_off_and_the_end_of_a_crash_loop(rig: KeeperRig) -> None:

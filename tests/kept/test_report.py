@@ -90,6 +90,15 @@ def test_totals_go_on_over_restarts() -> None:
     assert last.totals.by_cause == {"signal": 2, "status": 0, "device_fault": 0, "upgrade": 1}
 
 
+def test_processes_that_ended_before_they_served_are_counted() -> None:
+    section: dict[int, bytes] = {}
+    early = ["signal 9", "status 1", "signal 11"]
+    last = count_restart(section, RestartReport(TAKEN_OVER, ended="signal 9", num_restarts=4), early)
+    assert (last.totals, last.num_restarts) == (RestartTotals(signal=3, status=1), 4)
+    first = count_restart({}, RestartReport(is_kept=True, num_restarts=1), ["signal 9"])
+    assert (first.totals, first.num_restarts) == (RestartTotals(signal=1), 1)
+
+
 def test_the_keeper_also_counts_restarts_whose_state_was_dropped() -> None:
     assert count_restart({}, RestartReport(REFUSED, ended="status 70", num_restarts=7)).num_restarts == 7
 

@@ -113,10 +113,29 @@ def add_tiers(snapshot: inspect_pb2.Snapshot) -> None:
     disk = {"num_values": 600_000, "used_bytes": 1200 << 30, "capacity_bytes": 2000 << 30, "latency_s": 310e-6}
     rates = {"up_bytes_per_s": 1 << 30, "down_bytes_per_s": 300 << 20, "hit_share": 0.634}
     snapshot.tiers.add(name="disk", state="open", **disk, **rates)
-    snapshot.tiers.add(name="mooncake", state="suspended", used_bytes=7 << 20, num_values=7, errors=12, suspensions=3)
+    snapshot.tiers.add(name="mooncake", state="suspended", errors=12, suspensions=3)
     spill = inspect_pb2.SpillSnapshot(saved_blocks=900, loaded_blocks=80, hit_tokens=1280, down_bytes_per_s=3 << 20)
     snapshot.spill.CopyFrom(spill)
     snapshot.saved.CopyFrom(inspect_pb2.SavedSnapshot(num_sessions=3, used_bytes=5 << 30, capacity_bytes=16 << 30))
+
+
+def add_transfers(snapshot: inspect_pb2.Snapshot) -> None:
+    """Add two engines, one of which has failed."""
+    figures: dict[str, Any] = {
+        "engines": 1,
+        "regions": 2,
+        "region_bytes": 48 << 20,
+        "done_in": 40,
+        "done_out": 60,
+        "running_out": 1,
+    }
+    rates: dict[str, Any] = {
+        "in_bytes_per_s": 300 << 20,
+        "out_bytes_per_s": 1 << 30,
+        "fallback_bytes_per_s": 5 << 20,
+        "p50_s": 0.02,
+    }
+    snapshot.transfers.CopyFrom(inspect_pb2.TransferSnapshot(failed_out=3, **figures, **rates))
 
 
 def add_scheduler(snapshot: inspect_pb2.Snapshot) -> None:

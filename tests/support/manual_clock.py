@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 
 class ManualClock:
@@ -36,3 +38,10 @@ class ManualClock:
 
     def close(self) -> None:
         self._loop.close()
+
+
+@pytest.fixture
+def clock() -> Iterator[ManualClock]:
+    manual = ManualClock()
+    yield manual
+    manual.close()

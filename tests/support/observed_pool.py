@@ -26,6 +26,7 @@ from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.telemetry.store import StoreTable
 from kvservice.telemetry.tiers import TierTable
+from kvservice.telemetry.transfers import TransferTable
 from kvservice.tiers.spill_stats import SpillStats
 
 METHODS = ["allocate", "free"]
@@ -68,6 +69,7 @@ class ObservedPool:
         self.tier_table = TierTable(shared.zeros)
         self.spill_table = FiguresTable("spill", SpillStats, shared.zeros)
         self.saved_table = FiguresTable("saved", SavedStats, shared.zeros)
+        self.transfer_table = TransferTable(shared.zeros)
         self.schedulers = Scheduler(self.manager)
         self.scheduler_table = SchedulerTable(MAX_SESSIONS, shared.zeros)
         self.sessions: list[OpenSession] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +23,12 @@ from kvservice.scheduler import Report, Request, SchedulerConfig
 from kvservice.server.telemetry import configuration
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.calls import keys
+from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED
+from kvservice.telemetry.transfers import TransferReading, TransferStats
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -79,6 +81,7 @@ class PagePool(ObservedPool):
         self._started_wall_s = time.time() - SAMPLES
         self.draining = False
         self.has_tiers = False
+        self.has_transfers = False
         self.mooncake_state = "open"
         self.num_readings = 0
         for index, name in enumerate(session_names):
@@ -207,7 +210,9 @@ class PagePool(ObservedPool):
         self.stats.write(blocks, server, [0, 0])
         self.schedulers.latencies.first_token.observe(0.15, self._first_tokens_per_s)
         self.write_schedulers()
-        reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds, **self._tiers())
+        reading = dataclasses.replace(
+            self.reader.read(), time_s=self._started_s + self._seconds, **self._tiers(), **self._transfers()
+        )
         self.history.add(reading, self._started_wall_s + self._seconds)
         return reading
 
@@ -226,7 +231,7 @@ class PagePool(ObservedPool):
         )  # fmt: skip
         is_open = self.mooncake_state == "open"
         mooncake = TierStats(
-            "mooncake", self.mooncake_state, num_values=41_000, used_bytes=82 * GIB,
+            "mooncake", self.mooncake_state,
             hits=seconds if is_open else 0, misses=4 * seconds, latency_s=0.0021, errors=0 if is_open else 12,
         )  # fmt: skip
         spill = SpillStats(
@@ -240,6 +245,19 @@ class PagePool(ObservedPool):
             "spill": spill,
             "saved": SavedStats(num_sessions=3, used_bytes=5 * GIB, capacity_bytes=16 * GIB),
         }
+
+    def _transfers(self) -> dict[str, Any]:
+        """The field of a reading for two engines, one of which has failed. Transfers take 15 ms."""
+        if not self.has_transfers:
+            return {}
+        seconds = self._seconds
+        stats = TransferStats(
+            engines=1, regions=2, failed_out=2, engine_failures=1, bytes_in=300 * MIB * seconds,
+            bytes_out=GIB * seconds, fallback_bytes=5 * MIB * seconds,
+        )  # fmt: skip
+        counts = np.zeros((2, WIDTH), np.int64)
+        counts[0, bisect_left(BUCKETS_S, 0.015)] = 100 * seconds
+        return {"transfers": TransferReading(stats, counts, np.zeros(2))}
 
     async def _read(self) -> Reading:
         self.num_readings += 1
