@@ -14,7 +14,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
-import ports  # noqa: E402  the path comes first
+import mooncake_rig  # noqa: E402  the path comes first
+import ports  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
 from kvservice.client import KVClient  # noqa: E402  the path comes first
@@ -34,6 +35,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that mostly wait, so that others run in parallel with them."""
     items.sort(key=lambda item: item.path.name not in WAITING)
+
+
+@pytest.fixture(scope="session")
+def transfer_engine() -> None:
+    """Mooncake's Transfer Engine can be started. Skips the test with the reason if it cannot."""
+    mooncake_rig.programs()
 
 
 @pytest.fixture(scope="session")

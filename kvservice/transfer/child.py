@@ -122,14 +122,19 @@ def _live_until_closed(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, int(signal.SIGKILL))
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    if select.select([pipe], [], [], 0)[0]:  # it was closed before
+    ended = select.poll()
+    ended.register(pipe, 0)  # a closed end is always reported
+    if ended.poll(0):  # it was closed before
         os._exit(1)
 
 
 def main() -> None:
     control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared, num_engines = sys.argv[1:]
     _live_until_closed(int(life))
-    control = socket.socket(fileno=int(control_fd))
+    # `select` knows descriptors below 1024 only. Those that are inherited have the numbers of the other side, which may
+    # have more of them open.
+    control = socket.socket(fileno=os.dup(int(control_fd)))
+    os.close(int(control_fd))
     mapping = mmap.mmap(int(memory_fd), int(num_bytes))
     os.close(int(memory_fd))
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)

@@ -9,13 +9,13 @@ import pytest
 from ports import free_port
 from rich.console import Console
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice.bench import remote as bench
 from kvservice.bench import remote_sequences as sequences
 from kvservice.bench.remote import BLOCK_BYTES, LABELS, WAYS, ways
 from kvservice.bench.store import OPTIONS, StoreWay
 from kvservice.launch import Daemon
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 
 def test_every_way_moves_the_same_bytes() -> None:

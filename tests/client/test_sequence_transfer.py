@@ -19,8 +19,6 @@ from ports import free_port
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice.client import KVClient, remote
 from kvservice.client.connection import SessionConnection
 from kvservice.errors import (
@@ -34,6 +32,8 @@ from kvservice.errors import (
 )
 from kvservice.launch import Daemon
 from kvservice.pool.layout import TENSOR_DTYPES
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 # Writes and reads of 256 tokens take several parts, and each part several slots.
 POOL: dict[str, Any] = TRANSFERS | {"num_blocks": 1024, "max_sequence_tokens": 1024, "session_grace_s": 30.0}

@@ -19,13 +19,13 @@ from store_daemons import blocks_of, keys_of, new_namespace, store_of
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice.client import KVClient, PutStatus, Scatter, remote
 from kvservice.client.store import copies
 from kvservice.client.store.link import StoreLink
 from kvservice.errors import TransferFailedError, TransferOffError, UnknownRegionError
 from kvservice.launch import Daemon
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 BLOCK_BYTES = 64 << 10

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from ports import free_port as any_port
 from scraping import Samples, by_label, scrape, scrape_until, value
@@ -14,12 +15,10 @@ from store_daemons import blocks_of, keys_of
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, is_gone
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
-import numpy as np
-
 from kvservice.client import KVClient, Store, StoreNamespace, remote
 from kvservice.launch import Daemon
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 BLOCK_BYTES = 64 << 10
 COUNT = 40

@@ -13,14 +13,14 @@ from raw_wire import RawSession, Refusal, Wire
 from transfer_rig import LOOPBACK, TRANSFERS, Side, engines_of, is_gone, listening
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice import _ext
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
 from kvservice.server.listening import ConfigError, check_addresses
 from kvservice.server.transfers import peer_address
 from kvservice.v1 import session_pb2, shared_memory_pb2, store_pb2, transfer_pb2
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 MIB = 1 << 20
 DONE, DAMAGED = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_DAMAGED])

@@ -13,11 +13,11 @@ from raw_wire import RawSession, Refusal, Wire
 from transfer_rig import LOOPBACK, TRANSFERS, Side, engines_of, frozen, is_gone
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice.launch import Daemon
 from kvservice.server.remote_tensors import checksum_of
 from kvservice.v1 import attention_pb2, blocks_pb2, session_pb2, tensor_pb2, transfer_pb2
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 MIB = 1 << 20
 LAYERS, KV_HEADS, HEAD_SIZE, NUM_TOKENS = 2, 2, 32, 100

@@ -16,10 +16,10 @@ import pytest
 from transfer_rig import LOOPBACK, LyingPeer, Side, frozen, is_gone, listening, sides
 from waiting import until
 
-pytest.importorskip("mooncake.engine")
-
 from kvservice.errors import TransferFailedError
 from kvservice.transfer import READ, WRITE, Endpoint, Range, TransferProcess
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 NUM_BYTES = 4 << 20
 # Starts an engine, prints the id of its process, and waits.
@@ -61,6 +61,19 @@ def test_random_ranges_arrive_and_nothing_else_changes(seed: int, num_engines: t
             near.move(operation, far.process, *ranges)
             np.testing.assert_array_equal(near.bytes, expected_near)
             np.testing.assert_array_equal(far.bytes, expected_far)
+
+
+def test_an_engine_of_a_process_with_many_open_files() -> None:
+    """Its descriptors have the numbers that they have here: over 1,023, the most that `select` takes."""
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with sides(NUM_BYTES) as (near, far):
+            near.bytes[:] = filled(1)
+            near.move(WRITE, far.process, Range(0, 0, NUM_BYTES))
+            np.testing.assert_array_equal(far.bytes, near.bytes)
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
 
 
 def test_engines_listen_at_their_address_only_and_at_their_ports() -> None:
