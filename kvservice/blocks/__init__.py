@@ -10,6 +10,7 @@ steps        StepPlanner: append and open_step     sharing      Forker: fork and
 growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequences continue others
 freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
 reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
+ahead        AheadStepper: tokens not known yet
 recovery     Recoverer: state of an earlier process saved_steps  live steps for an orderly take-over
 loading      Loader: blocks from outside, copies    restoring    Restorer: sequences as values and back
 

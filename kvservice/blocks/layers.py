@@ -61,7 +61,7 @@ class LayerTracker:
 
     def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
         """See BlockManager.check_layer."""
-        entry = self._live_step(namespace, step_id)
+        entry = self._step_with_layers(namespace, step_id)
         layer = whole_number(layer, "layer", 0, self._config.num_layers - 1)
         if entry.written[layer]:
             raise LayerWrittenError(
@@ -127,7 +127,7 @@ class LayerTracker:
         """See BlockManager.set_tokens."""
         entry = self._live_step(namespace, step_id)
         if entry.unknown is None:
-            raise FailedPreconditionError(f"all tokens of step {step_id} are known", field="step_id")
+            raise FailedPreconditionError(f"step {step_id} does not wait for tokens of another", field="step_id")
         tokens, step, which = int32_array(token_ids, "token_ids"), entry.plan, entry.unknown
         if len(tokens) != len(which):
             raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(which)} sequences", field="token_ids")
@@ -157,7 +157,7 @@ class LayerTracker:
 
     def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """See BlockManager.check_all_layers."""
-        entry = self._live_step(namespace, step_id)
+        entry = self._step_with_layers(namespace, step_id)
         if entry.begun:
             layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
             raise LayerWrittenError(
@@ -186,6 +186,15 @@ class LayerTracker:
     def _live_step(self, namespace: SessionNamespace, step_id: int) -> LiveStep:
         self._state.enter(namespace)
         return namespace.live_step(step_id)
+
+    def _step_with_layers(self, namespace: SessionNamespace, step_id: int) -> LiveStep:
+        """Return a live step whose layers can be written."""
+        entry = self._live_step(namespace, step_id)
+        if entry.ahead:
+            raise FailedPreconditionError(
+                f"step {step_id} is ahead: its client writes it in the mapped pool", field="step_id", step_id=step_id
+            )
+        return entry
 
     def commit_rows(self, rows: Int64Array, context_lens: Int32Array) -> None:
         """Mark the tokens of each row up to these context lengths as computed. Blocks that became full get their hash

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 import numpy.typing as npt
 
 from kvservice.blocks.advancing import Advancer
+from kvservice.blocks.ahead import AheadStepper
 from kvservice.blocks.allocation import Allocator, BeforeAllocation, FoundPrompt, NewSequence
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
@@ -80,6 +81,7 @@ class BlockManager:
         self._advancer = Advancer(self.state, self._steps)
         self._reopener = Reopener(self.state, self._steps)
         self._layers = LayerTracker(self.state)
+        self._ahead = AheadStepper(self.state, self._steps, self._layers)
         self._forker = Forker(self.state)
         self._rearranger = Rearranger(self.state)
         self._reclaimer = Reclaimer(self.state)
@@ -352,6 +354,33 @@ class BlockManager:
         and their blocks leave the prefix index or are copied. Raises OutOfBlocksError.
         """
         return self._reopener.reopen(namespace, sequence_ids, starts, num_tokens, lookahead)
+
+    def open_ahead(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, num_steps: int) -> StepPlan:
+        """Open a step over the next `num_steps` tokens of sequences, which are not known yet (vLLM v0: multi-step
+        scheduling with lookahead slots).
+
+        sequence_ids int64[n], distinct, all of whose tokens are computed. The step has no layers to write: its client
+        writes the K/V, and tells the tokens with `commit_ahead`. It ends as other steps do. Raises
+        FailedPreconditionError, OutOfBlocksError.
+        """
+        return self._ahead.open(namespace, sequence_ids, num_steps)
+
+    def commit_ahead(
+        self,
+        namespace: SessionNamespace,
+        step_id: int,
+        token_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | None = None,
+        num_steps: int = 0,
+    ) -> StepPlan | None:
+        """Append the tokens that a step ahead has written, as computed tokens, and open the next one.
+
+        token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n], from 0 to the `num_steps` of the
+        step, the same number each if None. The next step has slots for `num_steps` tokens after them, of which the
+        first are those that this step had beyond the tokens; 0 opens none and returns None. Raises
+        FailedPreconditionError for other steps, OutOfBlocksError.
+        """
+        return self._ahead.commit(namespace, step_id, token_ids, num_tokens, num_steps)
 
     def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a

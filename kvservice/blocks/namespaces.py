@@ -50,6 +50,7 @@ class LiveStep:
     `follows` is the step after whose tokens this one goes on in some sequences, while that step is live, else NO_STEP.
     `follower` is the step that goes on after this one. `unknown` int64[u] are the indices of the sequences whose last
     token in this step is not known yet, because the followed step samples it; it is None if all tokens are known.
+    A step `ahead` covers tokens that nobody knows here before its client has written them; it has no layers to send.
     """
 
     plan: StepPlan
@@ -61,10 +62,11 @@ class LiveStep:
     follows: int = NO_STEP
     follower: int = NO_STEP
     unknown: Int64Array | None = None
+    ahead: bool = False
 
     @property
     def tokens_known(self) -> bool:
-        return self.unknown is None
+        return self.unknown is None and not self.ahead
 
     @property
     def begun(self) -> bool:

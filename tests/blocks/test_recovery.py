@@ -14,6 +14,7 @@ import pytest
 from crash_operations import Operations
 from crashes import Lines
 
+from kvservice.blocks.ahead import AheadStepper
 from kvservice.blocks.allocation import Allocator
 from kvservice.blocks.block_pool import BlockPool, CachingBlockPool
 from kvservice.blocks.freeing import Reclaimer
@@ -47,6 +48,7 @@ STORING: list[Callable[..., Any]] = [
     SequenceSlots.append_blocks, SequenceSlots.end_steps, Forker.fork, Forker._fork_row, BlockState.enter,
     BlockState.end_operation, BlockState.create_lost, BlockState.forget_lost, BlockState.keep_lost,
     BlockState.settle_lost,
+    AheadStepper.open, AheadStepper.commit, AheadStepper._open, AheadStepper._compute,
     StepPlanner.open_step, StepPlanner.append_decode, StepPlanner.open, Swapper.swap_out, Swapper.swap_in,
 ]  # fmt: skip
 RECOVERING: list[Callable[..., Any]] = [
@@ -81,7 +83,7 @@ def rigs() -> Iterator[list[Operations]]:
 
 def test_every_operation_ended_at_every_line(rigs: list[Operations]) -> None:
     counts: Counter[str] = sum((rig.counts for rig in rigs), Counter())
-    assert len(counts) == 24
+    assert len(counts) == 26
     assert min(counts.values()) >= 2, counts
     assert sum(rig.num_checked for rig in rigs) > 3000
     lines = set().union(*(rig.lines for rig in rigs))

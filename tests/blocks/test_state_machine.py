@@ -65,7 +65,8 @@ class Model:
 @dataclass
 class LiveStep:
     """Expected state of a live step over the tokens starts[i] <= p < stops[i] of sequence ids[i]. `unknown` are the
-    tokens that the engine has sampled and not yet given to the manager, by sequence."""
+    tokens that the engine has sampled and not yet given to the manager, by sequence. A step `ahead` covers so many
+    tokens of each sequence that are not known yet."""
 
     ids: list[int]
     starts: list[int]
@@ -75,6 +76,7 @@ class LiveStep:
     unknown: dict[int, int] = field(default_factory=dict)
     written: bool = False
     committed: bool = False
+    ahead: int = 0
 
 
 def resident(machine: BlockManagerMachine) -> bool:
@@ -91,6 +93,10 @@ def stepping(machine: BlockManagerMachine) -> bool:
 
 def sampling(machine: BlockManagerMachine) -> bool:
     return any(step.unknown for steps in machine.steps for step in steps.values())
+
+
+def going_ahead(machine: BlockManagerMachine) -> bool:
+    return any(step.ahead for steps in machine.steps for step in steps.values())
 
 
 def findable(machine: BlockManagerMachine) -> bool:
@@ -335,6 +341,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def write(self, who: int, step_id: int, last: bool = True) -> None:
         manager, space, live = self.manager, self.spaces[who], self.steps[who][step_id]
         step = manager.get_step(space, step_id)
+        if live.ahead:
+            self.raises(FailedPreconditionError, manager.check_layer, space, step_id, 0)
+            self.raises(FailedPreconditionError, manager.mark_all_layers, space, step_id)
+            return
         if live.written:
             self.raises(LayerWrittenError, manager.check_layer, space, step_id, 0)
             self.raises(LayerWrittenError, manager.mark_all_layers, space, step_id)
@@ -371,7 +381,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         follows = data.draw(st.sampled_from(sorted(self.steps[who])), "follows")
         followed = self.steps[who][follows]
         third = followed.follows and not self.steps[who][followed.follows].committed
-        if followed.follower or followed.unknown or third:
+        if followed.follower or followed.unknown or followed.ahead or third:
             call = functools.partial(self.manager.advance, follows=follows)
             self.raises(FailedPreconditionError, call, self.spaces[who], followed.ids[:1], [0], [1])
             return
@@ -435,6 +445,77 @@ class BlockManagerMachine(RuleBasedStateMachine):
         step.unknown = {}
         assert self.manager.set_tokens(self.spaces[who], step_id, tokens) == self.commit(who, step)
         self.raises(FailedPreconditionError, self.manager.set_tokens, self.spaces[who], step_id, tokens)
+
+    @precondition(resident)
+    @rule(data=st.data(), num_steps=st.integers(1, 5))
+    def open_ahead(self, data: st.DataObject, num_steps: int) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who)
+        models = [self.models[who][name] for name in ids]
+        if any(len(model.tokens) + num_steps > 64 for model in models):
+            return
+        manager, space = self.manager, self.spaces[who]
+        if any(self.pending(who, name) for name in ids):
+            self.raises(FailedPreconditionError, manager.open_ahead, space, ids, num_steps)
+            return
+        self.go_ahead(who, ids, num_steps, functools.partial(manager.open_ahead, space, ids, num_steps))
+
+    @precondition(going_ahead)
+    @rule(data=st.data(), num_steps=st.integers(0, 5), same=st.booleans())
+    def commit_ahead(self, data: st.DataObject, num_steps: int, same: bool) -> None:
+        """Write some tokens of a step ahead, and perhaps others that nobody wants. Then commit the first ones."""
+        steps = [(who, step_id) for who in (0, 1) for step_id, step in self.steps[who].items() if step.ahead]
+        who, step_id = data.draw(st.sampled_from(steps), "step")
+        live, manager, space = self.steps[who][step_id], self.manager, self.spaces[who]
+        models = [self.models[who][name] for name in live.ids]
+        counts = [data.draw(st.integers(0, live.ahead), "count") for _ in live.ids]
+        if same:
+            counts = counts[:1] * len(counts)
+        if any(len(model.tokens) + count + num_steps > 64 for model, count in zip(models, counts, strict=True)):
+            return
+        slots = iter(manager.get_step(space, step_id).slot_mapping.tolist())
+        tokens: list[int] = []
+        for model, count in zip(models, counts, strict=True):
+            added = [data.draw(TOKENS, "token") for _ in range(count)]
+            written = [*model.tokens, *added]
+            for i in range(live.ahead):
+                at = model.computed + i
+                self.pool[next(slots)] = (model.salt, tuple(written[: at + 1])) if i < count else None
+            tokens += added
+        given = None if same else counts
+        commit = functools.partial(manager.commit_ahead, space, step_id, tokens, given, num_steps)
+
+        def known() -> None:
+            left = list(tokens)
+            for model, count in zip(models, counts, strict=True):
+                model.tokens += left[:count]
+                model.computed += count
+                del left[:count]
+
+        if num_steps:
+            self.go_ahead(who, live.ids, num_steps, commit, known)
+        else:
+            assert commit() is None
+            known()
+            self.end(who, step_id)
+
+    def go_ahead(
+        self, who: int, ids: list[int], num_steps: int, call: Callable[[], StepPlan | None],
+        known: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Open a step ahead, if there are enough blocks. `known` records what the call makes known."""
+        before = full_state(self.manager)
+        try:
+            step = call()
+        except OutOfBlocksError:
+            assert full_state(self.manager) == before
+            return
+        assert step is not None
+        self.outdate(who, ids)
+        known()
+        starts = [self.models[who][name].computed for name in ids]
+        self.opened(who, step, ids, starts, [num_steps] * len(ids), num_steps)
+        self.steps[who][step.step_id].ahead = num_steps
 
     @precondition(lambda self: any(self.stale))
     @rule(data=st.data(), who=st.integers(0, 1))

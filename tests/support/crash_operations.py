@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 from crash_rig import CONFIG, SALTS, Rig, content
@@ -26,7 +27,7 @@ class Operations(Rig):
             self.allocate: 4, self.fill: 5, self.append: 4, self.advance: 3, self.follow: 2, self.reopen: 2,
             self.truncate: 2, self.fork: 3, self.rearrange: 2, self.swap_out: 2, self.swap_in: 3, self.free: 3,
             self.pin: 3, self.unpin: 3, self.expire: 2, self.reset: 1, self.touch: 1, self.close: 1,
-            self.allocate_found: 1, self.restart_now: 1, self.load: 3,
+            self.allocate_found: 1, self.restart_now: 1, self.load: 3, self.ahead: 3,
         }  # fmt: skip
         self.random.choices(list(weights), list(weights.values()))[0](number)
         self.quiet()
@@ -144,6 +145,38 @@ class Operations(Rig):
         if self.during("set_tokens", lambda: self.manager.set_tokens(space, second.step_id, tokens), keys) is not None:
             self.manager.end_operation()
             self.write(space, second)
+
+    def ahead(self, number: int) -> None:
+        """Open a step ahead, and commit some of its tokens, or several times."""
+        space, ids = self.spaces[number], [name for name in self.some(number) if not self.pending(number, name)]
+        keys, num_steps = self.keys(number, ids), self.random.randint(1, 4)
+        if not ids:
+            return
+        step = self.during("open_ahead", lambda: self.manager.open_ahead(space, ids, num_steps), keys)
+        while step is not None:
+            self.copy_on_write(step.copies)
+            self.manager.end_operation()
+            step = self.commit_ahead(space, step, num_steps)
+
+    def commit_ahead(self, space: SessionNamespace, step: StepPlan, num_steps: int) -> StepPlan | None:
+        """Write the K/V of a step ahead, commit some of its tokens, and return the next step, if there is one."""
+        ids, found = step.sequence_ids.tolist(), views(self.manager)
+        counts = [self.random.randint(0, num_steps) for _ in ids]
+        tokens = [[self.random.randint(0, 1) for _ in range(count)] for count in counts]
+        slots = iter(step.slot_mapping.tolist())
+        for name, added in zip(ids, tokens, strict=True):
+            one = found[space.number, name]
+            kv = content(dataclasses.replace(one, tokens=(*one.tokens, *added)))[len(one.tokens) :]
+            for i in range(num_steps):
+                self.pool[next(slots)] = kv[i] if i < len(kv) else -1
+        flat, more = [token for added in tokens for token in added], self.random.choice([0, num_steps])
+        next_step: StepPlan | None = self.during(
+            "commit_ahead",
+            lambda: self.manager.commit_ahead(space, step.step_id, flat, counts, more),
+            self.keys(space.number, ids),
+        )
+        self.manager.end_operation()
+        return next_step
 
     def opened(self, space: SessionNamespace, step: StepPlan | None) -> None:
         """Let the device make the copies of a new step, and write the step."""
