@@ -78,6 +78,19 @@ class CacheEngine:
         self._copy_on_write(step)
         return step
 
+    def open_ahead(self, namespace: SessionNamespace, sequence_ids: Array, num_steps: int) -> StepPlan:
+        step = self.manager.open_ahead(namespace, sequence_ids, num_steps)
+        self._copy_on_write(step)
+        return step
+
+    def commit_ahead(
+        self, namespace: SessionNamespace, step_id: int, token_ids: Array, num_tokens: Array | None, num_steps: int
+    ) -> StepPlan | None:
+        step = self.manager.commit_ahead(namespace, step_id, token_ids, num_tokens, num_steps)
+        if step is not None:
+            self._copy_on_write(step)
+        return step
+
     def _copy_on_write(self, step: StepPlan) -> None:
         if len(step.copies):
             self.device.copy(step.copies.src, step.copies.dst)

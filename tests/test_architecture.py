@@ -519,8 +519,8 @@ def test_while_the_daemon_drains_no_work_begins(handlers: dict[str, Handler]) ->
     rules = {handler.method: handler.while_draining for handler in handlers.values()}
     refused = {method for method, rule in rules.items() if rule is WhileDraining.REFUSED}
     assert refused == {
-        "open", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin", "create_region", "open_lane",
-        "create_remote_region",
+        "open", "allocate", "append", "open_step", "open_ahead", "fork", "swap_out", "swap_in", "pin",
+        "create_region", "open_lane", "create_remote_region",
         "map_pool", "open_scheduler", "add_requests", "schedule",
         "store_open_namespace", "store_reserve", "store_batch_put", "store_map_store",
     }  # fmt: skip

@@ -240,14 +240,15 @@ def test_the_examples_of_the_client_are_one_program() -> None:
     with Daemon(**shape, share_pool="write", store_gib=1 / 64) as daemon:
         results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
         results[0]["client"].close()
-    first, regions, mapped, elsewhere, outlive, scheduled, stored, clustered, limits, waiting = results
+    first, regions, mapped, ahead, elsewhere, outlive, scheduled, stored, clustered, limits, waiting = results
     assert first["out"].shape == (50, 4, 64)
     assert regions["out"] is not first["out"]
-    # Both attend with the last query over the prompt, to whose end the last key and value were added once and twice.
+    # Both attend with the last query over the prompt, to whose end the last key and value were added
+    # once, twice and six times.
     weight = np.exp(np.einsum("thd,thd->th", repeated(names["key"]), names["query"][-1:].repeat(50, 0)) / 8)
-    weights = {times: np.concatenate([weight, *[weight[-1:]] * times]) for times in (1, 2)}
-    values = {times: np.concatenate([names["value"], *[names["value"][-1:]] * times]) for times in (1, 2)}
-    for times, result in ((1, regions), (2, mapped)):
+    weights = {times: np.concatenate([weight, *[weight[-1:]] * times]) for times in (1, 2, 6)}
+    values = {times: np.concatenate([names["value"], *[names["value"][-1:]] * times]) for times in weights}
+    for times, result in ((1, regions), (2, mapped), (6, ahead)):
         total = np.einsum("th,thd->hd", weights[times], repeated(values[times]))
         np.testing.assert_allclose(result["out"][0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(elsewhere["keys"][1], names["key"][:16])

@@ -103,6 +103,8 @@ class Session:
     can_swap_in = blocking(_Core.can_swap_in)
     append = blocking(_Core.append)
     open_step = blocking(_Core.open_step)
+    open_ahead = blocking(_Core.open_ahead)
+    commit_ahead = blocking(_Core.commit_ahead)
     fork = blocking(_Core.fork)
     fork_batch = blocking(_Core.fork_batch)
     truncate = blocking(_Core.truncate)

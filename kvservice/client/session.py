@@ -262,8 +262,56 @@ class SessionCore(Generic[StepT, SchedulerT]):
         )
         return self._step(sequences, await self.call("open_step", request, timeout_s))
 
-    def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
-        return self._make_step(self.calls, tuple(sequences), step_info(response, self.num_restarts))
+    async def open_ahead(self, sequences: Batch[Sequence], num_steps: int, *, timeout_s: float | None = None) -> StepT:
+        """Open a step over the next `num_steps` tokens of sequences that nobody knows yet, and whose other tokens are
+        all computed. For sessions that have mapped the pool for writing; others get PoolNotSharedError.
+
+        `MappedPool.step` has its tables. The client writes one token of each sequence after another, and then calls
+        `commit_ahead`. The step has no layers: its `extend`, `decode` and `write` raise FailedPreconditionError.
+        """
+        request = build(
+            blocks_pb2.OpenAheadRequest,
+            request_id=self._request_id(),
+            sequence_ids=growing_ids_of(sequences, "sequences"),
+            num_steps=whole(num_steps, "num_steps"),
+        )
+        await self._free_dropped(timeout_s)
+        return self._step(sequences, await self.call("open_ahead", request, timeout_s), ahead=True)
+
+    async def commit_ahead(
+        self,
+        step: HasStepInfo,
+        token_ids: Iterable[int],
+        *,
+        num_tokens: Iterable[int] | None = None,
+        num_steps: int = 0,
+        timeout_s: float | None = None,
+    ) -> StepT | None:
+        """Append the tokens that were written in a step ahead, sequence after sequence, as computed tokens. On a GPU,
+        synchronize with their kernels first.
+
+        `num_tokens` gives the number of tokens of each sequence; None: the same number for each. Returns the next step,
+        over the `num_steps` tokens after them, or None if that is 0. Tokens past those of `token_ids` that were written
+        already, or are being written, have the same slots in the next step. If the call fails, this step goes on.
+        """
+        counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
+        tokens = token_list(token_ids, self.info)
+        request = build(
+            blocks_pb2.CommitAheadRequest,
+            request_id=self._request_id(),
+            step_id=step.info.step_id,
+            token_ids=tokens,
+            num_tokens=counts,
+            num_steps=whole(num_steps, "num_steps"),
+        )
+        response = await self.call("commit_ahead", request, timeout_s)
+        each = len(tokens) // len(step.sequences)
+        for sequence, added in zip(step.sequences, counts or itertools.repeat(each, len(step.sequences)), strict=True):
+            sequence.length += added
+        return self._step(step.sequences, response, ahead=True) if response.step_id else None
+
+    def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse, *, ahead: bool = False) -> StepT:
+        return self._make_step(self.calls, tuple(sequences), step_info(response, self.num_restarts, ahead=ahead))
 
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None

@@ -9,7 +9,8 @@ from kvservice.client.context import Context
 from kvservice.client.selection import inline_transport
 from kvservice.client.tensors import Tensor
 from kvservice.client.transports.base import Transport
-from kvservice.errors import UnknownRegionError
+from kvservice.client.values import StepInfo
+from kvservice.errors import FailedPreconditionError, UnknownRegionError
 
 # The daemon has removed what a session shares with it. The call was not executed.
 _LOST = (SharedMemoryLostError, UnknownRegionError)
@@ -57,6 +58,7 @@ class SessionCalls:
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
         and log-sum-exp."""
+        _check_has_layers(call.step)
         await self.settle(call.deadline)
         opened = self._num_opened
         try:
@@ -68,6 +70,7 @@ class SessionCalls:
 
     async def write(self, call: WriteCall) -> None:
         """Execute a call with the session's transport; see Transport."""
+        _check_has_layers(call.step)
         await self.settle(call.deadline)
         opened = self._num_opened
         try:
@@ -98,3 +101,11 @@ class SessionCalls:
         self.context.remote.close()
         self.transport = inline_transport(self.context)
         self.context.regions.forget()
+
+
+def _check_has_layers(step: StepInfo) -> None:
+    """Raise FailedPreconditionError for a step ahead, before a transport writes any of it."""
+    if step.ahead:
+        raise FailedPreconditionError(
+            f"step {step.step_id} is ahead: write it in the mapped pool, and call commit_ahead", field="step_id"
+        )

@@ -111,6 +111,8 @@ class StepInfo:
     full or the pool was not mapped yet."""
     num_restarts: int = 0
     """How often the daemon had been restarted, see Session.num_restarts, when it opened the step."""
+    ahead: bool = False
+    """Whether it is a step ahead, which only the client writes, in the mapped pool."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class BlockCalls:
             SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
             SessionHandler("can_append", blocks_pb2.CanAppendRequest, self.can_append),
             SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
+            SessionHandler("open_ahead", blocks_pb2.OpenAheadRequest, self.open_ahead, refused),
+            SessionHandler("commit_ahead", blocks_pb2.CommitAheadRequest, self.commit_ahead),
             SessionHandler("truncate", blocks_pb2.TruncateRequest, self.truncate),
             SessionHandler("fork", blocks_pb2.ForkRequest, self.fork, refused),
             SessionHandler("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
@@ -96,6 +98,25 @@ class BlockCalls:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
         return _opened(session, step, request.return_slot_mapping)
+
+    def open_ahead(
+        self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
+        session.access.check_writable()
+        step = self._engine.open_ahead(session.namespace, _own_ids(session, request), request.num_steps)
+        return _opened(session, step, return_slot_mapping=False, to_lane=False)
+
+    def commit_ahead(
+        self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
+        session.access.check_writable()
+        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        step = self._engine.commit_ahead(
+            session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
+        )
+        if step is None:
+            return blocks_pb2.StepResponse()
+        return _opened(session, step, return_slot_mapping=False, to_lane=False)
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
@@ -255,6 +276,7 @@ def _own_ids(
     session: ServerSession,
     request: blocks_pb2.AppendRequest
     | blocks_pb2.OpenStepRequest
+    | blocks_pb2.OpenAheadRequest
     | blocks_pb2.TruncateRequest
     | blocks_pb2.SwapOutRequest
     | blocks_pb2.SwapInRequest
@@ -266,8 +288,10 @@ def _own_ids(
     return ids
 
 
-def _opened(session: ServerSession, step: StepPlan, return_slot_mapping: bool) -> Finished[blocks_pb2.StepResponse]:
+def _opened(
+    session: ServerSession, step: StepPlan, return_slot_mapping: bool, *, to_lane: bool = True
+) -> Finished[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
-    mapped, published = session.access.publish(step)
+    mapped, published = session.access.publish(step, to_lane=to_lane)
     response = codec.step_response(step, return_slot_mapping, mapped)
     return response if published is None else After(response, published)

@@ -213,8 +213,8 @@ class HostAccess:
 
     # ---- steps
 
-    def publish(self, step: StepPlan) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
-        """Publish a step that was just opened to the lane and in the step tables.
+    def publish(self, step: StepPlan, *, to_lane: bool = True) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
+        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables.
 
         Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
         may work on the step, or None if it may at once.
@@ -225,10 +225,12 @@ class HostAccess:
             prepared = self._device.prepare(step)
         except ResourceExhaustedError:
             return None, None  # the step stays open, and the client sends its layers in messages
-        if prepared is None:
+        if prepared is None and to_lane:
             self._publish_to_lane(step)
         mapped = None if self._tables is None else self._tables.publish(step)
-        return mapped, None if prepared is None else self._publish_when(prepared, step)
+        if prepared is not None and to_lane:
+            prepared = self._publish_when(prepared, step)
+        return mapped, prepared
 
     async def _publish_when(self, prepared: Awaitable[None], step: StepPlan) -> None:
         await prepared

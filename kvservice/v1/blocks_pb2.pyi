@@ -131,6 +131,34 @@ class OpenStepRequest(_message.Message):
     return_slot_mapping: bool
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., return_slot_mapping: bool = ...) -> None: ...
 
+class OpenAheadRequest(_message.Message):
+    __slots__ = ("session_token", "request_id", "sequence_ids", "num_steps")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    request_id: int
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_steps: int
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class CommitAheadRequest(_message.Message):
+    __slots__ = ("session_token", "request_id", "step_id", "token_ids", "num_tokens", "num_steps")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    request_id: int
+    step_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_steps: int
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., step_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
 class StepResponse(_message.Message):
     __slots__ = ("step_id", "query_lens", "context_lens", "cow_copies", "slot_mapping", "mapped")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]

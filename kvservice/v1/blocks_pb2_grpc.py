@@ -80,6 +80,16 @@ class BlockServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.OpenStepRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.OpenAhead = channel.unary_unary(
+                '/kvservice.v1.BlockService/OpenAhead',
+                request_serializer=kvservice_dot_v1_dot_blocks__pb2.OpenAheadRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
+                _registered_method=True)
+        self.CommitAhead = channel.unary_unary(
+                '/kvservice.v1.BlockService/CommitAhead',
+                request_serializer=kvservice_dot_v1_dot_blocks__pb2.CommitAheadRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
+                _registered_method=True)
         self.Truncate = channel.unary_unary(
                 '/kvservice.v1.BlockService/Truncate',
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.TruncateRequest.SerializeToString,
@@ -201,6 +211,25 @@ class BlockServiceServicer(object):
 
     def OpenStep(self, request, context):
         """Opens a step over pending tokens: a prompt, or a chunk of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenAhead(self, request, context):
+        """Opens a step ahead: one over the next num_steps tokens of sequences, which nobody knows yet. All tokens of the
+        sequences must be computed. The client writes the K/V of these tokens to the mapped pool, one token of each sequence
+        after another, and tells the tokens with CommitAhead. A step ahead has no layers to send, and does not survive a
+        restart of the daemon. Needs a writable mapping: POOL_NOT_SHARED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitAhead(self, request, context):
+        """Appends the tokens that the client has written in a step ahead, as computed tokens, and opens the next step ahead.
+        This needs no waiting: a client whose step has slots for more tokens writes these meanwhile. They have the same
+        slots in the next step. If the call fails, the step goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,6 +364,16 @@ def add_BlockServiceServicer_to_server(servicer, server):
             'OpenStep': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenStep,
                     request_deserializer=kvservice_dot_v1_dot_blocks__pb2.OpenStepRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.SerializeToString,
+            ),
+            'OpenAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenAhead,
+                    request_deserializer=kvservice_dot_v1_dot_blocks__pb2.OpenAheadRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.SerializeToString,
+            ),
+            'CommitAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitAhead,
+                    request_deserializer=kvservice_dot_v1_dot_blocks__pb2.CommitAheadRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.SerializeToString,
             ),
             'Truncate': grpc.unary_unary_rpc_method_handler(
@@ -558,6 +597,60 @@ class BlockService(object):
             target,
             '/kvservice.v1.BlockService/OpenStep',
             kvservice_dot_v1_dot_blocks__pb2.OpenStepRequest.SerializeToString,
+            kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.BlockService/OpenAhead',
+            kvservice_dot_v1_dot_blocks__pb2.OpenAheadRequest.SerializeToString,
+            kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.BlockService/CommitAhead',
+            kvservice_dot_v1_dot_blocks__pb2.CommitAheadRequest.SerializeToString,
             kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
             options,
             channel_credentials,

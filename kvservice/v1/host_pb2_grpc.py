@@ -112,7 +112,7 @@ class HostServiceServicer(object):
     def MapPool(self, request, context):
         """Shares the memory of the pool and of the session's step tables. The handover token stands for two file descriptors:
         the pool (on a GPU, its CUDA virtual-memory allocation) and the tables, which are read-only. From now on the
-        responses of Append and OpenStep contain the place of the step in the tables. QUOTA_EXCEEDED above
+        responses that open a step contain the place of the step in the tables. QUOTA_EXCEEDED above
         max_pool_mappings and max_shared_mib, both over all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -145,7 +145,8 @@ def test_another_operation_ends_it(make: Make, operation: Callable[[BlockManager
     manager, space = make()
     add(manager, space, 1, range(6))
     add(manager, space, 2, range(50, 53))
-    step, ended = manager.open_ahead(space, [1, 2], 4), []
+    step = manager.open_ahead(space, [1, 2], 4)
+    ended: list[int] = []
     space.on_step_end = ended.append
     operation(manager, space)
     assert ended == [step.step_id]

@@ -66,11 +66,13 @@ class Scene:
 
     full: 10 tokens, computed. prefill: 6 tokens in an open step. decode: 5 tokens, the last in an open step.
     half: 5 tokens, the last in a step whose first layer is written. swapped: 5 tokens, swapped out. freed: freed.
+    ahead: two sequences of 2 tokens, with slots for 4 more in an open step ahead.
     Regions: "r" is the last 7168 bytes of the object; "shrunk" has 4096 bytes of an object that now has 100; "theirs"
     belongs to the other session. This session has a lane and has mapped the pool for writing; the other has not.
     """
 
     full, prefill, decode, half, swapped, freed, foreign = 1, 2, 3, 4, 5, 6, 70
+    ahead = 8, 9
 
     def __init__(self, session: Any, other: Any) -> None:
         self.session, self.other = session, other
@@ -101,6 +103,10 @@ class Scene:
         other.ok("system_shared_memory_register", region(name="theirs"))
         session.ok("open_lane", host_pb2.OpenLaneRequest())
         session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
+        for sequence_id in self.ahead:
+            self.make(session, sequence_id, range(700, 702), computed=True)
+        request = blocks_pb2.OpenAheadRequest(sequence_ids=self.ahead, num_steps=4)
+        self.ahead_step = session.ok("open_ahead", request).step_id
 
     def make(self, session: Any, sequence_id: int, token_ids: range, *, computed: bool) -> None:
         session.ok("allocate", prompts({"sequence_id": sequence_id, "token_ids": token_ids}))
@@ -226,6 +232,7 @@ def id_cases() -> Iterator[Case]:
         "append": lambda ids: blocks_pb2.AppendRequest(sequence_ids=ids, token_ids=[1] * len(ids)),
         "can_append": lambda ids: blocks_pb2.CanAppendRequest(sequence_ids=ids),
         "open_step": lambda ids: blocks_pb2.OpenStepRequest(sequence_ids=ids),
+        "open_ahead": lambda ids: blocks_pb2.OpenAheadRequest(sequence_ids=ids, num_steps=1),
         "truncate": lambda ids: blocks_pb2.TruncateRequest(sequence_ids=ids, lengths=[1] * len(ids)),
         "swap_out": lambda ids: blocks_pb2.SwapOutRequest(sequence_ids=ids),
         "can_swap_out": lambda ids: blocks_pb2.CanSwapOutRequest(sequence_ids=ids),
@@ -291,6 +298,46 @@ def step_cases() -> Iterator[Case]:
     for count in (0, -1, 7, 2**31 - 1):
         yield open_step(f"{count} tokens", INVALID, "num_tokens[0]", sequence_ids=[2], num_tokens=[count])
     yield open_step("two counts", INVALID, "num_tokens", sequence_ids=[2], num_tokens=[1, 1])
+
+
+def ahead_cases() -> Iterator[Case]:
+    """Steps ahead; that of the scene is over the next four tokens of two sequences."""
+
+    def opening(name: str, reason: str, field: str, *ids: int, num_steps: int = 1) -> Case:
+        request = blocks_pb2.OpenAheadRequest(sequence_ids=ids, num_steps=num_steps)
+        return Case(f"open_ahead {name}", "open_ahead", lambda _: request, reason, field)
+
+    def commit(name: str, reason: str, field: str, **fields: Any) -> Case:
+        def request(scene: Scene) -> blocks_pb2.CommitAheadRequest:
+            return blocks_pb2.CommitAheadRequest(**{"step_id": scene.ahead_step, "token_ids": [1, 2]} | fields)
+
+        return Case(f"commit_ahead {name}", "commit_ahead", request, reason, field)
+
+    for num_steps in (0, -1, -(2**31), 503, 2**31 - 1):
+        yield opening(f"{num_steps} steps", INVALID, "num_steps", Scene.full, num_steps=num_steps)
+    yield opening("out of blocks", "OUT_OF_BLOCKS", "", Scene.full, num_steps=400)
+    yield opening("pending tokens", "FAILED_PRECONDITION", "sequence_ids[1]", Scene.full, Scene.prefill)
+    yield commit("of no step", INVALID, "step_id", step_id=-1)
+    yield commit("of an unknown step", "UNKNOWN_STEP", "step_id", step_id=2**63 - 1)
+    yield Case(
+        "commit_ahead of another step", "commit_ahead",
+        lambda s: blocks_pb2.CommitAheadRequest(step_id=s.decode_step, token_ids=[1]), "FAILED_PRECONDITION", "step_id",
+    )  # fmt: skip
+    yield commit("odd tokens", INVALID, "token_ids", token_ids=[1, 2, 3])
+    yield commit("too many tokens", INVALID, "token_ids", token_ids=[1] * 10)
+    yield commit("negative token", INVALID, "token_ids[1]", token_ids=[1, -1])
+    yield commit("tokens for another count", INVALID, "token_ids", num_tokens=[1, 2])
+    yield commit("one count", INVALID, "num_tokens", num_tokens=[2])
+    yield commit("negative count", INVALID, "num_tokens[1]", num_tokens=[3, -1])
+    yield commit("huge count", INVALID, "num_tokens[0]", num_tokens=[2**31 - 1, 0])
+    for num_steps in (-1, -(2**31), 510, 2**31 - 1):
+        yield commit(f"{num_steps} next steps", INVALID, "num_steps", num_steps=num_steps)
+    yield commit("out of blocks", "OUT_OF_BLOCKS", "", num_steps=300)
+    yield Case("extend of a step ahead", "extend", lambda s: attend(s.ahead_step, 8), "FAILED_PRECONDITION", "step_id")
+    yield Case(
+        "commit of a step ahead", "commit", lambda s: host_pb2.CommitRequest(step_id=s.ahead_step),
+        "FAILED_PRECONDITION", "step_id",
+    )  # fmt: skip
 
 
 def sharing_cases() -> Iterator[Case]:
@@ -575,8 +622,8 @@ def host_cases() -> Iterator[Case]:
 
 
 MAKERS = (
-    allocate_cases, can_allocate_cases, id_cases, step_cases, sharing_cases, pin_cases, step_id_cases, tensor_cases,
-    option_cases, sparse_cases, read_cases, region_cases, place_cases, host_cases,
+    allocate_cases, can_allocate_cases, id_cases, step_cases, ahead_cases, sharing_cases, pin_cases, step_id_cases,
+    tensor_cases, option_cases, sparse_cases, read_cases, region_cases, place_cases, host_cases,
 )  # fmt: skip
 
 

@@ -127,6 +127,8 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
             **name, sequence_ids=[1], token_ids=[5], num_tokens=[1], expected_lengths=[5]
         ),
         "CanAppend": blocks_pb2.CanAppendRequest(**name, sequence_ids=[1], num_tokens=[1], lookahead=2),
+        "OpenAhead": blocks_pb2.OpenAheadRequest(**name, sequence_ids=[1], num_steps=2),
+        "CommitAhead": blocks_pb2.CommitAheadRequest(**name, step_id=1, token_ids=[5, 6], num_tokens=[2], num_steps=1),
         "OpenStep": blocks_pb2.OpenStepRequest(**name, sequence_ids=[1], num_tokens=[1]),
         "Truncate": blocks_pb2.TruncateRequest(**name, sequence_ids=[1], lengths=[4]),
         "Fork": blocks_pb2.ForkRequest(**name, parent_ids=[1], child_ids=[8]),

@@ -15,7 +15,7 @@ from kvservice.client.pools.host import HostKernels
 from kvservice.client.pools.tables import MappedStep
 from kvservice.client.requests import build
 from kvservice.client.tensors import Tensor
-from kvservice.client.values import StepInfo
+from kvservice.client.values import Sequence, StepInfo
 from kvservice.errors import ConnectionLostError, StaleStepError
 from kvservice.pool.layout import PoolLayout
 from kvservice.v1 import host_pb2
@@ -26,6 +26,8 @@ class HasStepInfo(Protocol):
 
     @property
     def info(self) -> StepInfo: ...
+    @property
+    def sequences(self) -> tuple[Sequence, ...]: ...
 
 
 class MappedKernels(Protocol):

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from kvservice.client.values import StepInfo
-from kvservice.errors import FailedPreconditionError, StaleStepError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StaleStepError
 from kvservice.wire.tensors import Array
 
 ALIGNMENT = 64
+
+
+class OneStep(NamedTuple):
+    """The tables of one token of each sequence, as `kvservice.ops` takes them: slot_mapping int64[n], query_lens
+    int32[n], all 1, context_lens int32[n], block_tables int32[n, max_blocks]."""
+
+    slot_mapping: Array
+    query_lens: Array
+    context_lens: Array
+    block_tables: Array
 
 
 class MappedStep:
@@ -30,7 +41,7 @@ class MappedStep:
                 f"step {step.step_id} is not in the tables: they were full, or not mapped yet"
             )
         slot, begin = step.mapped
-        self.step_id = step.step_id
+        self.step_id, self._ahead = step.step_id, step.ahead
         self._check_process = check_process
         self.written: set[int] = set()  # layers that the session's transport has written here
         self.max_query_len = int(step.query_lens.max())
@@ -53,6 +64,18 @@ class MappedStep:
         self.bytes: Array = np.frombuffer(tables, np.uint8, offset - begin, begin)
         arrays = (array for array, _ in self.arrays_and_offsets)
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
+
+    def ahead(self, number: int) -> OneStep:
+        """Return the tables for token `number`, from 0, of each sequence in a step ahead. The lengths and slots are
+        copies. Raises InvalidArgumentError, and FailedPreconditionError for other steps."""
+        if not self._ahead:
+            raise FailedPreconditionError(f"step {self.step_id} is not ahead", field="step_id")
+        num_steps = self.max_query_len
+        if not 0 <= number < num_steps:
+            raise InvalidArgumentError(f"{number} is not from 0 to {num_steps - 1}", field="number")
+        slots = np.ascontiguousarray(self.slot_mapping.reshape(-1, num_steps)[:, number])
+        context_lens = self.context_lens - np.int32(num_steps - 1 - number)
+        return OneStep(slots, np.ones_like(context_lens), context_lens, self.block_tables)
 
     def check(self) -> None:
         """Raise StaleStepError if the step is over, since its blocks may have been reallocated; after a restart of the
