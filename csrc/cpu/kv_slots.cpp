@@ -1,10 +1,15 @@
 #include "kv_slots.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "cpu/parallel.h"
 #include "errors.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace kvservice {
 namespace {
@@ -34,6 +39,52 @@ int64_t range_length(const KvSlotsParams& p, int64_t first) {
   return length;
 }
 
+#ifdef __SSE2__
+inline __m128i interleave_low(__m128i a, __m128i b, uint16_t /*element*/) { return _mm_unpacklo_epi16(a, b); }
+inline __m128i interleave_high(__m128i a, __m128i b, uint16_t /*element*/) { return _mm_unpackhi_epi16(a, b); }
+inline __m128i interleave_low(__m128i a, __m128i b, uint32_t /*element*/) { return _mm_unpacklo_epi32(a, b); }
+inline __m128i interleave_high(__m128i a, __m128i b, uint32_t /*element*/) { return _mm_unpackhi_epi32(a, b); }
+
+// Transposes a square of elements in registers, a register for each row. Interleaving the rows of the upper half with
+// those of the lower half rotates the bits of (row, column) by one; after as many rounds as a row number has bits, the
+// two have changed places.
+template <class T>
+void transpose_square(T* to, int64_t to_stride, const T* from, int64_t from_stride) {
+  constexpr int kRows = sizeof(__m128i) / sizeof(T);
+  __m128i rows[kRows], mixed[kRows];
+  for (int i = 0; i < kRows; ++i) rows[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_stride));
+  for (int round = 1; round < kRows; round *= 2) {
+    for (int i = 0; i < kRows / 2; ++i) {
+      mixed[2 * i] = interleave_low(rows[i], rows[i + kRows / 2], T{});
+      mixed[2 * i + 1] = interleave_high(rows[i], rows[i + kRows / 2], T{});
+    }
+    std::copy(mixed, mixed + kRows, rows);
+  }
+  for (int i = 0; i < kRows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_stride), rows[i]);
+}
+#endif
+
+// to[column][row] = from[row][column]
+template <class T>
+void transpose(T* to, int64_t to_stride, const T* from, int64_t from_stride, int64_t num_rows, int64_t num_columns) {
+  int64_t square_rows = 0, square_columns = 0;
+#ifdef __SSE2__
+  constexpr int64_t kSide = sizeof(__m128i) / sizeof(T);
+  square_rows = num_rows / kSide * kSide;
+  square_columns = num_columns / kSide * kSide;
+  for (int64_t row = 0; row < square_rows; row += kSide) {
+    for (int64_t column = 0; column < square_columns; column += kSide) {
+      transpose_square(to + column * to_stride + row, to_stride, from + row * from_stride + column, from_stride);
+    }
+  }
+#endif
+  for (int64_t column = 0; column < num_columns; ++column) {
+    for (int64_t row = column < square_columns ? square_rows : 0; row < num_rows; ++row) {
+      to[column * to_stride + row] = from[row * from_stride + column];
+    }
+  }
+}
+
 template <class T>
 void write_head(const KvSlotsParams& p, int64_t head) {
   constexpr int64_t x = kKeyPieceBytes / static_cast<int64_t>(sizeof(T));
@@ -51,9 +102,7 @@ void write_head(const KvSlotsParams& p, int64_t head) {
         std::memcpy(key_out + d * block_size + t * x, key + t * token_stride + d, kKeyPieceBytes);
       }
     }
-    for (int64_t d = 0; d < size; ++d) {
-      for (int64_t t = 0; t < length; ++t) value_out[d * block_size + t] = value[t * token_stride + d];
-    }
+    transpose(value_out, block_size, value, token_stride, length, size);
   }
 }
 
@@ -74,9 +123,7 @@ void read_head(const KvSlotsParams& p, int64_t head) {
         std::memcpy(key + t * token_stride + d, key_in + d * block_size + t * x, kKeyPieceBytes);
       }
     }
-    for (int64_t d = 0; d < size; ++d) {
-      for (int64_t t = 0; t < length; ++t) value[t * token_stride + d] = value_in[d * block_size + t];
-    }
+    transpose(value, token_stride, value_in, block_size, size, length);
   }
 }
 

@@ -60,6 +60,24 @@ def test_write_puts_each_element_where_the_layout_says(dtype: str, head_size: in
     assert read_value.tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [32, 40])
+@pytest.mark.parametrize("block_size", [8, 16, 256])
+def test_neighbouring_slots_are_written_and_read_as_single_ones(dtype: str, head_size: int, block_size: int) -> None:
+    """Several tokens of a block are moved together, from any slot of it on."""
+    pool = random_pool(dtype, head_size, block_size)
+    expected = pool.copy()
+    slots = np.arange(3, min(3 * block_size, block_size + 50))
+    key, value = random_tokens(dtype, len(slots), head_size)
+    for index, slot in enumerate(slots):
+        put(expected, 1, slot // block_size, slot % block_size, block_size, key[index], value[index])
+    ops.write_kv(pool, 1, slots, key, value)
+    assert pool.tobytes() == expected.tobytes()
+    read_key, read_value = ops.read_kv(pool, 1, slots, head_size=head_size)
+    assert read_key.tobytes() == key.tobytes()
+    assert read_value.tobytes() == value.tobytes()
+
+
 def test_large_writes_go_over_all_threads() -> None:
     pool = random_pool("bfloat16", 128, 16, num_blocks=64)
     slots = np.random.default_rng(0).permutation(64 * 16)[:1000]
