@@ -207,18 +207,25 @@ class CacheEngine:
         return self.manager.get_step(namespace, step_id)
 
     async def read(
-        self, namespace: SessionNamespace, ranges: Sequence[tuple[int, int, int]], layer: int | None
+        self,
+        namespace: SessionNamespace,
+        ranges: Sequence[tuple[int, int, int]],
+        layer: int | None,
+        out: tuple[Array, Array] | None = None,
     ) -> tuple[Array, Array]:
         """Read back the computed K/V of `(sequence_id, start, stop)` ranges, concatenated.
 
         Returns key and value, `[num_tokens, num_kv_heads, head_size]`, or `[num_layers, num_tokens, num_kv_heads,
-        head_size]` if `layer` is None.
+        head_size]` if `layer` is None. They are in `out` if given, uint8 arrays of exactly their sizes.
         """
         if layer is not None and not 0 <= layer < self.layout.num_layers:
             raise InvalidArgumentError(f"{layer} is not from 0 to {self.layout.num_layers - 1}", field="layer")
         slots = self.manager.read_slots(namespace, ranges)
         layers = range(self.layout.num_layers) if layer is None else (layer,)
-        key, value = await self.device.read(layers, slots)
+        if out is not None:
+            shape = (len(layers), len(slots), self.layout.num_kv_heads, self.layout.head_size)
+            out = out[0].view(self.tensor_dtype).reshape(shape), out[1].view(self.tensor_dtype).reshape(shape)
+        key, value = await self.device.read(layers, slots, out)
         return (key, value) if layer is None else (key[0], value[0])
 
     def _check_query(self, query: Array, num_tokens: int) -> None:

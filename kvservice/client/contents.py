@@ -69,9 +69,12 @@ async def read(
         await calls.send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
     shape = (*((info.num_layers,) if layer is None else ()), stop - start, info.num_kv_heads, info.head_size)
     key, value = np.empty(shape, TENSOR_DTYPES[info.dtype]), np.empty(shape, TENSOR_DTYPES[info.dtype])
+    parts = []
     for first, end in _read_parts(start, stop, layer, calls.context):
         tokens = np.s_[..., first - start : end - start, :, :]
-        await _read(calls, _read_request(sequence_id, first, end, layer), key[tokens], value[tokens], timeout_s)
+        request = _read_request(sequence_id, first, end, layer)
+        parts.append(_part(calls, request, key[tokens], value[tokens], timeout_s))
+    await remote_tensors.read(calls.context, parts)
     return key, value
 
 
@@ -81,21 +84,24 @@ def _read_request(sequence_id: int, start: int, stop: int, layer: int | None) ->
     return request
 
 
-async def _read(
+def _part(
     calls: SessionCalls, request: attention_pb2.ReadRequest, key: Array, value: Array, timeout_s: float | None
-) -> None:
-    """Read a part to these arrays, by an engine or in a message."""
+) -> remote_tensors.KVPart:
+    """Return a part that is read to these arrays."""
 
-    async def ask(places: remote_tensors.Places) -> attention_pb2.ReadResponse:
-        placed = attention_pb2.ReadRequest(key_place=places[0], value_place=places[1])
-        placed.MergeFrom(request)
-        response: attention_pb2.ReadResponse = await calls.send("read", placed, timeout_s)
-        return response
+    async def send(places: remote_tensors.Places | None) -> attention_pb2.ReadResponse:
+        if places is None:
+            response = await calls.send("read", request, timeout_s)
+            np.copyto(key, to_array(response.key, "key"))
+            np.copyto(value, to_array(response.value, "value"))
+        else:
+            placed = attention_pb2.ReadRequest(key_place=places[0], value_place=places[1])
+            placed.MergeFrom(request)
+            response = await calls.send("read", placed, timeout_s)
+        answer: attention_pb2.ReadResponse = response
+        return answer
 
-    if not await remote_tensors.read(calls.context, key, value, ask):
-        response = await calls.send("read", request, timeout_s)
-        np.copyto(key, to_array(response.key, "key"))
-        np.copyto(value, to_array(response.value, "value"))
+    return remote_tensors.KVPart(key, value, send)
 
 
 def _read_parts(start: int, stop: int, layer: int | None, context: Context) -> list[tuple[int, int]]:

@@ -143,8 +143,9 @@ class RemoteRegions:
         return self._staging is not None
 
     def part_bytes(self, info: PoolInfo) -> int:
-        """Return the size of the parts of calls for sequences: what fits into a message, and through the region."""
-        through = min(STAGING_BYTES, NUM_SLOTS * SLOT_BYTES)
+        """Return the size of the parts of calls for sequences: what fits into a message, and through half of the
+        region."""
+        through = min(STAGING_BYTES // 2, NUM_SLOTS * SLOT_BYTES)
         return min(info.max_message_bytes, through) if self.allowed else info.max_message_bytes
 
     def is_worth_it(self, num_bytes: int) -> bool:

@@ -55,6 +55,11 @@ class StagingBuffer:
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return self.arena.host[begin : begin + num_bytes].copy().view(dtype).reshape(shape)
 
+    def copy(self, offset: int, to: Array) -> None:
+        """Copy an array on the host side to another one, which is contiguous."""
+        begin = self.start + offset
+        to.reshape(-1).view(np.uint8)[:] = self.arena.host[begin : begin + to.nbytes]
+
 
 class Arena:
     """A ring buffer with a pinned host side and a device side. Buffers may be released in any order."""

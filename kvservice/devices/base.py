@@ -175,8 +175,11 @@ class Device(Protocol):
     ) -> Awaitable[None]:
         """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`. `completed` as in `attend`."""
 
-    def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
-        """Read K and V of slots, each `[len(layers), len(slots), num_kv_heads, head_size]`."""
+    def read(
+        self, layers: Sequence[int], slots: Int64, out: tuple[Array, Array] | None = None
+    ) -> Awaitable[tuple[Array, Array]]:
+        """Read K and V of slots, each `[len(layers), len(slots), num_kv_heads, head_size]`. They are in `out` if given,
+        arrays of this shape."""
 
     lane_bytes: int
     """Bytes of shared memory per lane."""

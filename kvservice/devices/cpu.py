@@ -185,10 +185,16 @@ class CpuDevice:
             work = _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
         return self._queue.run(work, inline=inline)
 
-    def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
+    def read(
+        self, layers: Sequence[int], slots: Int64, out: tuple[Array, Array] | None = None
+    ) -> Awaitable[tuple[Array, Array]]:
         def work() -> tuple[Array, Array]:
-            parts = [ops.read_kv(self.pool.blocks, n, slots, head_size=self.layout.head_size) for n in layers]
-            return np.stack([key for key, _ in parts]), np.stack([value for _, value in parts])
+            layout, pool = self.layout, self.pool.blocks
+            shape = (len(layers), len(slots), layout.num_kv_heads, layout.head_size)
+            key, value = (np.empty(shape, pool.dtype), np.empty(shape, pool.dtype)) if out is None else out
+            for index, layer in enumerate(layers):  # what is copied is still in a cache
+                key[index], value[index] = ops.read_kv(pool, layer, slots, head_size=layout.head_size)
+            return key, value
 
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
         return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)

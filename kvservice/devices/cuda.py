@@ -264,7 +264,9 @@ class CudaDevice:
             ComputeCall(step, num_bytes, NO_BLOCKS, writes, seconds, launch, lambda _: None, completes)
         )
 
-    def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
+    def read(
+        self, layers: Sequence[int], slots: Int64, out: tuple[Array, Array] | None = None
+    ) -> Awaitable[tuple[Array, Array]]:
         compute = self._compute
         shape = (len(layers), len(slots), self.layout.num_kv_heads, self.layout.head_size)
         layer_bytes = int(np.prod(shape[1:])) * self._dtype.itemsize
@@ -281,7 +283,11 @@ class CudaDevice:
             compute.download(buffer, key, end)
 
         def result(buffer: StagingBuffer) -> tuple[Array, Array]:
-            return buffer.get(key, shape, self._dtype), buffer.get(value, shape, self._dtype)
+            if out is None:
+                return buffer.get(key, shape, self._dtype), buffer.get(value, shape, self._dtype)
+            buffer.copy(key, out[0])
+            buffer.copy(value, out[1])
+            return out
 
         compute.reserve(lambda: None)
         blocks = slots // self.layout.block_size

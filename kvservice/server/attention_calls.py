@@ -138,8 +138,8 @@ class AttentionCalls:
     ) -> attention_pb2.ReadResponse:
         with session.regions.remote(places, tensor_bytes) as memory:
             async with memory.lock:
-                arrays = await self._engine.read(session.namespace, ranges, layer)
-                return await remote_tensors.push(memory, places, arrays)
+                read = functools.partial(self._engine.read, session.namespace, ranges, layer)
+                return await remote_tensors.push(memory, places, read, tensor_bytes)
 
     def _tensors(self, session: ServerSession) -> codec.TensorReader:
         return codec.TensorReader(session.regions, self._max_request_bytes)

@@ -129,20 +129,31 @@ class RemoteMemory:
             self._wait(moving.popleft())
         return given
 
-    def pull_ranges(self, places: Sequence[Place]) -> list[Array]:
-        """Read ranges of the client's memory. Returns them, uint8, one after the other in this memory, where they stay
-        until the next call. They fit into it. Raises TransferFailedError."""
-        views = self._packed(places)
-        with self._transfer(IN, sum(place.byte_size for place in places)):
-            self._wait(self._start_all(READ, places))
-        return views
+    def packed(self, places: Sequence[Place]) -> list[Array]:
+        """Return where ranges of the client's memory are in this one, uint8, one after the other. They fit into it."""
+        ends = np.cumsum([place.byte_size for place in places])
+        assert ends[-1] <= self.num_bytes, "the caller has compared the sizes"
+        return [self._slots[end - place.byte_size : end] for end, place in zip(ends, places, strict=True)]
 
-    def push_ranges(self, places: Sequence[Place], data: Sequence[Array]) -> None:
-        """Write arrays, uint8, to ranges of the client's memory, of the same sizes. See `pull_ranges`."""
-        for view, array in zip(self._packed(places), data, strict=True):
-            view[:] = array
+    def pull_ranges(self, places: Sequence[Place], use: Callable[[Array], T]) -> list[T]:
+        """Read ranges of the client's memory to where `packed` says. `use` gets each as soon as it is there, while
+        those after it still travel. Returns its results. Raises TransferFailedError."""
+        with self._transfer(IN, sum(place.byte_size for place in places)):
+            used = []
+            for view, tickets in zip(self.packed(places), self._start_ranges(READ, places), strict=True):
+                self._wait(tickets)
+                used.append(use(view))
+            return used
+
+    def push_ranges(self, places: Sequence[Place], use: Callable[[Array], T]) -> list[T]:
+        """Write what is where `packed` says to ranges of the client's memory. `use` gets each while it travels, to read
+        it. Returns its results. Raises TransferFailedError."""
         with self._transfer(OUT, sum(place.byte_size for place in places)):
-            self._wait(self._start_all(WRITE, places))
+            started = self._start_ranges(WRITE, places)
+            used = [use(view) for view in self.packed(places)]
+            for tickets in started:
+                self._wait(tickets)
+            return used
 
     @contextmanager
     def _transfer(self, direction: Direction, num_bytes: int) -> Iterator[None]:
@@ -151,18 +162,14 @@ class RemoteMemory:
         with self._totals.transfer(direction, num_bytes):
             yield
 
-    def _packed(self, places: Sequence[Place]) -> list[Array]:
-        ends = np.cumsum([place.byte_size for place in places])
-        assert ends[-1] <= self.num_bytes, "the caller has compared the sizes"
-        return [self._slots[end - place.byte_size : end] for end, place in zip(ends, places, strict=True)]
-
-    def _start_all(self, operation: Operation, places: Sequence[Place]) -> list[Ticket]:
-        ranges: list[Range] = []
-        begin = 0
-        for place in places:
-            ranges += _parts(begin, place.offset, place.byte_size)
-            begin += place.byte_size
-        return self._start(operation, ranges, max(1, self.num_bytes // NUM_SLOTS // PART_BYTES))
+    def _start_ranges(self, operation: Operation, places: Sequence[Place]) -> list[list[Ticket]]:
+        """Start the transfers of each range."""
+        most = max(1, self.num_bytes // NUM_SLOTS // PART_BYTES)
+        begins = np.cumsum([0, *(place.byte_size for place in places)]).tolist()
+        return [
+            self._start(operation, list(_parts(begin, place.offset, place.byte_size)), most)
+            for begin, place in zip(begins, places, strict=False)
+        ]
 
     def _blocks_in_slot(self, block_bytes: int) -> int:
         most = self.num_bytes // NUM_SLOTS // block_bytes

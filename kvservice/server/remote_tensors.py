@@ -3,12 +3,14 @@
 write: transfer K and V ─▶ compare their checksums ─▶ write them to the pool
 read:  read K and V of the pool ─▶ transfer them ─▶ reply with their checksums
 
-K and V lie one after the other in the daemon's memory of the region, which a call has for itself.
+K and V lie one after the other in the daemon's memory of the region, which a call has for itself. Checksums are
+computed while bytes travel: of K while V still arrives, and of both while they leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from kvservice import _ext
 from kvservice.errors import InvalidArgumentError, TransferFailedError
@@ -18,6 +20,9 @@ from kvservice.server.remote_memory import RemoteMemory
 from kvservice.v1 import attention_pb2, tensor_pb2
 from kvservice.wire.tensors import Array as Tensor
 from kvservice.wire.tensors import put_type, to_array
+
+# Reads K and V of the pool to uint8 arrays, and returns them with their shapes.
+Read: TypeAlias = "Callable[[tuple[Array, Array]], Awaitable[tuple[Tensor, Tensor]]]"
 
 _ONE_BLOCK = bytes(8)
 
@@ -45,17 +50,12 @@ async def pull(
     """Transfer K and V to the daemon. The caller holds the memory's lock while it uses them. Raises
     TransferFailedError, after `arrived_damaged` was told how many have other checksums, and InvalidArgumentError for
     bytes that do not fit the shapes."""
-
-    def transfer() -> tuple[list[Array], list[int]]:
-        data = memory.pull_ranges(list(places.values()))
-        return data, [checksum_of(one) for one in data]
-
-    data, sums = await memory.run_alone(transfer)
+    sums = await memory.run_alone(lambda: memory.pull_ranges(list(places.values()), checksum_of))
     expected = request.key.shared_memory.checksum, request.value.shared_memory.checksum
     if wrong := sum(one != other for one, other in zip(sums, expected, strict=True)):
         arrived_damaged(wrong)
         raise TransferFailedError("K and V have arrived with other checksums")
-    arrived = dict(zip(places, data, strict=True))
+    arrived = dict(zip(places, memory.packed(list(places.values())), strict=True))
     key, value = (
         to_array(tensor, field, lambda _, place_field: arrived[place_field])
         for tensor, field in ((request.key, "key"), (request.value, "value"))
@@ -80,17 +80,15 @@ def target_places(request: attention_pb2.ReadRequest, tensor_bytes: int) -> dict
     return {field: place_of(place) for field, place in places.items()}
 
 
-async def push(memory: RemoteMemory, places: dict[str, Place], arrays: Sequence[Tensor]) -> attention_pb2.ReadResponse:
-    """Transfer K and V to the beginnings of their places in the client's memory. The caller holds the memory's lock.
-    Raises TransferFailedError."""
-    data = [array.reshape(-1).view("uint8") for array in arrays]
-    used = [Place(place.region, place.offset, one.nbytes) for place, one in zip(places.values(), data, strict=True)]
-
-    def transfer() -> list[int]:
-        memory.push_ranges(used, data)
-        return [checksum_of(one) for one in data]
-
-    sums = await memory.run_alone(transfer)
+async def push(
+    memory: RemoteMemory, places: dict[str, Place], read: Read, tensor_bytes: int
+) -> attention_pb2.ReadResponse:
+    """Read K and V, and transfer them to the beginnings of their places in the client's memory. The caller holds the
+    memory's lock. Raises TransferFailedError, and the errors of `read`."""
+    used = [Place(place.region, place.offset, tensor_bytes) for place in places.values()]
+    key, value = memory.packed(used)
+    arrays = await read((key, value))
+    sums = await memory.run_alone(lambda: memory.push_ranges(used, checksum_of))
     response = attention_pb2.ReadResponse()
     results = zip((response.key, response.value), arrays, used, sums, strict=True)
     for message, array, place, checksum in results:

@@ -180,9 +180,46 @@ def use(memory: RemoteMemory, way: str, num_blocks: int) -> None:
     elif way == "push":
         memory.push(places(num_blocks), BLOCK_BYTES, lambda *_: None)
     elif way == "pull_ranges":
-        memory.pull_ranges(whole)
+        memory.pull_ranges(whole, len)
     else:
-        memory.push_ranges(whole, [np.zeros(3 * MIB, np.uint8)])
+        memory.push_ranges(whole, len)
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("pull_ranges", ["start", "start", "wait", "use 4096", "wait", "use 8192"]),
+        ("push_ranges", ["start", "start", "use 4096", "use 8192", "wait", "wait"]),
+    ],
+)
+def test_ranges_are_used_while_others_travel(threads: ThreadPoolExecutor, way: str, expected: list[str]) -> None:
+    events: list[str] = []
+
+    def use_range(view: np.ndarray) -> int:
+        events.append(f"use {len(view)}")
+        view[:] = len(events)
+        return len(view)
+
+    async def play() -> None:
+        rig = Rig(threads, lambda *_: events.append("wait"))
+        memory = await rig.memory()
+        (process,) = rig.transfers.processes
+        start = process.start
+
+        def started(*of: object) -> Ticket:
+            events.append("start")
+            return start(*of)
+
+        process.start = started  # type: ignore[method-assign]
+        ranges = [Place("r", 0, BLOCK_BYTES), Place("r", MIB // 2, 2 * BLOCK_BYTES)]
+        assert getattr(memory, way)(ranges, use_range) == [BLOCK_BYTES, 2 * BLOCK_BYTES]
+        first, second = memory.packed(ranges)
+        assert set(first) == {expected.index("use 4096") + 1}, "the memory itself was used"
+        assert set(second) == {expected.index("use 8192") + 1}
+        rig.regions.close()
+
+    asyncio.run(play())
+    assert events == expected
 
 
 def test_each_call_has_time_of_its_own(threads: ThreadPoolExecutor) -> None:

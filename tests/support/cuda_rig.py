@@ -89,6 +89,9 @@ def check_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
             reference = attention_in_float64(query, key, value)
             np.testing.assert_allclose(output.astype(np.float64), reference, rtol=0, atol=tolerance)
         key, value = asyncio.run(rig.engine.read(rig.space, [(0, 0, 37)], None))
+        out = np.zeros(key.nbytes, np.uint8), np.zeros(value.nbytes, np.uint8)
+        asyncio.run(rig.engine.read(rig.space, [(0, 0, 37)], None, out))
+        assert [one.tobytes() for one in out] == [key.tobytes(), value.tobytes()]
         for layer in range(2):
             np.testing.assert_array_equal(key[layer], expected[layer][0])
             np.testing.assert_array_equal(value[layer], expected[layer][1])

@@ -7,6 +7,7 @@ import functools
 from kvservice.client import remote_tensors
 from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall
 from kvservice.client.context import Context
+from kvservice.client.remote_tensors import KVPart
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.inline import InlineTransport
 
@@ -25,7 +26,6 @@ class TransferTransport(Transport):
 
     async def write_prepared(self, call: WriteCall) -> None:
         context, inline = self.context, self._inline
-        for part in inline.parts_of(call, context.remote.part_bytes(context.info)):
-            send = functools.partial(inline.send_part, part)
-            if not await remote_tensors.write(context, part.key, part.value, send):
-                await inline.send_part(part)
+        calls = inline.parts_of(call, context.remote.part_bytes(context.info))
+        parts = [KVPart(one.key, one.value, functools.partial(inline.send_part, one)) for one in calls]
+        await remote_tensors.write(context, parts)
