@@ -84,9 +84,14 @@ class AttentionCall(NamedTuple):
     deadline: float | None = None
 
     @property
+    def has_defaults(self) -> bool:
+        """Whether every option has its default and no log-sum-exp is wanted."""
+        return self.options is DEFAULT_OPTIONS and not self.return_lse and self.lse_out is None
+
+    @property
     def is_plain(self) -> bool:
         """Whether the output goes to `out` and every option has its default."""
-        return self.out is not None and self.options is DEFAULT_OPTIONS and not self.return_lse and self.lse_out is None
+        return self.out is not None and self.has_defaults
 
     @property
     def on_gpu(self) -> bool:

@@ -52,6 +52,15 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return not isinstance(tensor, np.ndarray) and _is_torch(tensor) and tensor.is_cuda
 
 
+def is_plain_on_host(tensor: Tensor, dtype: str) -> bool:
+    """Return whether this is a NumPy array or a torch tensor in host memory, with this dtype and without a gradient."""
+    if isinstance(tensor, np.ndarray):
+        return dtype_name(tensor) == dtype
+    return (
+        _is_torch(tensor) and tensor.device.type == "cpu" and dtype_name(tensor) == dtype and not tensor.requires_grad
+    )
+
+
 def device_of(tensor: Tensor) -> int:
     """Return the number of the tensor's GPU, or -1 for host memory."""
     return int(tensor.get_device()) if is_on_gpu(tensor) else -1

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from both_faces import Face, session_of
 from small_daemons import TRANSPORTS, OpenDaemon
 
 from kvservice.client import KVClient, tensors
 from kvservice.client.transports.inline import InlineTransport
 from kvservice.client.transports.staging import Staging
+from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -188,6 +190,31 @@ def test_what_lies_in_a_region_is_not_copied(
         assert lse_out.all()
         kv.free(step.sequences)
         kv.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_calls_without_options_give_the_same(open_daemon: OpenDaemon, kind: str) -> None:
+    """Calls of one shape use the same memory of a lane. A call with 256 heads makes it larger, and replaces it."""
+    convert = torch.from_numpy if kind == "torch" else np.asarray
+    found = {}
+    for name in ("inline", "lane"):
+        inputs = Inputs("float32")
+        outputs: list[Any] = []
+        with KVClient(open_daemon("float32", "write").address, transport=name) as client, client.session() as kv:
+            sequences = kv.allocate_batch([range(5), range(100, 145)])
+            for heads in (HEADS, HEADS, 256, HEADS):
+                step = kv.open_step(sequences) if not outputs else kv.append(sequences, [1, 2])
+                for layer in range(LAYERS):
+                    query = inputs.array(step.num_tokens, heads)
+                    key, value = (inputs.array(step.num_tokens, KV_HEADS) for _ in range(2))
+                    outputs.append(step.attend(layer, *map(convert, (query, key, value))))
+            assert all(isinstance(output, type(convert(query))) for output in outputs)
+            with pytest.raises(InvalidArgumentError, match="is float64"):
+                kv.append(sequences, [3, 4]).attend(0, *(convert(np.zeros((2, 4, 32))) for _ in range(3)))
+            kv.free(sequences)
+            kv.reset_prefix_cache()
+        found[name] = [np.asarray(output) for output in outputs]
+    np.testing.assert_equal(found["lane"], found["inline"])
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ from kvservice.integrations.transformers import KVServiceCache
 
 
 @contextmanager
-def counted_columns(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Record the number of computed columns of each call of the model."""
-    columns: list[int] = []
+def computed_shapes(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
+    """Record the rows and columns that each call of the model computes."""
+    shapes: list[tuple[int, ...]] = []
     embeddings = model.get_input_embeddings()
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        columns.append(input_ids.shape[1])
+        shapes.append(tuple(input_ids.shape))
         return type(embeddings).forward(embeddings, input_ids)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(embeddings, "forward", forward)  # no hook, because hooks make the K/V private
-        yield columns
+        yield shapes
 
 
 @pytest.fixture
@@ -56,23 +56,47 @@ def test_cached_prefixes_are_neither_computed_nor_written_again(llama, batch, wr
     # Prompts of 18, 13, 6 tokens have 16, 12, 4 tokens in full blocks. The last 3 of 4 new tokens take a step each.
     assert written == [18 + 13 + 6, 3, 3, 3]
     written.clear()
-    with counted_columns(llama.model) as columns:
+    with computed_shapes(llama.model) as shapes:
         assert torch.equal(generate(llama.model, kv, **arguments), expected)
-    assert columns == [2, 1, 1, 1]
+    assert shapes == [(1, 2 + 1 + 2), (3, 1), (3, 1), (3, 1)]
     assert written == [2 + 1 + 2, 3, 3, 3]
 
 
-def test_columns_that_one_row_needs_are_computed_for_it_alone(llama, batch, written) -> None:
+def test_prompts_are_computed_without_padding(llama, batch, written) -> None:
     kv = llama.new_session()
     first = {name: tensor[:1] for name, tensor in batch.items()}
     generate(llama.model, kv, **first, max_new_tokens=1)
     written.clear()
-    with counted_columns(llama.model) as columns:
+    with computed_shapes(llama.model) as shapes:
         tokens = generate(llama.model, kv, **batch, max_new_tokens=4)
-    # The second row starts in column 5, and none of it is cached.
-    assert columns == [13, 1, 1, 1]
+    assert shapes == [(1, 2 + 13 + 6), (3, 1), (3, 1), (3, 1)]
     assert written == [2 + 13 + 6, 3, 3, 3]
     assert torch.equal(tokens, llama.reference.generate(**batch, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("unlike_generate", [{"return_dict": None}, {"logits_to_keep": 2}], ids=list)
+def test_columns_that_one_row_needs_are_computed_for_all_rows(llama, batch, positions, unlike_generate) -> None:
+    """Calls of the model that `generate` would not make keep their shape, without columns that no row needs."""
+    kv = llama.new_session()
+    first = {name: tensor[:1] for name, tensor in batch.items()}
+    generate(llama.model, kv, **first, max_new_tokens=1)
+    inputs = {**batch, **positions(llama.model, batch["attention_mask"]), "logits_to_keep": 1, "return_dict": True}
+    inputs |= unlike_generate
+    with computed_shapes(llama.model) as shapes:
+        logits = llama.model(**inputs, past_key_values=KVServiceCache(kv)).logits
+    # The second row starts in column 5, and none of it is cached.
+    assert shapes == [(3, 13)]
+    torch.testing.assert_close(logits, llama.reference(**inputs).logits, atol=1e-3, rtol=0)
+
+
+def test_a_row_that_ends_with_padding_keeps_the_shape_of_the_batch(llama, batch, positions) -> None:
+    mask = batch["attention_mask"].flip(1)
+    inputs = {**batch, "attention_mask": mask, **positions(llama.model, mask), "logits_to_keep": 1, "return_dict": True}
+    with computed_shapes(llama.model) as shapes:
+        logits = llama.model(**inputs, past_key_values=KVServiceCache(llama.new_session())).logits
+    assert shapes == [tuple(mask.shape)]
+    expected = llama.reference(**inputs).logits
+    torch.testing.assert_close(logits[:1], expected[:1], atol=1e-3, rtol=0)
 
 
 def test_all_logits_are_computed_if_asked_for(llama, batch, positions) -> None:
@@ -159,9 +183,9 @@ def test_a_conversation_goes_on_in_the_same_cache(llama, batch) -> None:
     ids = torch.cat([first, torch.randint(1, 97, (3, 4))], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    with counted_columns(llama.model) as columns:
+    with computed_shapes(llama.model) as shapes:
         actual = llama.model.generate(**arguments, past_key_values=cache)
-    assert columns[0] == 5, "one token of the first answer was not computed yet, and four are new"
+    assert shapes[0] == (3, 5), "one token of the first answer was not computed yet, and four are new"
     assert torch.equal(actual, llama.reference.generate(**arguments))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import astuple
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvservice import _ext
 from kvservice.client.calls import (
@@ -19,9 +19,9 @@ from kvservice.client.calls import (
 )
 from kvservice.client.context import Context
 from kvservice.client.cuda import device_of, finish_stream
-from kvservice.client.region_memory import RegionRange
+from kvservice.client.region_memory import RegionRange, SharedRegion
 from kvservice.client.requests import build
-from kvservice.client.tensors import Tensor, is_on_gpu
+from kvservice.client.tensors import Tensor, copy, copy_of, is_on_gpu, is_plain_on_host, like
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.region import RegionTransport
 from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
@@ -56,6 +56,18 @@ class Placed(NamedTuple):
     lse: Tensor | None
 
 
+class StagedCopies(NamedTuple):
+    """Tensors in the staging region with the shapes of an earlier call. A call of the same shapes is sent in place
+    after its tensors were copied there: to find places for each call takes longer than a short call."""
+
+    region: SharedRegion
+    shapes: tuple[Any, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+
+
 class LaneTransport(Transport):
     """See Transport. Tensors in regions that lanes support are passed in place. Others are copied through a staging
     region."""
@@ -77,6 +89,7 @@ class LaneTransport(Transport):
         # tensors. `_received` is its answer, which a thread may receive for a caller that was interrupted.
         self._unanswered: int | None = None
         self._received: Answer | None = None
+        self._copies: StagedCopies | None = None
         # The version of the session's regions that the native client has.
         self._places_version = -1
         # The transport for calls that lanes do not support.
@@ -103,20 +116,45 @@ class LaneTransport(Transport):
                 self._places_version, self._is_lost, self._num_restarts = -1, False, num_restarts
 
     async def attend(self, call: AttentionCall) -> AttentionResult:
-        if not call.is_plain:
+        if not call.has_defaults:
             return await super().attend(call)
-        answer = None
+        output, answer = call.out, None
         async with self._lock:
             if self._unanswered is not None:
                 await self._settle(call.deadline)
-            if self.takes_gpu_tensors and is_on_gpu(call.query):
-                await self.context.connection.run(finish_stream, call.query)
-            self._unanswered = self._submit_in_place(call)
-            if self._unanswered is not None:
-                answer = await self._answer(call.deadline)
+            sent = await self._copied(call) if output is None else call
+            if sent is not None:
+                if self.takes_gpu_tensors and is_on_gpu(sent.query):
+                    await self.context.connection.run(finish_stream, sent.query)
+                self._unanswered = self._submit_in_place(sent)
+                if self._unanswered is not None:
+                    answer = await self._answer(call.deadline)
+                    output = sent.out if sent is call else copy_of(sent.out)
         if answer is None:  # a tensor is not in a region, or invalid
             return await super().attend(call)
-        return await self._refused(call, answer) if answer[0] else (call.out, None)
+        return await self._refused(call, answer) if answer[0] else (output, None)
+
+    async def _copied(self, call: AttentionCall) -> AttentionCall | None:
+        """Copy the tensors to the staging region and return the call with the copies, which has `out`. None: a tensor
+        is not in host memory, or not of the pool's dtype."""
+        tensors = call.query, call.key, call.value
+        dtype = self.context.info.dtype
+        if not all(is_plain_on_host(tensor, dtype) for tensor in tensors):
+            return None
+        shapes = *(tensor.shape for tensor in tensors), type(call.query)
+        copies = self._copies
+        if copies is None or copies.shapes != shapes or copies.region is not self._staging.region:
+            copies = self._copies = await self._reserve_copies(call, shapes)
+        for target, tensor in zip(copies[2:5], tensors, strict=True):
+            copy(target, tensor)
+        return call._replace(query=copies.query, key=copies.key, value=copies.value, out=copies.out)
+
+    async def _reserve_copies(self, call: AttentionCall, shapes: tuple[Any, ...]) -> StagedCopies:
+        staging, dtype = self._staging, self.context.info.dtype
+        await staging.reserve(staging_bytes(call), call.deadline)
+        assert staging.region is not None, "room was reserved"
+        like_query = (like(staging.place(tuple(shape), dtype)[0], call.query) for shape in (*shapes[:3], shapes[0]))
+        return StagedCopies(staging.region, shapes, *like_query)
 
     def _submit_in_place(self, call: AttentionCall) -> int | None:
         """Send a plain call whose tensors are all in regions, and return its number. None: the native client, which

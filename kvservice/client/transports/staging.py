@@ -23,6 +23,11 @@ class Staging:
         self._region: SharedRegion | None = None
         self._used = 0
 
+    @property
+    def region(self) -> SharedRegion | None:
+        """The region, which `reserve` and `drop` replace."""
+        return self._region
+
     async def reserve(self, num_bytes: int, deadline: float | None) -> None:
         """Start a call that stages `num_bytes` in total, including `ALIGNMENT` bytes of padding for each tensor. The
         daemon is done with the previous call, or `drop` was called."""

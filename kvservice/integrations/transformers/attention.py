@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
@@ -60,12 +61,12 @@ class ForwardPass:
     """A forward pass of a model over one step.
 
     `tokens` is bool `[batch, columns]` and says which columns of the input are tokens of the step, in row-major order.
-    None means all columns. `mask` is the same for past and new columns together.
+    None means all columns. `mask` is the same for past and new columns together, in NumPy.
     """
 
     step: Step
     tokens: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    mask: columns.Mask | None = None
     num_attended_layers: int = 0
     num_updated_layers: int = 0
 
@@ -80,6 +81,8 @@ class ForwardPass:
         _refuse_gradients(query, key, value)
         if options["sliding_window"]:
             self.refuse_holes(options["sliding_window"])
+        if _is_default(options["scale"], query.shape[3]):
+            options["scale"] = None  # transports have a fast path for calls without options
         output = self.step.attend(layer, self.pack(query), self.pack(key), self.pack(value), **options)
         self.num_attended_layers += 1
         return self.unpack(output, query)
@@ -239,6 +242,12 @@ def _current_pass() -> Pass:
             "or uninstall() it"
         )
     return forward_pass
+
+
+@cache
+def _is_default(scale: float | None, head_size: int) -> bool:
+    """Return whether a scale is, as a float32, the scale of attention without one."""
+    return scale is not None and np.float32(scale) == np.float32(1) / np.sqrt(np.float32(head_size))
 
 
 def _refuse_gradients(*states: torch.Tensor) -> None:

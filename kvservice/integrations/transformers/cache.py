@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from kvservice.client import Sequence, Session
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers import attention, columns, keys
+from kvservice.integrations.transformers import attention, columns, keys, unpadded
 from kvservice.integrations.transformers.attention import ForwardPass
-from kvservice.integrations.transformers.columns import Batch
+from kvservice.integrations.transformers.columns import Batch, Mask
 from kvservice.integrations.transformers.keys import ExtraKeys
 from kvservice.integrations.transformers.rows import Rows
 
@@ -38,11 +38,24 @@ _PLAIN_INPUTS = {
 }
 
 
+def _unchanged(output: Any) -> Any:
+    return output
+
+
+class PassCall(NamedTuple):
+    """How to call the model for a pass: its inputs, and what makes its output the caller's."""
+
+    inputs: dict[str, Any]
+    restore: Callable[[Any], Any] = _unchanged
+
+
 class KVServiceCache(Cache):
     """`past_key_values` of an installed model. Each row of the batch is a sequence of the session.
 
     Padding columns of the attention mask, on either side, are not tokens of a sequence; they are neither stored nor
-    attended to. If the caller needs only the last logits, as `generate` does, the pass skips columns that no row needs.
+    attended to. If the caller needs only the last logits, as `generate` does, a prompt is computed without its padding
+    and without tokens that are in the prefix cache, or, where the model does not allow that (see `unpadded`), without
+    columns that no row needs.
 
     Rows share prefixes, through the daemon's prefix cache, with all rows that the same model computed, in any process,
     under the same `extra_keys`: (token position, bytes) pairs for what K/V depend on besides the model and the tokens.
@@ -69,8 +82,8 @@ class KVServiceCache(Cache):
 
     def _begin_anew(self, rows: Rows) -> None:
         self._rows = rows
-        # bool [rows, columns]: which of the stored columns are tokens.
-        self._mask: torch.Tensor | None = None
+        # Which of the stored columns are tokens, [rows, columns].
+        self._mask: Mask | None = None
         # The model that computed the K/V; None before the first pass.
         self._identity: keys.ModelIdentity | None = None
         self._pass: ForwardPass | None = None
@@ -89,8 +102,8 @@ class KVServiceCache(Cache):
     @contextmanager
     def forward_pass(
         self, model: PreTrainedModel, inputs: dict[str, Any], *, every_output: bool, takes_position_ids: bool
-    ) -> Iterator[dict[str, Any]]:
-        """Open a step for a call of the model with the keyword arguments `inputs`. Yields the inputs for the call.
+    ) -> Iterator[PassCall]:
+        """Open a step for a call of the model with the keyword arguments `inputs`. Yields how to call the model for it.
 
         `every_output` says that the caller needs outputs of every column besides the requested logits.
         """
@@ -105,11 +118,16 @@ class KVServiceCache(Cache):
             token_ids = batch.token_ids()
             step, num_cached = self._rows.open_step(token_ids, num_wanted, self._row_keys(identity, batch.num_rows))
             pending = columns.pending_mask(batch.tokens, num_cached)
-            self._num_skipped = columns.num_unneeded_columns(pending, num_wanted)
-            computed = pending[:, self._num_skipped :]
-            self._pass = ForwardPass(step, None if computed.all() else computed, batch.mask)
+            if unpadded.is_possible(model, inputs, pending):
+                self._pass = ForwardPass(step, None, batch.mask)
+                call = PassCall(unpadded.packed(inputs, pending, batch.num_past), unpadded.restored)
+            else:
+                self._num_skipped = columns.num_unneeded_columns(pending, num_wanted)
+                computed = pending[:, self._num_skipped :]
+                self._pass = ForwardPass(step, None if computed.all() else torch.from_numpy(computed), batch.mask)
+                call = PassCall(columns.without_first(inputs, self._num_skipped))
             with attention.running(self._pass):
-                yield columns.without_first(inputs, self._num_skipped)
+                yield call
             self._pass.check_complete(self.kv.info.num_layers)
         except BaseException:
             self._rows.roll_back(before)

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvservice.errors import InvalidArgumentError
+
+Mask = NDArray[np.bool_]
 
 # Inputs with one entry per new column in the last dimension. The attention mask also covers past columns.
 _BY_COLUMN = ("input_ids", "position_ids", "token_type_ids")
@@ -18,13 +22,14 @@ _BY_COLUMN = ("input_ids", "position_ids", "token_type_ids")
 
 @dataclass(frozen=True)
 class Batch:
-    """The new columns of a call of the model, and the mask of past and new columns. Tensors are in host memory.
+    """The new columns of a call of the model, and the mask of past and new columns.
 
-    input_ids: `[rows, columns]`. mask: bool `[rows, past and new columns]`, true for tokens.
+    input_ids: int64 `[rows, columns]`. mask: bool `[rows, past and new columns]`, true for tokens. They are NumPy
+    arrays because each decode step makes a dozen operations on them, which take several times as long in torch.
     """
 
-    input_ids: torch.Tensor
-    mask: torch.Tensor
+    input_ids: NDArray[np.int64]
+    mask: Mask
 
     @property
     def num_rows(self) -> int:
@@ -39,7 +44,7 @@ class Batch:
         return int(self.mask.shape[1]) - self.num_columns
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Mask:
         """bool `[rows, columns]`: the part of the mask for the new columns."""
         return self.mask[:, self.num_past :]
 
@@ -48,7 +53,7 @@ class Batch:
         return [row[is_token].tolist() for row, is_token in zip(self.input_ids, self.tokens, strict=True)]
 
 
-def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
+def read_batch(inputs: dict[str, Any], past_mask: Mask | None) -> Batch:
     """Return the batch of a call of the model with the keyword arguments `inputs`.
 
     past_mask: bool `[rows, past columns]` of the stored columns, None if there are none.
@@ -58,11 +63,11 @@ def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
     """
     input_ids = _input_ids(inputs)
     if past_mask is None:
-        past_mask = torch.ones((len(input_ids), 0), dtype=torch.bool)
+        past_mask = np.ones((len(input_ids), 0), np.bool_)
     if len(input_ids) != len(past_mask):
         raise InvalidArgumentError(f"has {len(input_ids)} rows, the cache {len(past_mask)}", field="input_ids")
     mask = _full_mask(inputs.get("attention_mask"), input_ids, past_mask)
-    if not torch.equal(mask[:, : past_mask.shape[1]], past_mask):
+    if not np.array_equal(mask[:, : past_mask.shape[1]], past_mask):
         raise InvalidArgumentError(
             "differs from the previous mask in columns that the cache holds, whose K/V were computed with that mask: "
             "reset() the cache, or give a mask that continues the previous one",
@@ -73,21 +78,21 @@ def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
     return Batch(input_ids, mask)
 
 
-def _input_ids(inputs: dict[str, Any]) -> torch.Tensor:
+def _input_ids(inputs: dict[str, Any]) -> NDArray[np.int64]:
     input_ids = inputs.get("input_ids")
     if input_ids is None:
         raise InvalidArgumentError("the daemon needs token ids, embeddings alone are not enough", field="input_ids")
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InvalidArgumentError("must be a tensor [rows, columns] of token ids, not empty", field="input_ids")
-    return input_ids.cpu()
+    return input_ids.cpu().numpy()
 
 
-def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bool `[rows, past and new columns]` in host memory. Without a mask every column is a token.
-    Raises InvalidArgumentError."""
+def _full_mask(mask: object, input_ids: NDArray[np.int64], past_mask: Mask) -> Mask:
+    """Return the mask, bool `[rows, past and new columns]`. Without a mask every column is a token. Raises
+    InvalidArgumentError."""
     rows, columns = len(input_ids), past_mask.shape[1] + input_ids.shape[1]
     if mask is None:
-        return torch.ones((rows, columns), dtype=torch.bool)
+        return np.ones((rows, columns), np.bool_)
     if not isinstance(mask, torch.Tensor):
         raise InvalidArgumentError(
             f"must be a tensor [rows, past and new columns], not {type(mask).__name__}", field="attention_mask"
@@ -97,7 +102,7 @@ def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -
             f"must be [{rows}, {columns}], past and new columns, not {list(mask.shape)}", field="attention_mask"
         )
     # The library also ignores the rest of a longer mask.
-    return mask[:, :columns].bool().cpu()
+    return mask[:, :columns].detach().to(torch.bool, copy=True).cpu().numpy()
 
 
 def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
@@ -119,18 +124,20 @@ def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids
     """
     if not takes_position_ids:
         return holed_span(batch.mask) == 0
-    expected = batch.mask[:, : batch.num_past].sum(1, keepdim=True) + batch.tokens.cumsum(1) - 1
-    position_ids = inputs.get("position_ids")
-    if position_ids is None:
-        position_ids = torch.arange(batch.num_past, batch.mask.shape[1])[None]
-    elif not isinstance(position_ids, torch.Tensor) or position_ids.shape[-1] != batch.num_columns:
+    expected = np.count_nonzero(batch.mask[:, : batch.num_past], 1)[:, None] + batch.tokens.cumsum(1) - 1
+    given = inputs.get("position_ids")
+    if given is None:
+        position_ids = np.arange(batch.num_past, batch.mask.shape[1])[None]
+    elif not isinstance(given, torch.Tensor) or given.shape[-1] != batch.num_columns:
         raise InvalidArgumentError(f"must be a tensor of {batch.num_columns} columns", field="position_ids")
-    if position_ids.ndim > 2 or position_ids.shape[0] not in (1, batch.num_rows):
+    elif given.ndim > 2 or given.shape[0] not in (1, batch.num_rows):
         return False
-    return bool(((position_ids.cpu() == expected) | ~batch.tokens).all())
+    else:
+        position_ids = given.detach().cpu().numpy()
+    return bool(((position_ids == expected) | ~batch.tokens).all())
 
 
-def holed_span(mask: torch.Tensor) -> int:
+def holed_span(mask: Mask) -> int:
     """Return the largest number of columns from first to last token over all rows with padding between tokens, or 0 if
     there is no such row.
 
@@ -138,22 +145,22 @@ def holed_span(mask: torch.Tensor) -> int:
     """
     if mask.all():
         return 0
-    columns = torch.arange(mask.shape[1])
-    last = torch.where(mask, columns, -1).amax(1)
-    first = torch.where(mask, columns, mask.shape[1]).amin(1)
+    columns = np.arange(mask.shape[1])
+    last = np.where(mask, columns, -1).max(1)
+    first = np.where(mask, columns, mask.shape[1]).min(1)
     span = last - first + 1
-    return int(torch.where(span > mask.sum(1), span, 0).amax())
+    return int(np.where(span > mask.sum(1), span, 0).max())
 
 
-def pending_mask(tokens: torch.Tensor, num_computed: list[int]) -> torch.Tensor:
+def pending_mask(tokens: Mask, num_computed: list[int]) -> Mask:
     """Return `tokens` without the first `num_computed[row]` tokens of each row, whose K/V are already in the pool."""
-    return tokens & (tokens.cumsum(1) > torch.tensor(num_computed)[:, None])
+    return tokens & (tokens.cumsum(1) > np.array(num_computed)[:, None])
 
 
-def num_unneeded_columns(pending: torch.Tensor, num_wanted: int) -> int:
+def num_unneeded_columns(pending: Mask, num_wanted: int) -> int:
     """Return the number of leading columns without a pending token in any row, not counting the last `num_wanted`."""
-    first_pending = int(pending.any(0).nonzero()[0])
-    return min(first_pending, pending.shape[1] - num_wanted)
+    first_pending = int(pending.any(0).argmax())
+    return min(first_pending, int(pending.shape[1]) - num_wanted)
 
 
 def without_first(inputs: dict[str, Any], count: int) -> dict[str, Any]:

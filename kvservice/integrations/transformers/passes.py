@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -81,9 +82,16 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         model,
         inputs,
         every_output=_wants_every_output(model, inputs),
-        takes_position_ids="position_ids" in inspect.signature(type(model).forward).parameters,
-    ) as pass_inputs:
-        return inner(**pass_inputs)
+        takes_position_ids=_takes_position_ids(type(model).forward),
+    ) as call:
+        return call.restore(inner(**call.inputs))
+
+
+@functools.cache
+def _takes_position_ids(forward: Callable[..., Any]) -> bool:
+    """Return whether a model's forward accepts position ids. It is cached because to read a signature takes longer than
+    the rest of a decode step's checks."""
+    return "position_ids" in inspect.signature(forward).parameters
 
 
 def _check_model(model: PreTrainedModel) -> None:
