@@ -217,10 +217,11 @@ def test_a_daemon_that_restarts_is_found_again_and_corrected(face: Face) -> None
 
 @BOTH
 def test_lost_events_are_made_up_for_by_asking(face: Face) -> None:
-    """The window of events is two blocks. The cluster comes later, and is told only the last two blocks of a chain."""
+    """The window of events is two blocks. The cluster comes later, and is told only the last two blocks of a chain.
+    There is no store, whose events would fill the window."""
 
     async def run() -> None:
-        with daemons(2, event_window=2) as running:
+        with daemons(2, event_window=2, store_gib=0.0) as running:
             for length in (16, 32, 40):
                 fill(running[1], [3] * length)
             async with cluster_of(face, running) as cluster:

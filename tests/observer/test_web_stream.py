@@ -160,7 +160,6 @@ def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
             assert waiting[-1][1]["snapshot"]["time_s"] < latest[-1][1]["snapshot"]["time_s"]
             assert seen[-1][1]["snapshot"]["time_s"] >= latest[-1][1]["snapshot"]["time_s"]
             assert [name for name, _ in seen] == ["map", "frame"]
-            assert slow.chunks.empty()
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from kept_daemon import next_process
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, keys
+from raw_wire import Refusal
 from store_daemons import SMALL_STORE
 from waiting import until
 
@@ -123,6 +124,7 @@ def test_a_writer_from_before_the_kill_changes_no_other_block(kept_daemon: Daemo
     other.close()
 
 
-def quarantined(wire: Any) -> int:
-    count: int = wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.quarantined
-    return count
+def quarantined(wire: Any) -> int | None:
+    """Return the number of blocks in quarantine, or None while the observer starts."""
+    answer = wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest())
+    return None if isinstance(answer, Refusal) else answer.store.quarantined
