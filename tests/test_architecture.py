@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -210,6 +211,11 @@ TORCH_MODULES = (
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "" if parts == ("__init__",) else room_of(parts)
@@ -248,7 +254,7 @@ def imports_at_load(tree: ast.Module) -> Iterator[str]:
 
 def imported_rooms(path: Path) -> set[str]:
     """Return the packages of kvservice that a module imports, at load time or later."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     found = set()
     for name in imported_modules(tree):
         parts = name.split(".")
@@ -278,10 +284,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Return the modules of kvservice that each of its modules imports, in functions and below TYPE_CHECKING too. A
     module does not count as an import of the packages that contain it."""
-    trees = {module_name(path): ast.parse(path.read_text()) for path in SOURCES}
+    trees = {module_name(path): tree_of(path) for path in SOURCES}
     graph: dict[str, set[str]] = {}
     for name, tree in trees.items():
         found: set[str] = set()
@@ -365,7 +372,7 @@ def class_names() -> dict[str, list[str]]:
     """Return the modules that define a class of each name at their top level."""
     found: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     return found
@@ -392,21 +399,21 @@ def test_rules_see_what_they_forbid() -> None:
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_bookkeeping_knows_neither_tensors_nor_messages(path: Path) -> None:
-    for name in imported_modules(ast.parse(path.read_text())):
+    for name in imported_modules(tree_of(path)):
         top = name.split(".")[0]
         assert top in {"kvservice"} | THIRD_PARTY_OF_BOOKKEEPING[path.parent.name] | set(sys.stdlib_module_names), name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_messages_stop_at_the_codec(path: Path) -> None:
-    names = set(imported_modules(ast.parse(path.read_text())))
+    names = set(imported_modules(tree_of(path)))
     knows = any(name.startswith(("kvservice.v1", "google.protobuf", "google.rpc")) for name in names)
     assert not knows or room(path) in PROTOBUF_ROOMS
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_torch_is_imported_only_where_it_is_the_subject(path: Path) -> None:
-    uses = any(name.split(".")[0] in {"torch", "transformers"} for name in imports_at_load(ast.parse(path.read_text())))
+    uses = any(name.split(".")[0] in {"torch", "transformers"} for name in imports_at_load(tree_of(path)))
     assert not uses or str(path.relative_to(PACKAGE)).startswith(TORCH_MODULES)
 
 
@@ -551,9 +558,9 @@ def checks(test: ast.AST) -> bool:
 def test_tests_without_an_assertion_say_what_would_fail() -> None:
     silent = []
     for path in sorted(Path(__file__).parent.rglob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
                 continue
-            if not checks(node) and not ast.get_docstring(node):
+            if not ast.get_docstring(node) and not checks(node):
                 silent.append(f"{path.name}: {node.name}")
     assert silent == []

@@ -122,7 +122,7 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Return `<call>_<unary|stream>_<p50_s|p99_s|per_s>`, and the results of `transports.run` and `observers.run`."""
     native = open_native(device)  # first, because it reports missing packages or devices
     with Daemon(**POOL, device=device) as daemon:
-        results = uvloop.run(measure(daemon.address, 3 if quick else 40))
+        results = uvloop.run(measure(daemon.address, 2 if quick else 40))
     return results | {"transports": transports.run(native, device, quick), "observers": observers.run(quick)}
 
 

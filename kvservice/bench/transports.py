@@ -218,7 +218,7 @@ def run(native: Way, device: str, quick: bool) -> dict[str, Any]:
     ops.set_num_threads(1)
     try:
         with Daemon(**POOL, device=device) as daemon:
-            samples, refused = measure(daemon.address, native, 2 if quick else 20)
+            samples, refused = measure(daemon.address, native, 1 if quick else 20)
     finally:
         ops.set_num_threads(threads)
     results: dict[str, Any] = {"refused": refused}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,7 +195,12 @@ def test_an_unfinished_line_of_a_journal_is_removed(directory, engine_daemon, pr
 
 @pytest.fixture(scope="module")
 def sizes(reference) -> dict[str, object]:
-    return {**pool_options(reference.config, reference.dtype), "num_blocks": 64, "block_size": 16}
+    return {
+        **pool_options(reference.config, reference.dtype),
+        "num_blocks": 64,
+        "block_size": 16,
+        "swap_space_gib": 0.01,
+    }
 
 
 def test_a_killed_daemon_costs_a_recomputation(directory, sizes, prompts, alone, tmp_path) -> None:
@@ -251,14 +257,14 @@ def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts,
     socket = tmp_path / "kv.sock"
     long = SamplingParams(temperature=0, max_tokens=600)
 
-    async def generate(llm: AsyncLLM, daemon: Daemon) -> list[list[int] | Exception]:
+    async def generate(llm: AsyncLLM, daemon: Daemon, daemons: ExitStack) -> list[list[int] | Exception]:
         streams = [llm.generate(prompts[0], GREEDY), llm.generate(prompts[1], long), llm.generate(prompts[2], GREEDY)]
         for stream in streams:
             await anext(stream)
         daemon.process.kill()
         daemon.process.wait()
-        with Daemon(**(sizes | {"num_blocks": 16}), unix_socket=socket):
-            return [await last(stream) for stream in streams]
+        daemons.enter_context(Daemon(**(sizes | {"num_blocks": 16}), unix_socket=socket))
+        return [await last(stream) for stream in streams]
 
     async def last(stream: AsyncIterator[RequestOutput]) -> list[int] | Exception:
         try:
@@ -267,9 +273,11 @@ def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts,
             return error
 
     async def scenario() -> list[list[int] | Exception]:
-        with Daemon(**sizes, unix_socket=socket) as daemon:
+        # The engine is closed first: without a daemon it would wait for the next one.
+        with ExitStack() as daemons:
+            daemon = daemons.enter_context(Daemon(**sizes, unix_socket=socket))
             async with AsyncLLM(directory, address=daemon.address) as llm:
-                return await generate(llm, daemon)
+                return await generate(llm, daemon, daemons)
 
     first, refused, third = asyncio.run(scenario())
     assert (first, third) == (alone(prompts[0], 40), alone(prompts[2], 40))
