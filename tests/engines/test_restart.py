@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,31 +28,50 @@ from kvservice.keeper.settings import control_path
 from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
-# An engine that kills itself when it has made this many steps.
+# Forks an engine for each line of its input, and answers with the exit code. An engine kills itself when it has made
+# `num_steps` steps. Only this process imports what takes seconds.
 DOOMED = """
-import json, os, signal, sys
+import json, os, signal, sys, torch
 from kvservice.engines import LLM, SamplingParams
 
-directory, address, journal, prompts, params, num_steps = json.loads(sys.argv[1])
-llm = LLM(directory, address=address, journal=journal)
-runner, done = llm.core.host.runner, 0
+def work(directory, address, journal, prompts, params, num_steps):
+    llm = LLM(directory, address=address, journal=journal)
+    runner, done = llm.core.host.runner, 0
 
-def run(step, tokens, rows, inner=runner.run):
-    global done
-    done += 1
-    if done > num_steps:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return inner(step, tokens, rows)
+    def run(step, tokens, rows, inner=runner.run):
+        nonlocal done
+        done += 1
+        if done > num_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(step, tokens, rows)
 
-runner.run = run
-llm.generate(prompts, [SamplingParams(**one) for one in params])
+    runner.run = run
+    llm.generate(prompts, [SamplingParams(**one) for one in params])
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        work(*json.loads(line))
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+RunDoomed = Callable[[Path, Daemon, Path, list[list[int]], list[dict[str, Any]], int], None]
 
 
-def run_doomed(directory: Path, daemon: Daemon, journal: Path, prompts, params, num_steps: int) -> None:
-    given = json.dumps([str(directory), daemon.address, str(journal), prompts, params, num_steps])
-    done = subprocess.run([sys.executable, "-P", "-c", DOOMED, given], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+@pytest.fixture(scope="module")
+def run_doomed() -> Iterator[RunDoomed]:
+    command = [sys.executable, "-P", "-c", DOOMED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(directory, daemon, journal, prompts, params, num_steps) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps([str(directory), daemon.address, str(journal), prompts, params, num_steps]))
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{-signal.SIGKILL}\n"
+
+        yield run
 
 
 def computed_positions(llm: LLM, monkeypatch) -> list[tuple[int, int, int]]:
@@ -70,7 +89,9 @@ def computed_positions(llm: LLM, monkeypatch) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("num_steps", [0, 15])
-def test_a_killed_engine_goes_on(num_steps, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch) -> None:
+def test_a_killed_engine_goes_on(
+    num_steps, run_doomed, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch
+) -> None:
     """Written K/V are not computed again, except the token of each sequence that was in flight."""
     journal = tmp_path / "journal"
     params = [{"temperature": 0, "max_tokens": 5 if at == 0 else 40} for at in range(len(prompts))]
@@ -149,7 +170,9 @@ def test_a_journal_has_no_requests_that_were_refused(directory, engine_daemon, t
         assert llm.resumed == []
 
 
-def test_another_model_does_not_go_on_with_a_journal(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+def test_another_model_does_not_go_on_with_a_journal(
+    run_doomed, directory, engine_daemon, prompts, alone, tmp_path
+) -> None:
     journal = tmp_path / "journal"
     run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
     other, _ = load(directory)
@@ -163,7 +186,9 @@ def test_another_model_does_not_go_on_with_a_journal(directory, engine_daemon, p
     assert list(output.outputs[0].token_ids) == alone(prompts[0], 16)
 
 
-def test_ids_of_returned_requests_are_not_used_again(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+def test_ids_of_returned_requests_are_not_used_again(
+    run_doomed, directory, engine_daemon, prompts, alone, tmp_path
+) -> None:
     """The journal keeps the end of a returned request while another one is not fetched."""
     journal = tmp_path / "journal"
     run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
@@ -179,7 +204,9 @@ def test_ids_of_returned_requests_are_not_used_again(directory, engine_daemon, p
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-def test_an_unfinished_line_of_a_journal_is_removed(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+def test_an_unfinished_line_of_a_journal_is_removed(
+    run_doomed, directory, engine_daemon, prompts, alone, tmp_path
+) -> None:
     journal = tmp_path / "journal"
     run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
     with journal.open("a") as file:
