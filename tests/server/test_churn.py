@@ -27,8 +27,8 @@ from kvservice.client import KVClient
 from kvservice.launch import Daemon
 
 # The variable is removed, because a daemon refuses unknown options.
-SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "3"))
-PROCESSES, CLIENTS = 4, 16
+SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "1"))
+PROCESSES, CLIENTS = 4, 8
 OPTIONS: dict[str, Any] = SMALL_POOL | {
     "num_blocks": 1024, "swap_space_gib": 1024 * 4096 / 2**30, "max_sequences": 1024, "max_lanes": 256,
     "max_pool_mappings": 256,
