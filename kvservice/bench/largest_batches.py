@@ -48,6 +48,7 @@ def many_sequences(sender: Sender) -> Cycle:
         await sender.send("SwapOut", content, blocks_pb2.SwapOutRequest(sequence_ids=ids))
         await sender.send("CanSwapIn", content, blocks_pb2.CanSwapInRequest(sequence_ids=ids))
         await sender.send("SwapIn", content, blocks_pb2.SwapInRequest(sequence_ids=ids))
+        await ahead(sender, ids, length)
         await sender.send("Fork", content, blocks_pb2.ForkRequest(parent_ids=ids, child_ids=forks))
         await sender.send("GetSnapshot", "1000 sequences", _SNAPSHOT)
         await sender.send("CanAppend", f"{more} tokens to each of {content}", can_append)
@@ -145,6 +146,19 @@ async def commit(sender: Sender, content: str, ids: list[int]) -> None:
     await sender.send("MapPool", "writable", host_pb2.MapPoolRequest(writable=True))
     step_id = await open_step(sender, f"{content}, in a mapped pool", ids)
     await sender.send("Commit", content, host_pb2.CommitRequest(step_id=step_id))
+    await sender.send("UnmapPool", "", host_pb2.UnmapPoolRequest())
+
+
+async def ahead(sender: Sender, ids: list[int], length: int) -> None:
+    """Commit as many tokens of a step ahead as the sequences have, and open the next step. They are removed again."""
+    await sender.send("MapPool", "writable", host_pb2.MapPoolRequest(writable=True))
+    content = f"{length} tokens of each of {len(ids)} sequences"
+    request = blocks_pb2.OpenAheadRequest(sequence_ids=ids, num_steps=length)
+    step = blocks_pb2.StepResponse.FromString(await sender.send("OpenAhead", content, request))
+    tokens = [7] * (len(ids) * length)
+    following = blocks_pb2.CommitAheadRequest(step_id=step.step_id, token_ids=tokens, num_steps=length)
+    await sender.send("CommitAhead", content, following)
+    await sender.send("Truncate", content, truncate(ids, [length] * len(ids)))
     await sender.send("UnmapPool", "", host_pb2.UnmapPoolRequest())
 
 
