@@ -49,10 +49,10 @@ inline __m128i interleave_high(__m128i a, __m128i b, uint32_t /*element*/) { ret
 // those of the lower half rotates the bits of (row, column) by one; after as many rounds as a row number has bits, the
 // two have changed places.
 template <class T>
-void transpose_square(T* to, int64_t to_stride, const T* from, int64_t from_stride) {
+void transpose_square(T* to, int64_t to_pitch, const T* from, int64_t from_pitch) {
   constexpr int kRows = sizeof(__m128i) / sizeof(T);
   __m128i rows[kRows], mixed[kRows];
-  for (int i = 0; i < kRows; ++i) rows[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_stride));
+  for (int i = 0; i < kRows; ++i) rows[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_pitch));
   for (int round = 1; round < kRows; round *= 2) {
     for (int i = 0; i < kRows / 2; ++i) {
       mixed[2 * i] = interleave_low(rows[i], rows[i + kRows / 2], T{});
@@ -60,13 +60,13 @@ void transpose_square(T* to, int64_t to_stride, const T* from, int64_t from_stri
     }
     std::copy(mixed, mixed + kRows, rows);
   }
-  for (int i = 0; i < kRows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_stride), rows[i]);
+  for (int i = 0; i < kRows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_pitch), rows[i]);
 }
 #endif
 
 // to[column][row] = from[row][column]
 template <class T>
-void transpose(T* to, int64_t to_stride, const T* from, int64_t from_stride, int64_t num_rows, int64_t num_columns) {
+void transpose(T* to, int64_t to_pitch, const T* from, int64_t from_pitch, int64_t num_rows, int64_t num_columns) {
   int64_t square_rows = 0, square_columns = 0;
 #ifdef __SSE2__
   constexpr int64_t kSide = sizeof(__m128i) / sizeof(T);
@@ -74,13 +74,13 @@ void transpose(T* to, int64_t to_stride, const T* from, int64_t from_stride, int
   square_columns = num_columns / kSide * kSide;
   for (int64_t row = 0; row < square_rows; row += kSide) {
     for (int64_t column = 0; column < square_columns; column += kSide) {
-      transpose_square(to + column * to_stride + row, to_stride, from + row * from_stride + column, from_stride);
+      transpose_square(to + column * to_pitch + row, to_pitch, from + row * from_pitch + column, from_pitch);
     }
   }
 #endif
   for (int64_t column = 0; column < num_columns; ++column) {
     for (int64_t row = column < square_columns ? square_rows : 0; row < num_rows; ++row) {
-      to[column * to_stride + row] = from[row * from_stride + column];
+      to[column * to_pitch + row] = from[row * from_pitch + column];
     }
   }
 }
