@@ -77,7 +77,9 @@ def allocation_status(status: blocks_pb2.AllocStatus) -> str:
     return str(blocks_pb2.AllocStatus.Name(status)).removeprefix("ALLOC_STATUS_").lower()
 
 
-def step_info(response: blocks_pb2.StepResponse, num_restarts: int, *, ahead: bool = False) -> StepInfo:
+def step_info(
+    response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
+) -> StepInfo:
     query_lens = to_ints(response.query_lens, np.int32)
     return StepInfo(
         step_id=response.step_id,
@@ -89,4 +91,5 @@ def step_info(response: blocks_pb2.StepResponse, num_restarts: int, *, ahead: bo
         mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
         num_restarts=num_restarts,
         ahead=ahead,
+        session_token=session_token,
     )

@@ -299,7 +299,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         request = build(
             blocks_pb2.CommitAheadRequest,
             request_id=self._request_id(),
-            step_id=step.info.step_id,
+            step_id=self._own_step(step),
             token_ids=tokens,
             num_tokens=counts,
             num_steps=whole(num_steps, "num_steps"),
@@ -311,7 +311,14 @@ class SessionCore(Generic[StepT, SchedulerT]):
         return self._step(step.sequences, response, ahead=True) if response.step_id else None
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse, *, ahead: bool = False) -> StepT:
-        return self._make_step(self.calls, tuple(sequences), step_info(response, self.num_restarts, ahead=ahead))
+        info = step_info(response, self.num_restarts, self.token, ahead=ahead)
+        return self._make_step(self.calls, tuple(sequences), info)
+
+    def _own_step(self, step: HasStepInfo) -> int:
+        """Return the id of a step of this session. Those of other sessions may have the same ids."""
+        if step.info.session_token not in (b"", self.token):
+            raise InvalidArgumentError(f"step {step.info.step_id} is of another session", field="step")
+        return step.info.step_id
 
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
@@ -535,7 +542,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def commit(self, step: HasStepInfo, *, timeout_s: float | None = None) -> None:
         """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
         stream first."""
-        request = build(host_pb2.CommitRequest, request_id=self._request_id(), step_id=step.info.step_id)
+        request = build(host_pb2.CommitRequest, request_id=self._request_id(), step_id=self._own_step(step))
         await self.call("commit", request, timeout_s)
 
     def _request_id(self) -> int:

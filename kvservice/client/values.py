@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -113,6 +113,8 @@ class StepInfo:
     """How often the daemon had been restarted, see Session.num_restarts, when it opened the step."""
     ahead: bool = False
     """Whether it is a step ahead, which only the client writes, in the mapped pool."""
+    session_token: bytes = field(default=b"", repr=False)
+    """The token of its session. Empty: a step of a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Pin:
 def from_message(kind: type[T], message: Message) -> T:
     """Convert a message to a dataclass with the same field names."""
     values: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        value = getattr(message, field.name)
-        values[field.name] = value if isinstance(value, (int, float, str, bool)) else tuple(value)
+    for one in fields(kind):  # type: ignore[arg-type]
+        value = getattr(message, one.name)
+        values[one.name] = value if isinstance(value, (int, float, str, bool)) else tuple(value)
     return kind(**values)

@@ -111,6 +111,8 @@ class BlockCalls:
     ) -> Finished[blocks_pb2.StepResponse]:
         session.access.check_writable()
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        if request.token_ids and request.step_id in session.namespace.steps:
+            session.access.check_in_tables(request.step_id)
         step = self._engine.commit_ahead(
             session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
         )

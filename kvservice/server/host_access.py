@@ -213,6 +213,14 @@ class HostAccess:
 
     # ---- steps
 
+    def check_in_tables(self, step_id: int) -> None:
+        """Raise FailedPreconditionError unless the client can know the slots of a step."""
+        if self._tables is None or step_id not in self._tables:
+            raise FailedPreconditionError(
+                f"step {step_id} is not in the step tables: they were full, or the pool was mapped again",
+                field="step_id", step_id=step_id,
+            )  # fmt: skip
+
     def publish(self, step: StepPlan, *, to_lane: bool = True) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
         """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables.
 

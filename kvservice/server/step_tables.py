@@ -51,6 +51,9 @@ class StepTables:
         self._words[slot] = step.step_id
         return slot, begin
 
+    def __contains__(self, step_id: int) -> bool:
+        return step_id in self._extents
+
     def retire(self, step_id: int) -> None:
         """Remove a step that is no longer live. Unknown ids are ignored."""
         extent = self._extents.pop(step_id, None)

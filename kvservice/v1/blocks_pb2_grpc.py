@@ -229,7 +229,8 @@ class BlockServiceServicer(object):
     def CommitAhead(self, request, context):
         """Appends the tokens that the client has written in a step ahead, as computed tokens, and opens the next step ahead.
         This needs no waiting: a client whose step has slots for more tokens writes these meanwhile. They have the same
-        slots in the next step. If the call fails, the step goes on.
+        slots in the next step. If the call fails, the step goes on. FAILED_PRECONDITION with tokens of a step that is not in
+        the step tables: its client cannot have known the slots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

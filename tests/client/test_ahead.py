@@ -15,6 +15,7 @@ from small_daemons import OpenDaemon
 from kvservice import ops
 from kvservice.client import AsyncKVClient, KVClient, ScheduledRequest, Sequence, Session, Step
 from kvservice.client.pools.mapped import MappedPool
+from kvservice.client.threads import finish
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -24,6 +25,7 @@ from kvservice.errors import (
     SequenceScheduledError,
     StaleStepError,
 )
+from kvservice.v1 import host_pb2
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 4, 2, 32, 4
 PROMPTS = ([701, 702, 703, 704, 705], [801], [901, 902, 903, 904])
@@ -239,9 +241,7 @@ def test_a_commit_that_fails_changes_nothing(kv: Session) -> None:
     assert sequence.length == len(PROMPTS[0]) + 3
 
 
-def test_who_has_not_mapped_the_pool_for_writing_opens_none(open_daemon: OpenDaemon, kv: Session) -> None:
-    (sequence,) = computed(kv, PROMPTS[0])
-    step = kv.open_ahead([sequence], 1)
+def test_who_has_not_mapped_the_pool_for_writing_opens_none(open_daemon: OpenDaemon) -> None:
     for share_pool, transport in (("write", "inline"), ("read", "mapped"), ("off", "inline")):
         daemon = open_daemon("float32", share_pool)
         with KVClient(daemon.address, transport=transport) as client, client.session() as other:
@@ -249,7 +249,7 @@ def test_who_has_not_mapped_the_pool_for_writing_opens_none(open_daemon: OpenDae
             with pytest.raises(PoolNotSharedError):
                 other.open_ahead([mine], 1)
             with pytest.raises(PoolNotSharedError):
-                other.commit_ahead(step, [1])
+                other.commit_ahead(other.open_step([mine]), [1])
 
 
 def test_the_sequences_of_the_scheduler_have_none(kv: Session) -> None:
@@ -258,3 +258,50 @@ def test_the_sequences_of_the_scheduler_have_none(kv: Session) -> None:
     scheduler.schedule()
     with pytest.raises(SequenceScheduledError):
         kv.open_ahead([Sequence(5, 2)], 1)
+
+
+def test_steps_of_another_session_are_refused(address: str, kv: Session) -> None:
+    """Their ids may be the same."""
+    with KVClient(address, transport="mapped") as client, client.session() as other:
+        steps = [one.open_ahead(computed(one, PROMPTS[0]), 2) for one in (kv, other)]
+        assert len({step.step_id for step in steps}) == 1
+        for call in (lambda: kv.commit_ahead(steps[1], [1]), lambda: kv.commit(steps[1])):
+            with pytest.raises(InvalidArgumentError) as raised:
+                call()
+            assert raised.value.field == "step"
+        assert [one.length for step in steps for one in step.sequences] == [len(PROMPTS[0])] * 2
+        assert kv.commit_ahead(steps[0], [1]) is None
+
+
+def test_tokens_whose_slots_nobody_knew_are_refused(kv: Session) -> None:
+    """The mapping has ended, and with it the tables."""
+    (sequence,) = computed(kv, PROMPTS[0])
+    pool = kv.map_pool(writable=True)
+    step = kv.open_ahead([sequence], 2)
+    tables = pool.step(step)
+    finish(kv._core.call("unmap_pool", host_pb2.UnmapPoolRequest()))
+    with pytest.raises(StaleStepError):
+        tables.check()
+    kv.map_pool(writable=True)
+    with pytest.raises(FailedPreconditionError) as raised:
+        kv.commit_ahead(step, [1])
+    assert raised.value.field == "step_id"
+    following = kv.commit_ahead(step, [], num_steps=2)
+    assert following is not None
+    assert following.mapped is not None
+    assert kv.commit_ahead(following, [1, 2]) is None
+    assert sequence.length == len(PROMPTS[0]) + 2
+
+
+def test_a_step_is_committed_after_a_resume_only_if_it_is_opened_again(address: str) -> None:
+    with KVClient(address, transport="inline") as client:
+        kv = client.session("first", detachable=True)
+        kv.map_pool(writable=True)
+        (sequence,) = computed(kv, PROMPTS[1])
+        step = kv.open_ahead([sequence], 2)
+        with client.resume(kv.detach()) as resumed:
+            resumed.map_pool(writable=True)
+            with pytest.raises((FailedPreconditionError, StaleStepError)):
+                resumed.commit_ahead(step, [1])
+            again = resumed.open_ahead([Sequence(sequence.sequence_id, sequence.length)], 2)
+            assert resumed.commit_ahead(again, [1]) is None

@@ -82,6 +82,7 @@ class MappedStep:
         daemon, too. Raise ConnectionLostError if the connection is broken, since the daemon may have ended."""
         if self._word[0] != self.step_id:
             raise StaleStepError(
-                f"a newer operation on one of its sequences replaced step {self.step_id}", field="step_id"
+                f"step {self.step_id} ended with a newer operation on one of its sequences, or with the mapping",
+                field="step_id",
             )
         self._check_process()
