@@ -143,8 +143,10 @@ def started(contents: list[bytes], names: str, **environ: str) -> subprocess.Com
     # The shell's exec keeps the process id, as systemd's does.
     moves = (
         "import os, sys\n"
-        "high = [os.dup2(int(d), 100 + i) for i, d in enumerate(sys.argv[1].split(',')) if d]\n"
-        "[os.close(d) for d in range(3, 40) if os.path.exists(f'/proc/self/fd/{d}')]\n"
+        "given = [int(d) for d in sys.argv[1].split(',') if d]\n"
+        "above = max(given, default=2) + 1\n"
+        "high = [os.dup2(d, above + i) for i, d in enumerate(given)]\n"
+        "os.closerange(3, above)\n"
         "[(os.dup2(d, 3 + i), os.close(d)) for i, d in enumerate(high)]\n"
         "os.environ.setdefault('LISTEN_PID', str(os.getpid()))\n"
         "os.execv(sys.executable, [sys.executable, '-P', '-c', sys.argv[2]])\n"
