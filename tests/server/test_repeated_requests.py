@@ -38,6 +38,8 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
         request_id=n, sequence_ids=[1], token_ids=[9], return_slot_mapping=True
     ),
     "open_step": lambda n: blocks_pb2.OpenStepRequest(request_id=n, sequence_ids=[2]),
+    "open_ahead": lambda n: blocks_pb2.OpenAheadRequest(request_id=n, sequence_ids=[4], num_steps=2),
+    "commit_ahead": lambda n: blocks_pb2.CommitAheadRequest(request_id=n, step_id=5, token_ids=[7, 8], num_steps=1),
     "truncate": lambda n: blocks_pb2.TruncateRequest(request_id=n, sequence_ids=[1], lengths=[2]),
     "fork": lambda n: blocks_pb2.ForkRequest(request_id=n, parent_ids=[1], child_ids=[11]),
     "swap_out": lambda n: blocks_pb2.SwapOutRequest(request_id=n, sequence_ids=[1]),
@@ -75,8 +77,8 @@ REFUSED = {
 
 @pytest.fixture
 def prepared(raw_session: Any, raw: Any) -> Any:
-    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old", the pool
-    mapped, and a scheduler with request 13."""
+    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), 4 (in step 5, ahead), pin 1,
+    region "old", the pool mapped, and a scheduler with request 13."""
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(64))
     raw_session.ok("system_shared_memory_register", register("old"))
@@ -90,6 +92,11 @@ def prepared(raw_session: Any, raw: Any) -> Any:
     raw_session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
     raw_session.ok("allocate", allocate(2))
     assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[2])).step_id == 3
+    raw_session.ok("allocate", allocate(4))
+    assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[4])).step_id == 4
+    raw_session.ok("commit", host_pb2.CommitRequest(step_id=4))
+    ahead = blocks_pb2.OpenAheadRequest(sequence_ids=[4], num_steps=3)
+    assert raw_session.ok("open_ahead", ahead).step_id == 5
     raw_session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[3]))
     raw_session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
     raw_session.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
