@@ -24,7 +24,8 @@ from kvservice.launch import Daemon, StartError
 PASS = """
 import os, sys
 given = [int(number) for number in sys.argv[1].split(",") if number]
-high = [os.dup2(number, 200 + index) for index, number in enumerate(given)]
+above = max(given, default=2) + 1
+high = [os.dup2(number, above + index) for index, number in enumerate(given)]
 for index, number in enumerate(high):
     os.dup2(number, 3 + index)
 os.environ["LISTEN_PID"] = str(os.getpid())
