@@ -2,18 +2,20 @@
 Transfer Engines and in messages, against a plain socket that copies the same bytes.
 
 All processes are on this host, and talk over the loopback interface. The ways take turns, so that a slow machine
-affects all of them. Checksums are compared by both ends, except by the plain socket.
+affects all of them. Checksums are compared by both ends, except by the plain socket and by the engine alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
 
+from kvservice.bench.engine_peer import engine_peer
 from kvservice.bench.harness import medians, table, take_turns
 from kvservice.bench.peer_process import free_port
 from kvservice.bench.remote_sequences import LABELS as SEQUENCE_LABELS
@@ -27,10 +29,16 @@ from kvservice.launch import Daemon
 BLOCK_BYTES = 2 << 20
 BATCH_BYTES, BATCH_BYTES_QUICK = 128 << 20, 16 << 20
 ROUNDS, ROUNDS_QUICK = 25, 2
-# The ways by name: the transport of the store, None for the peer.
-WAYS = {"socket": None, "transfer": "transfer", "staged": "transfer", "inline": "inline"}
+# The ways without a daemon, by name.
+PEERS: dict[str, Callable[[BlockBatch], AbstractContextManager[BlockWay]]] = {
+    "socket": socket_peer,
+    "engine": engine_peer,
+}
+# All ways by name: the transport of the store, None for a peer.
+WAYS = {"socket": None, "engine": None, "transfer": "transfer", "staged": "transfer", "inline": "inline"}
 LABELS = {
     "socket": "plain socket",
+    "engine": "Transfer Engine alone, nothing compared",
     "transfer": "Transfer Engine, blocks in a region",
     "staged": "Transfer Engine, blocks elsewhere",
     "inline": "messages",
@@ -45,7 +53,7 @@ def ways(address: str, num_bytes: int) -> Iterator[dict[str, BlockWay]]:
         for name, transport in WAYS.items():
             batch = BlockBatch(BLOCK_BYTES, num_bytes)
             if transport is None:
-                opened[name] = cleanup.enter_context(socket_peer(batch))
+                opened[name] = cleanup.enter_context(PEERS[name](batch))
                 continue
             client = cleanup.enter_context(KVClient(address))
             namespace = StoreNamespace("bench", BLOCK_BYTES, layout=name)
