@@ -47,11 +47,11 @@ _HEAD_SIZE_NAMES = {"jetmoe": "kv_channels", "xlnet": "d_head"}
 # / heads. For the following model types the library has other defaults.
 _NEED_KV_HEADS = frozenset(
     {
-        "beam", "bitnet", "cwm", "ernie4_5", "ernie4_5_moe", "flint", "gemma2", "gemma3_text", "glm", "glm4",
+        "beam", "bitnet", "cwm", "ernie4_5", "ernie4_5_moe", "exaone", "flint", "gemma2", "gemma3_text", "glm", "glm4",
         "gpt_oss", "granite_swa", "hy_v3", "internlm3", "iquestcoder", "jetmoe", "kolibri1", "laguna", "lfm2",
         "lfm2_moe", "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
-        "mistral", "mixtral", "phi4_multimodal", "phimoe", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-        "starcoder2", "vaultgemma",
+        "mistral", "mixtral", "phi4_multimodal", "phimoe", "qwen3_moe", "sarvam_moe", "seed_oss", "smollm3",
+        "solar_open", "starcoder2", "vaultgemma",
     }
 )  # fmt: skip
 _NEED_HEAD_SIZE = frozenset(

@@ -19,6 +19,7 @@ from transformers import (
 from kvservice.bench.peer_process import PeerMissingError
 from kvservice.bench.serve_figures import Served
 from kvservice.bench.serve_trace import ServeTrace, TraceRequest
+from kvservice.integrations.transformers.arguments import CACHE
 
 # Tokens of one step of the library's continuous batching, and of a page of its cache.
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -83,7 +84,7 @@ class StaticBatches:
                 attention_mask=mask.to(self.model.device),
                 max_new_tokens=max(request.num_tokens for request in batch),
                 do_sample=False,
-                past_key_values=cache,
+                **{CACHE: cache},
                 stopping_criteria=StoppingCriteriaList([clock]),
             )
         return output[:, longest:].tolist(), clock.times

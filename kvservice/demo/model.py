@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvservice.integrations.transformers.arguments import CACHE
+
 VOCABULARY = 512
 
 
@@ -81,7 +83,7 @@ def generate_alone(model: LlamaForCausalLM, prompt: Sequence[int], picker: Picke
     token_ids = list(prompt)
     while len(generated) < num_tokens:
         ids = torch.tensor([token_ids], device=model.device)
-        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        logits = model(input_ids=ids, **{CACHE: cache}, logits_to_keep=1).logits[0, -1]
         generated.append(picker.pick(logits))
         token_ids = generated[-1:]
     return generated

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import cached
 from causal_lms import TABLE, Case, installed_cases, make_config, make_model, model_class
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -65,7 +66,7 @@ def prompts() -> dict[str, torch.Tensor]:
 def generate(model: Any, cache: Cache, **arguments: Any) -> Output:
     arguments = {"do_sample": False, "max_new_tokens": 24} | prompts() | arguments
     torch.manual_seed(5)
-    result = model.generate(**arguments, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
+    result = model.generate(**arguments, **cached(cache), output_logits=True, return_dict_in_generate=True)
     return Output(result.sequences, torch.stack(result.logits))
 
 
@@ -141,7 +142,7 @@ def check_router_logits(subject: Subject) -> None:
     }
     expected = subject.reference(**inputs).router_logits
     for _ in range(2):
-        actual = subject.model(**inputs, past_key_values=KVServiceCache(subject.kv)).router_logits
+        actual = subject.model(**inputs, **cached(KVServiceCache(subject.kv))).router_logits
         assert len(actual or ()) == len(expected or ()), "router logits are missing"
         for one, other in zip(actual or (), expected or (), strict=True):
             assert one.shape == other.shape, f"router logits: {list(one.shape)}, not {list(other.shape)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import cached
 from transformers import DynamicCache
 
 from kvservice.client import Step
@@ -21,12 +22,12 @@ def logits_of(model, cache, batch, positions, num_decode_steps=3):
     mask = batch["attention_mask"]
     ids = batch["input_ids"]
     extra = positions(model, mask)
-    logits = [model(ids, attention_mask=mask, past_key_values=cache, **extra).logits[mask.bool()]]
+    logits = [model(ids, attention_mask=mask, **cached(cache), **extra).logits[mask.bool()]]
     for step in range(num_decode_steps):
         mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.long)], 1)
         extra = {name: value[:, -1:] for name, value in positions(model, mask).items()}
         token = torch.full((len(mask), 1), 7 + step)
-        logits.append(model(token, attention_mask=mask, past_key_values=cache, **extra).logits[:, 0])
+        logits.append(model(token, attention_mask=mask, **cached(cache), **extra).logits[:, 0])
     return torch.cat(logits)
 
 
@@ -43,7 +44,7 @@ def test_generates_the_same_tokens(pair, batch, do_sample: bool) -> None:
     torch.manual_seed(11)
     expected = pair.reference.generate(**arguments)
     torch.manual_seed(11)
-    actual = pair.model.generate(**arguments, past_key_values=KVServiceCache(pair.new_session()))
+    actual = pair.model.generate(**arguments, **cached(KVServiceCache(pair.new_session())))
     assert torch.equal(actual, expected)
 
 
@@ -80,7 +81,7 @@ def test_sampling_depends_on_the_seed(llama, batch) -> None:
     def sample(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         cache = KVServiceCache(llama.new_session())
-        return llama.model.generate(**batch, max_new_tokens=16, do_sample=True, top_k=0, past_key_values=cache)
+        return llama.model.generate(**batch, max_new_tokens=16, do_sample=True, top_k=0, **cached(cache))
 
     assert not torch.equal(sample(1), sample(2))
 

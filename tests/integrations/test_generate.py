@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import cached
 from transformers import PreTrainedModel
 
 from kvservice.client import Step
@@ -45,7 +46,7 @@ def written(monkeypatch) -> list[int]:
 
 
 def generate(model, kv, **arguments):
-    return model.generate(**arguments, do_sample=False, past_key_values=KVServiceCache(kv))
+    return model.generate(**arguments, do_sample=False, **cached(KVServiceCache(kv)))
 
 
 def test_cached_prefixes_are_neither_computed_nor_written_again(llama, batch, written) -> None:
@@ -83,7 +84,7 @@ def test_columns_that_one_row_needs_are_computed_for_all_rows(llama, batch, posi
     inputs = {**batch, **positions(llama.model, batch["attention_mask"]), "logits_to_keep": 1, "return_dict": True}
     inputs |= unlike_generate
     with computed_shapes(llama.model) as shapes:
-        logits = llama.model(**inputs, past_key_values=KVServiceCache(kv)).logits
+        logits = llama.model(**inputs, **cached(KVServiceCache(kv))).logits
     # The second row starts in column 5, and none of it is cached.
     assert shapes == [(3, 13)]
     torch.testing.assert_close(logits, llama.reference(**inputs).logits, atol=1e-3, rtol=0)
@@ -93,7 +94,7 @@ def test_a_row_that_ends_with_padding_keeps_the_shape_of_the_batch(llama, batch,
     mask = batch["attention_mask"].flip(1)
     inputs = {**batch, "attention_mask": mask, **positions(llama.model, mask), "logits_to_keep": 1, "return_dict": True}
     with computed_shapes(llama.model) as shapes:
-        logits = llama.model(**inputs, past_key_values=KVServiceCache(llama.new_session())).logits
+        logits = llama.model(**inputs, **cached(KVServiceCache(llama.new_session()))).logits
     assert shapes == [tuple(mask.shape)]
     expected = llama.reference(**inputs).logits
     torch.testing.assert_close(logits[:1], expected[:1], atol=1e-3, rtol=0)
@@ -105,7 +106,7 @@ def test_all_logits_are_computed_if_asked_for(llama, batch, positions) -> None:
     inputs = {**batch, **positions(llama.model, mask)}
     expected = llama.reference(**inputs).logits[mask.bool()]
     for _ in range(2):
-        logits = llama.model(**inputs, past_key_values=KVServiceCache(kv)).logits[mask.bool()]
+        logits = llama.model(**inputs, **cached(KVServiceCache(kv))).logits[mask.bool()]
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
@@ -114,7 +115,7 @@ def test_hidden_states_are_complete_on_a_cached_prompt(llama, batch) -> None:
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"][:1], "logits_to_keep": 1, "output_hidden_states": True}
     expected = llama.reference(**inputs).hidden_states[-1]
     for _ in range(2):
-        actual = llama.model(**inputs, past_key_values=KVServiceCache(kv)).hidden_states[-1]
+        actual = llama.model(**inputs, **cached(KVServiceCache(kv))).hidden_states[-1]
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -122,7 +123,7 @@ def test_hidden_states_are_complete_where_the_configuration_asks_for_them(llama,
     kv = llama.new_session()
     monkeypatch.setattr(llama.model.config, "output_hidden_states", True)
     for _ in range(2):
-        output = llama.model(batch["input_ids"][:1], logits_to_keep=1, past_key_values=KVServiceCache(kv))
+        output = llama.model(batch["input_ids"][:1], logits_to_keep=1, **cached(KVServiceCache(kv)))
         assert [states.shape[1] for states in output.hidden_states] == [18] * 3
 
 
@@ -140,7 +141,7 @@ def test_parallel_samples(llama, batch) -> None:
     torch.manual_seed(4)
     expected = llama.reference.generate(**arguments)
     torch.manual_seed(4)
-    actual = llama.model.generate(**arguments, past_key_values=KVServiceCache(llama.new_session()))
+    actual = llama.model.generate(**arguments, **cached(KVServiceCache(llama.new_session())))
     assert torch.equal(actual, expected)
 
 
@@ -162,7 +163,7 @@ def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkey
     kv = llama.new_session()
     cache = KVServiceCache(kv)
     expected = llama.reference.generate(ids, max_new_tokens=20, do_sample=False)
-    actual = llama.model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=cache, **assistant)
+    actual = llama.model.generate(ids, max_new_tokens=20, do_sample=False, **cached(cache), **assistant)
     assert torch.equal(actual, expected)
     assert sum(removed) > 0
     (row,) = kv.describe(token_ids=True)
@@ -179,12 +180,12 @@ def test_chunked_prefill(llama, batch, written) -> None:
 
 def test_a_conversation_goes_on_in_the_same_cache(llama, batch) -> None:
     cache = KVServiceCache(llama.new_session())
-    first = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    first = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, **cached(cache))
     ids = torch.cat([first, torch.randint(1, 97, (3, 4))], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     with computed_shapes(llama.model) as shapes:
-        actual = llama.model.generate(**arguments, past_key_values=cache)
+        actual = llama.model.generate(**arguments, **cached(cache))
     assert shapes[0] == (3, 5), "one token of the first answer was not computed yet, and four are new"
     assert torch.equal(actual, llama.reference.generate(**arguments))
 
@@ -192,7 +193,7 @@ def test_a_conversation_goes_on_in_the_same_cache(llama, batch) -> None:
 def test_the_daemon_knows_the_tokens_without_padding(llama, batch) -> None:
     kv = llama.new_session()
     cache = KVServiceCache(kv)
-    tokens = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    tokens = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, **cached(cache))
     for row, length in enumerate((18, 13, 6)):
         info = kv.describe([cache.sequences[row]], token_ids=True)[0]
         assert list(info.token_ids) == tokens[row, 18 - length : -1].tolist()

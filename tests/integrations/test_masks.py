@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from cache_argument import cached
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, install, pool_options
@@ -31,7 +32,7 @@ def logits_in_two_passes(model, cache, mask: torch.Tensor, second_mask: torch.Te
         inputs["attention_mask"] = mask[:, : columns.stop]
         if second_mask is not None and columns.stop == 12:
             inputs["attention_mask"] = second_mask
-        logits = model(IDS[:, columns], **inputs, past_key_values=cache).logits
+        logits = model(IDS[:, columns], **inputs, **cached(cache)).logits
     return logits[mask[:, 8:].bool()]
 
 
@@ -51,9 +52,9 @@ def test_a_mask_that_changes_over_stored_columns_is_refused(llama, changed) -> N
 
 def test_no_mask_after_a_mask_is_another_mask(llama) -> None:
     cache = KVServiceCache(llama.new_session())
-    llama.model(IDS[:, :8], attention_mask=masked(0)[:, :8], past_key_values=cache)
+    llama.model(IDS[:, :8], attention_mask=masked(0)[:, :8], **cached(cache))
     with pytest.raises(InvalidArgumentError, match="attention_mask: differs from the previous mask"):
-        llama.model(IDS[:, 8:], past_key_values=cache)
+        llama.model(IDS[:, 8:], **cached(cache))
 
 
 def test_a_mask_of_the_new_columns_alone_is_refused(llama) -> None:
@@ -72,10 +73,10 @@ def test_a_mask_may_be_longer_than_the_columns(llama) -> None:
 def test_selected_rows_keep_their_masks(llama) -> None:
     cache = KVServiceCache(llama.new_session())
     mask = masked(0, 1)
-    llama.model(IDS, attention_mask=mask, **positions(llama.model, mask), past_key_values=cache)
+    llama.model(IDS, attention_mask=mask, **positions(llama.model, mask), **cached(cache))
     cache.batch_select_indices(torch.tensor([1]))
     token, mask = torch.tensor([[41]]), torch.cat([mask[1:], torch.ones(1, 1, dtype=torch.long)], 1)
-    actual = llama.model(token, attention_mask=mask, position_ids=torch.tensor([[10]]), past_key_values=cache).logits
+    actual = llama.model(token, attention_mask=mask, position_ids=torch.tensor([[10]]), **cached(cache)).logits
     inputs = {"attention_mask": mask, **positions(llama.model, mask), "logits_to_keep": 1}
     expected = llama.reference(torch.cat([IDS[1:], token], 1), **inputs).logits
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
@@ -113,14 +114,14 @@ def test_padding_between_tokens_whose_columns_mpt_counts_is_refused(clients) -> 
     with clients(pool_options(config)).session() as kv, torch.no_grad():
         for share in (True, False):
             cache = KVServiceCache(kv, share=share)
-            model(IDS, attention_mask=masked(0, 1), past_key_values=cache)
+            model(IDS, attention_mask=masked(0, 1), **cached(cache))
             with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
-                model(IDS, attention_mask=masked(3), past_key_values=KVServiceCache(kv, share=share))
+                model(IDS, attention_mask=masked(3), **cached(KVServiceCache(kv, share=share)))
 
 
 def test_a_window_that_sees_the_whole_row_does_not_matter(make_pair) -> None:
     pair = make_pair("mistral")
     mask = torch.tensor([[1] * 8, [0, 0, 0, 1, 1, 0, 1, 1]])
     inputs = {"input_ids": IDS[:, :8], "attention_mask": mask, **positions(pair.model, mask)}
-    actual = pair.model(**inputs, past_key_values=KVServiceCache(pair.new_session())).logits
+    actual = pair.model(**inputs, **cached(KVServiceCache(pair.new_session()))).logits
     torch.testing.assert_close(actual[mask.bool()], pair.reference(**inputs).logits[mask.bool()], atol=1e-3, rtol=0)

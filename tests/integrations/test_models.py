@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cache_argument import cache_of
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from kvservice.errors import InvalidArgumentError
@@ -28,7 +29,7 @@ def test_pool_options_of_each_family(pair) -> None:
     options = pool_options(pair.model.config)
     num_kv_heads = 1 if pair.model.config.model_type == "gpt_bigcode" else options["num_kv_heads"]
     assert options == {"num_layers": 2, "num_kv_heads": num_kv_heads, "head_size": 32, "dtype": "float32"}
-    keys = pair.reference(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values.layers[0].keys
+    keys = cache_of(pair.reference(torch.tensor([[1, 2, 3]]), use_cache=True)).layers[0].keys
     assert keys.shape[1] == num_kv_heads
 
 

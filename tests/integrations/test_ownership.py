@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import cached
 
 from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError
@@ -16,7 +17,7 @@ IDS = torch.arange(1, 97).repeat(2)[:180].reshape(2, 90)
 
 
 def fail_after_a_pass(model, cache: KVServiceCache) -> None:
-    model(IDS, past_key_values=cache)
+    model(IDS, **cached(cache))
     cache.crop(1)
 
 
@@ -26,14 +27,14 @@ def test_requests_with_a_cache_each_never_fill_the_pool(llama) -> None:
     for request in range(8):
         ids = IDS.roll(request, 1)
         model: Any = install(llama.model)
-        tokens = model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=KVServiceCache(kv))
+        tokens = model.generate(ids, max_new_tokens=2, do_sample=False, **cached(KVServiceCache(kv)))
         assert torch.equal(tokens, llama.reference.generate(ids, max_new_tokens=2, do_sample=False))
 
 
 def test_a_context_manager_frees_at_once(llama) -> None:
     kv = llama.new_session()
     with KVServiceCache(kv) as cache:
-        llama.model(IDS, past_key_values=cache)
+        llama.model(IDS, **cached(cache))
         assert len(kv.describe()) == 2
     assert kv.describe() == []
     with pytest.raises(InvalidArgumentError), KVServiceCache(kv) as cache:
@@ -44,7 +45,7 @@ def test_a_context_manager_frees_at_once(llama) -> None:
 def test_a_dropped_cache_is_freed_before_the_next_allocation(llama) -> None:
     kv = llama.new_session()
     cache = KVServiceCache(kv)
-    llama.model(IDS, past_key_values=cache)
+    llama.model(IDS, **cached(cache))
     fork = cache.fork()
     del cache
     kv.allocate([1])
@@ -58,7 +59,7 @@ def test_a_dropped_cache_is_freed_before_the_next_allocation(llama) -> None:
 def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
     kv = llama.new_session()
     cache = KVServiceCache(kv)
-    llama.model(IDS, past_key_values=cache)
+    llama.model(IDS, **cached(cache))
     kv.free(cache.sequences[:1])
     del cache
     assert kv.can_allocate([[1, 2, 3]]) == "ok"
@@ -69,7 +70,7 @@ def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
     """A cache in a reference cycle is collected whenever the garbage collector runs, here during another call."""
     kv = llama.new_session()
     cache: Any = KVServiceCache(kv)
-    llama.model(IDS, past_key_values=cache)
+    llama.model(IDS, **cached(cache))
     cache.itself = cache
     del cache
     assert finish(kv._core.context.connection._turns.take(None))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import CACHE, cache_of, cached
 from transformers import DynamicCache
 
 from kvservice.client import KVClient, Step
@@ -36,8 +37,8 @@ def test_a_model_that_is_not_installed_is_refused(llama, cache) -> None:
     for implementation in ("eager", "sdpa"):
         llama.reference.set_attn_implementation(implementation)
         calls = {
-            "generate": lambda: llama.reference.generate(IDS, max_new_tokens=3, past_key_values=cache),
-            "call": lambda: llama.reference(IDS, past_key_values=cache),
+            "generate": lambda: llama.reference.generate(IDS, max_new_tokens=3, **cached(cache)),
+            "call": lambda: llama.reference(IDS, **cached(cache)),
             "positional": lambda: llama.reference.model.forward(IDS, None, None, cache),
         }
         for call in calls.values():
@@ -48,22 +49,22 @@ def test_a_model_that_is_not_installed_is_refused(llama, cache) -> None:
 def test_other_families_that_are_not_installed_are_refused(make_pair, family) -> None:
     pair = make_pair(family)
     cache = KVServiceCache(pair.new_session())
-    generate = lambda: pair.reference.generate(IDS, max_new_tokens=3, past_key_values=cache)  # noqa: E731
+    generate = lambda: pair.reference.generate(IDS, max_new_tokens=3, **cached(cache))  # noqa: E731
     assert_refused(cache, FailedPreconditionError, r"install\(model\) first", generate)
 
 
 def test_attention_that_was_changed_back_is_refused(llama, cache) -> None:
     llama.model.set_attn_implementation("sdpa")
     calls = {
-        "call": lambda: llama.model(IDS, past_key_values=cache),
-        "forward": lambda: llama.model.forward(IDS, past_key_values=cache),
-        "generate": lambda: llama.model.generate(IDS, max_new_tokens=3, past_key_values=cache),
+        "call": lambda: llama.model(IDS, **cached(cache)),
+        "forward": lambda: llama.model.forward(IDS, **cached(cache)),
+        "generate": lambda: llama.model.generate(IDS, max_new_tokens=3, **cached(cache)),
     }
     for call in calls.values():
         assert_refused(cache, FailedPreconditionError, "changed to sdpa", call)
     install(llama.model)
     expected = llama.reference(IDS).logits
-    torch.testing.assert_close(llama.model(IDS, past_key_values=cache).logits, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(llama.model(IDS, **cached(cache)).logits, expected, atol=1e-3, rtol=0)
     uninstall(llama.model)
     assert llama.model.config._attn_implementation == "sdpa"
 
@@ -73,7 +74,7 @@ def test_a_layer_whose_attention_was_changed_is_refused(llama, cache, layer: int
     attention = llama.model.model.layers[layer].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = "eager"
-    call = lambda: llama.model(IDS, past_key_values=cache)  # noqa: E731
+    call = lambda: llama.model(IDS, **cached(cache))  # noqa: E731
     assert_refused(cache, FailedPreconditionError, "attention itself|sent 1 layers", call)
 
 
@@ -82,8 +83,8 @@ def test_a_part_of_the_model_is_refused(llama, cache) -> None:
     embedded = decoder.embed_tokens(IDS)
     rotary = decoder.rotary_emb(embedded, torch.arange(12)[None])
     calls = {
-        "decoder": lambda: decoder(IDS, past_key_values=cache),
-        "layer": lambda: layer(embedded, past_key_values=cache, position_embeddings=rotary),
+        "decoder": lambda: decoder(IDS, **cached(cache)),
+        "layer": lambda: layer(embedded, **cached(cache), position_embeddings=rotary),
         "attention": lambda: layer.self_attn(embedded, rotary, None, cache),
     }
     for call in calls.values():
@@ -93,9 +94,9 @@ def test_a_part_of_the_model_is_refused(llama, cache) -> None:
 def test_every_way_to_name_the_cache_is_a_pass(llama) -> None:
     expected = llama.reference(IDS).logits
     calls = {
-        "by name": lambda cache: llama.model(input_ids=IDS, past_key_values=cache),
+        "by name": lambda cache: llama.model(input_ids=IDS, **cached(cache)),
         "positional": lambda cache: llama.model(IDS, None, None, cache),
-        "forward": lambda cache: llama.model.forward(IDS, past_key_values=cache),
+        "forward": lambda cache: llama.model.forward(IDS, **cached(cache)),
     }
     for call in calls.values():
         cache = KVServiceCache(llama.new_session())
@@ -111,8 +112,8 @@ def test_compiled_code_calls_the_model_as_it_is(llama) -> None:
     for _ in range(2):
         llama.model.compile(backend="eager")
         cache = KVServiceCache(llama.new_session())
-        prompt = llama.model(ids[:, :11], past_key_values=cache).logits
-        last = llama.model(ids[:, 11:], past_key_values=cache).logits
+        prompt = llama.model(ids[:, :11], **cached(cache)).logits
+        last = llama.model(ids[:, 11:], **cached(cache)).logits
         torch.testing.assert_close(torch.cat([prompt, last], 1), expected, atol=1e-3, rtol=0)
 
 
@@ -120,7 +121,7 @@ def test_compiled_code_calls_the_model_as_it_is(llama) -> None:
     ("arguments", "error", "match"),
     [
         ({}, FailedPreconditionError, "got none"),
-        ({"past_key_values": DynamicCache()}, FailedPreconditionError, "got a DynamicCache"),
+        ({CACHE: DynamicCache()}, FailedPreconditionError, "got a DynamicCache"),
         ({"output_attentions": True}, InvalidArgumentError, "output_attentions"),
         ({"use_cache": False}, InvalidArgumentError, "use_cache"),
         ({"attention_mask": {"full_attention": torch.ones(2, 12)}}, InvalidArgumentError, r"attention_mask.*not dict"),
@@ -130,22 +131,22 @@ def test_compiled_code_calls_the_model_as_it_is(llama) -> None:
     ids=["no cache", "another cache", "weights", "use_cache", "dict", "4 dimensions", "positions"],
 )
 def test_refuses(llama, cache, arguments, error, match) -> None:
-    inputs = {"past_key_values": cache, **arguments} if arguments else {}
+    inputs = {CACHE: cache, **arguments} if arguments else {}
     assert_refused(cache, error, match, lambda: llama.model(IDS, **inputs))
 
 
 def test_a_model_in_training_is_refused(llama, cache) -> None:
     llama.model.train()
-    assert_refused(cache, FailedPreconditionError, r"eval\(\)", lambda: llama.model(IDS, past_key_values=cache))
+    assert_refused(cache, FailedPreconditionError, r"eval\(\)", lambda: llama.model(IDS, **cached(cache)))
 
 
 def test_gradients_through_attention_are_refused(llama, cache) -> None:
     with torch.enable_grad():
-        call = lambda: llama.model(IDS, past_key_values=cache).logits.sum().backward()  # noqa: E731
+        call = lambda: llama.model(IDS, **cached(cache)).logits.sum().backward()  # noqa: E731
         assert_refused(cache, FailedPreconditionError, r"no gradients.*torch.no_grad\(\)", call)
         for parameter in llama.model.model.parameters():
             parameter.requires_grad_(False)
-        llama.model(IDS, past_key_values=cache).logits.sum().backward()
+        llama.model(IDS, **cached(cache)).logits.sum().backward()
     expected = llama.reference(IDS, output_hidden_states=True).hidden_states[-1].sum((0, 1))
     torch.testing.assert_close(llama.model.lm_head.weight.grad[0], expected, atol=1e-2, rtol=0)
 
@@ -155,7 +156,7 @@ def test_guidance_and_installed_assistants_are_refused(llama, make_pair, cache) 
     assisted = {"assistant_model": make_pair("mistral").model}
     for arguments in (guided, assisted):
         with pytest.raises(FailedPreconditionError, match=r"got .*guidance_scale or as an assistant.*uninstall"):
-            llama.model.generate(IDS[:1], max_new_tokens=4, past_key_values=cache, **arguments)
+            llama.model.generate(IDS[:1], max_new_tokens=4, **cached(cache), **arguments)
         cache.reset()
 
 
@@ -164,8 +165,8 @@ def test_guidance_and_installed_assistants_are_refused(llama, make_pair, cache) 
 def test_a_prompt_that_the_cache_holds_already_is_refused(make_pair, family, length: int) -> None:
     pair = make_pair(family)
     cache = KVServiceCache(pair.new_session(), share=False)
-    pair.model(IDS[:, :10], past_key_values=cache)
-    generate = lambda: pair.model.generate(IDS[:, :length], max_new_tokens=2, past_key_values=cache)  # noqa: E731
+    pair.model(IDS[:, :10], **cached(cache))
+    generate = lambda: pair.model.generate(IDS[:, :length], max_new_tokens=2, **cached(cache))  # noqa: E731
     assert_refused(cache, InvalidArgumentError, "input_ids: has no columns beyond the 10 in the cache", generate)
 
 
@@ -180,15 +181,13 @@ def test_only_a_session_makes_a_cache(kv) -> None:
 def test_a_copy_of_a_cache_is_a_fork(llama, cache) -> None:
     """The library's idiom for prompts with a common prefix."""
     prefix = {"input_ids": IDS[:1, :7]}
-    expected = llama.reference(**prefix, past_key_values=DynamicCache(), use_cache=True).past_key_values
-    llama.model(**prefix, past_key_values=cache)
+    expected = cache_of(llama.reference(**prefix, **cached(DynamicCache()), use_cache=True))
+    llama.model(**prefix, **cached(cache))
     for ending in ([[41, 3]], [[18, 77]]):
         prompt = torch.cat([prefix["input_ids"], torch.tensor(ending)], 1)
         arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-        actual = llama.model.generate(prompt, past_key_values=copy.deepcopy(cache), **arguments)
-        assert torch.equal(
-            actual, llama.reference.generate(prompt, past_key_values=copy.deepcopy(expected), **arguments)
-        )
+        actual = llama.model.generate(prompt, **cached(copy.deepcopy(cache)), **arguments)
+        assert torch.equal(actual, llama.reference.generate(prompt, **cached(copy.deepcopy(expected)), **arguments))
     assert (cache.get_seq_length(), cache.sequences[0].length) == (7, 7)
 
 
@@ -206,7 +205,7 @@ def test_install_looks_again_only_where_something_changed(make_pair, monkeypatch
     assert probed == []
     pair.model.transformer.h[0] = copy.deepcopy(pair.reference.transformer.h[0])
     cache = KVServiceCache(pair.new_session())
-    call = lambda: pair.model(IDS, past_key_values=cache)  # noqa: E731
+    call = lambda: pair.model(IDS, **cached(cache))  # noqa: E731
     assert_refused(cache, FailedPreconditionError, "install", call)
     install(pair.model)
     assert len(probed) == 1
@@ -236,9 +235,9 @@ def interrupt_after_the_append(cache: KVServiceCache, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("interrupt", [interrupt_attention, interrupt_after_the_append])
 def test_an_interrupted_pass_leaves_the_cache_as_it_was(llama, cache, monkeypatch, interrupt) -> None:
-    llama.model(IDS[:, :8], past_key_values=cache)
+    llama.model(IDS[:, :8], **cached(cache))
     with monkeypatch.context() as interrupted:
         interrupt(cache, interrupted)
-        assert_refused(cache, KeyboardInterrupt, None, lambda: llama.model(IDS[:, 8:], past_key_values=cache))
-    logits = llama.model(IDS[:, 8:], past_key_values=cache).logits
+        assert_refused(cache, KeyboardInterrupt, None, lambda: llama.model(IDS[:, 8:], **cached(cache)))
+    logits = llama.model(IDS[:, 8:], **cached(cache)).logits
     torch.testing.assert_close(logits, llama.reference(IDS).logits[:, 8:], atol=1e-3, rtol=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cache_argument import CACHE, cached
 from model_families import ROTARY
 from transformers import DynamicCache, PreTrainedModel
 
@@ -76,11 +77,11 @@ def test_generates_across_the_original_length(model, reference, kv, batch) -> No
     """A prompt that grows beyond the original length, a longer prompt in the same cache, and the first prompt again."""
     arguments: dict[str, Any] = {**batch, "max_new_tokens": 8, "do_sample": False}
     outputs = []
-    library: dict[str, Any] = {"past_key_values": DynamicCache(config=reference.config)}
+    library: dict[str, Any] = {CACHE: DynamicCache(config=reference.config)}
     if "phi" in reference.config.model_type:
         # The library computes everything again when frequencies change. Older versions then pass only the last column.
         library = {"use_cache": False}
-    for each, caching in ((model, {"past_key_values": KVServiceCache(kv)}), (reference, library)):
+    for each, caching in ((model, {CACHE: KVServiceCache(kv)}), (reference, library)):
         short = {name: value[:, 6:] for name, value in batch.items()}
         first = each.generate(**arguments | short, **caching)
         mask = torch.cat([short["attention_mask"], torch.ones(3, 8, dtype=torch.long)], 1)
@@ -89,7 +90,7 @@ def test_generates_across_the_original_length(model, reference, kv, batch) -> No
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][1], outputs[1][1])
     with KVServiceCache(kv) as cache:
-        again = model.generate(**arguments | short, past_key_values=cache)
+        again = model.generate(**arguments | short, **cached(cache))
         assert "rotary" in cache.private_because
         assert {sequence.num_cached_tokens for sequence in cache.sequences if sequence is not None} == {0}
     assert torch.equal(again, outputs[1][0])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import CACHE, cache_of, cached
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,7 +29,7 @@ num_found: list[int] = []
 def generate(model: Any, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
     """Return the prompt and 8 generated tokens. Sets `num_found`."""
     with KVServiceCache(kv, **options) as cache:
-        tokens: torch.Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        tokens: torch.Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False, **cached(cache))
         num_found[:] = [sequence.num_cached_tokens for sequence in cache.sequences if sequence is not None]
         return tokens
 
@@ -159,7 +160,7 @@ def test_functional_calls_with_other_weights(llama) -> None:
     kv = llama.new_session()
     generate(llama.model, kv)
     others = {name: parameter.flip(0) for name, parameter in llama.reference.named_parameters()}
-    arguments = {"past_key_values": KVServiceCache(kv), "logits_to_keep": 1}
+    arguments = {CACHE: KVServiceCache(kv), "logits_to_keep": 1}
     actual = torch.func.functional_call(llama.model, others, (PROMPT,), arguments).logits
     expected = torch.func.functional_call(llama.reference, others, (PROMPT,), {"logits_to_keep": 1}).logits
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
@@ -170,17 +171,17 @@ def test_a_cache_is_not_continued_with_other_weights(llama) -> None:
     cache, private = KVServiceCache(kv), KVServiceCache(kv, share=False)
     token = torch.tensor([[17]])
     for one in (cache, private):
-        llama.model(PROMPT, past_key_values=one)
-    library = llama.reference(PROMPT, use_cache=True).past_key_values
+        llama.model(PROMPT, **cached(one))
+    library = cache_of(llama.reference(PROMPT, use_cache=True))
     weight_of(llama.model).neg_()
     weight_of(llama.reference).neg_()
     with pytest.raises(FailedPreconditionError, match=r"weights have changed.*reset\(\)"):
-        llama.model(token, past_key_values=cache)
+        llama.model(token, **cached(cache))
     assert cache.get_seq_length() == 13
-    expected = llama.reference(token, past_key_values=library).logits
-    torch.testing.assert_close(llama.model(token, past_key_values=private).logits, expected, atol=1e-3, rtol=0)
+    expected = llama.reference(token, **cached(library)).logits
+    torch.testing.assert_close(llama.model(token, **cached(private)).logits, expected, atol=1e-3, rtol=0)
     cache.reset()
-    llama.model(PROMPT, past_key_values=cache)
+    llama.model(PROMPT, **cached(cache))
 
 
 def test_nothing_is_shared_if_the_caller_says_so(llama) -> None:
@@ -227,7 +228,7 @@ def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual
 
     def unusual() -> None:
         with KVServiceCache(kv) as cache:
-            logits = pair.model(**inputs, logits_to_keep=1, past_key_values=cache).logits
+            logits = pair.model(**inputs, logits_to_keep=1, **cached(cache)).logits
             assert reason in cache.private_because
             (sequence,) = cache.sequences
             assert sequence is not None
@@ -244,10 +245,10 @@ def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual
 
 def test_a_shared_cache_is_not_continued_with_unusual_inputs(llama) -> None:
     cache = KVServiceCache(llama.new_session())
-    llama.model(PROMPT, past_key_values=cache)
+    llama.model(PROMPT, **cached(cache))
     token, position = torch.tensor([[17]]), torch.tensor([[20]])
     with pytest.raises(FailedPreconditionError, match=r"positions.*share=False"):
-        llama.model(token, position_ids=position, past_key_values=cache)
+        llama.model(token, position_ids=position, **cached(cache))
     (sequence,) = cache.sequences
     assert sequence is not None
     assert (cache.get_seq_length(), sequence.length, cache.private_because) == (13, 13, "")
@@ -265,7 +266,7 @@ def test_hooks_that_may_steer_share_nothing(llama) -> None:
 
 def test_hooks_of_the_library_only_record(llama) -> None:
     kv = llama.new_session()
-    llama.model(PROMPT, output_hidden_states=True, past_key_values=KVServiceCache(kv))
+    llama.model(PROMPT, output_hidden_states=True, **cached(KVServiceCache(kv)))
     generate(llama.model, kv)
     assert num_found == [NUM_CACHED]
 

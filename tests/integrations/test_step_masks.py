@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_argument import CACHE
 from transformers import masking_utils
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
@@ -13,7 +14,7 @@ from kvservice.integrations.transformers import KVServiceCache
 from kvservice.integrations.transformers.attention import kvservice_attention_forward
 from kvservice.integrations.transformers.masks import StepMask, kvservice_mask
 
-INPUTS: dict[str, Any] = {"inputs_embeds": torch.zeros(2, 7, 8), "attention_mask": None, "past_key_values": None}
+INPUTS: dict[str, Any] = {"inputs_embeds": torch.zeros(2, 7, 8), "attention_mask": None, CACHE: None}
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cache_argument import cached
 from transformers import DynamicCache, PreTrainedModel
 
 from kvservice.client import BatchReport, EngineBatch, KVClient, ScheduledRequest, Session, Step
@@ -48,7 +49,7 @@ def greedy_alone(model: PreTrainedModel, prompt: Sequence[int], count: int) -> l
     with torch.no_grad():
         for _ in range(count):
             ids = torch.tensor([tokens], device=model.device)
-            best = model(ids, past_key_values=cache).logits[0, -1].float().topk(2)
+            best = model(ids, **cached(cache)).logits[0, -1].float().topk(2)
             if best.values[0] - best.values[1] < MARGIN:
                 return None
             tokens = [int(best.indices[0])]

@@ -2,10 +2,11 @@
 
     install(model)                                   the model's attention now runs in the daemon
     with KVServiceCache(kv) as cache:                kv is a session of kvservice.client
-        model.generate(**inputs, past_key_values=cache)      the library's own loop: greedy, sampled, beams, assisted
+        model.generate(**inputs, cache=cache)        the library's own loop: greedy, sampled, beams, assisted
 
-An engine with its own loop uses `forward(model, step, token_ids)`, which runs one ragged step without padding over
-sequences that were allocated with `extra_keys=model_keys(model)`.
+Before version 5.24 of the library the argument is `past_key_values`. An engine with its own loop uses `forward(model,
+step, token_ids)`, which runs one ragged step without padding over sequences that were allocated with
+`extra_keys=model_keys(model)`.
 
 `pool_options(model.config)` returns the shape of the pool that a model needs: `num_layers`, `num_kv_heads`, `head_size`
 (32 to 256, in steps of 8) and `dtype`. `cache.reset()` frees the sequences of a cache, which can then take another

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from kvservice.client import Step
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import columns
+from kvservice.integrations.transformers.arguments import CACHE
 from kvservice.integrations.transformers.masks import ATTENTION_NAME, LAYER_CHANGED, StepMask
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -238,8 +239,8 @@ def _current_pass() -> Pass:
     forward_pass = _running.get()
     if forward_pass is None:
         raise FailedPreconditionError(
-            "no step is running: call the whole model with past_key_values=KVServiceCache(...), or through forward(), "
-            "or uninstall() it"
+            f"no step is running: call the whole model with {CACHE}=KVServiceCache(...), or through forward(), or "
+            "uninstall() it"
         )
     return forward_pass
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from kvservice.client import Sequence, Session
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import attention, columns, keys, unpadded
+from kvservice.integrations.transformers.arguments import CACHE_NAMES
 from kvservice.integrations.transformers.attention import ForwardPass
 from kvservice.integrations.transformers.columns import Batch, Mask
 from kvservice.integrations.transformers.keys import ExtraKeys
@@ -31,7 +32,7 @@ _PLAIN_INPUTS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
-    "past_key_values",
+    *CACHE_NAMES,
     "position_ids",
     "return_dict",
     "use_cache",
@@ -50,7 +51,8 @@ class PassCall(NamedTuple):
 
 
 class KVServiceCache(Cache):
-    """`past_key_values` of an installed model. Each row of the batch is a sequence of the session.
+    """`cache`, or `past_key_values` before version 5.24 of the library, of an installed model. Each row of the batch is
+    a sequence of the session.
 
     Padding columns of the attention mask, on either side, are not tokens of a sequence; they are neither stored nor
     attended to. If the caller needs only the last logits, as `generate` does, a prompt is computed without its padding
@@ -218,6 +220,13 @@ class KVServiceCache(Cache):
     @override
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    @property
+    @override
+    def is_linear(self) -> list[bool]:
+        """Return one False: the model attends to what is stored. `generate` takes a cache without layers for one of
+        linear attention, which holds no columns."""
+        return [False]
 
     @property
     def batch_size(self) -> int:

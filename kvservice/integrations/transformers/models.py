@@ -39,8 +39,9 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
 def install(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a causal language model, in place, to attention in the daemon. Returns the model.
 
-    From then on it runs with `past_key_values=KVServiceCache(...)`, or through `forward`; `uninstall` switches it back.
-    The installation runs one token through the model to check its attention.
+    From then on it runs with `cache=KVServiceCache(...)` (`past_key_values=` before version 5.24 of the library), or
+    through `forward`; `uninstall` switches it back. The installation runs one token through the model to check its
+    attention.
 
     Raises InvalidArgumentError, with the reason, for models that the daemon does not support: encoders and
     cross-attention, latent, linear or chunked attention, attention sinks, layers that share K/V or differ in their

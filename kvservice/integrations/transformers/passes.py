@@ -15,15 +15,16 @@ from transformers import PreTrainedModel
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import attention
+from kvservice.integrations.transformers.arguments import CACHE, given_cache
 from kvservice.integrations.transformers.cache import KVServiceCache
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
 # The instance's previous `forward`, such as accelerate's.
 _INNER = "_kvservice_inner_forward"
 _WRONG_CACHE = (
-    "an installed model runs with past_key_values=KVServiceCache(...), or through forward(), but got {}. Where the "
-    "library calls a model without its caller's cache, for guidance_scale or as an assistant, it needs a model that is "
-    "not installed: uninstall() it, or take a copy made before install()"
+    f"an installed model runs with {CACHE}=KVServiceCache(...), or through forward(), but got {{}}. Where the library "
+    "calls a model without its caller's cache, for guidance_scale or as an assistant, it needs a model that is not "
+    "installed: uninstall() it, or take a copy made before install()"
 )
 
 
@@ -70,7 +71,7 @@ def _bind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     inner = vars(model).get(_INNER) or functools.partial(type(model).forward, model)
-    cache = inputs.get("past_key_values")
+    _, cache = given_cache(inputs)
     if cache is None and attention.is_running():
         return inner(**inputs)  # called by packed.forward(), which runs the pass
     if not isinstance(cache, KVServiceCache):
@@ -128,7 +129,8 @@ def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
 
     Raises InvalidArgumentError if the cache holds all columns of the inputs. The library would pass the wrong part.
     """
-    cache, num_new = inputs.get("past_key_values"), inputs.get("next_sequence_length")
+    name, cache = given_cache(inputs)
+    num_new = inputs.get("next_sequence_length")
     if isinstance(cache, KVServiceCache) and num_new is not None and num_new <= 0:
         raise InvalidArgumentError(
             f"has no columns beyond the {cache.get_seq_length()} in the cache: pass it with everything that follows, "
@@ -137,10 +139,10 @@ def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
         )
     kind: Any = type(model)
     prepared: dict[str, Any] = kind.prepare_inputs_for_generation(model, **inputs)
-    if isinstance(cache, KVServiceCache) and prepared.get("past_key_values") is None:
+    if isinstance(cache, KVServiceCache) and given_cache(prepared)[1] is None:
         # Longrope changed its frequencies (Phi-3), so the model requires a new cache with all K/V computed again. Older
         # versions of the library prepare only the last column in this case.
         cache.reset()
-        everything = inputs | {"past_key_values": None, "next_sequence_length": None}
-        prepared = kind.prepare_inputs_for_generation(model, **everything) | {"past_key_values": cache}
+        everything = inputs | {name: None, "next_sequence_length": None}
+        prepared = kind.prepare_inputs_for_generation(model, **everything) | {name: cache}
     return prepared

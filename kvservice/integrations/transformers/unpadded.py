@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvservice.integrations.transformers.arguments import CACHE_NAMES
 from kvservice.integrations.transformers.columns import Mask
 
 # Inputs of `generate` for models whose positions are given. Others may depend on the shape of the batch.
@@ -19,7 +20,7 @@ _INPUTS = {
     "attention_mask",
     "input_ids",
     "logits_to_keep",
-    "past_key_values",
+    *CACHE_NAMES,
     "position_ids",
     "return_dict",
     "use_cache",
