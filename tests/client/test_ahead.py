@@ -15,6 +15,7 @@ from small_daemons import OpenDaemon
 from kvservice import ops
 from kvservice.client import AsyncKVClient, KVClient, ScheduledRequest, Sequence, Session, Step
 from kvservice.client.pools.mapped import MappedPool
+from kvservice.client.pools.tables import OneStep
 from kvservice.client.threads import finish
 from kvservice.errors import (
     FailedPreconditionError,
@@ -86,6 +87,16 @@ def generate(kv: Session, sequences: list[Sequence], first: list[int], count: in
     return [list(one) for one in zip(*found, strict=True)]
 
 
+def decode(pool: MappedPool, one: OneStep, tokens: list[int], positions: list[int]) -> list[int]:
+    """Compute a token of each sequence in the mapped pool. Returns the next ones."""
+    for layer in range(LAYERS):
+        rows = [tensors([token], at, layer) for token, at in zip(tokens, positions, strict=True)]
+        query, key, value = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+        ops.write_kv(pool.pool, layer, one.slot_mapping, key, value)
+        out = ops.attention(pool.pool, layer, query, one.query_lens, one.block_tables, one.context_lens)
+    return next_tokens(out)
+
+
 def generate_ahead(
     kv: Session, pool: MappedPool, sequences: list[Sequence], first: list[int], counts: list[int]
 ) -> list[list[int]]:
@@ -101,12 +112,7 @@ def generate_ahead(
             one = tables.ahead(number)
             for row, token in zip(new, tokens, strict=True):
                 row.append(token)
-            for layer in range(LAYERS):
-                rows = [tensors([token], at + number, layer) for token, at in zip(tokens, lengths, strict=True)]
-                query, key, value = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-                ops.write_kv(pool.pool, layer, one.slot_mapping, key, value)
-                out = ops.attention(pool.pool, layer, query, one.query_lens, one.block_tables, one.context_lens)
-            tokens = next_tokens(out)
+            tokens = decode(pool, one, tokens, [length + number for length in lengths])
         tables.check()
         following = 2 * counts[i + 1] if i + 1 < len(counts) else 0
         step = kv.commit_ahead(step, [token for row in new for token in row], num_steps=following)
@@ -134,6 +140,31 @@ def test_the_same_tokens_as_with_an_append_for_each(kv: Session) -> None:
         # Other steps go on where they end.
         assert generate(kv, sequences, [7, 8, 9], 2)[0][0] == 7
         kv.free(sequences)
+
+
+@pytest.mark.parametrize("num_steps", [2, 7, 40])
+def test_a_step_is_used_while_it_is_committed(kv: Session, num_steps: int) -> None:
+    """The tables of the next step, of any size, take the place of those of the committed one in the daemon's memory."""
+    pool = kv.map_pool(writable=True)
+    plain = computed(kv, *PROMPTS)
+    expected = generate(kv, plain, [1, 2, 3], 4)
+    kv.free(plain)
+    kv.reset_prefix_cache()
+    sequences = computed(kv, *PROMPTS)
+    lengths, step = [sequence.length for sequence in sequences], kv.open_ahead(sequences, 4)
+    tables, tokens, found = pool.step(step), [1, 2, 3], list[list[int]]()
+    for number in range(4):
+        one = tables.ahead(number)
+        if number == 2:
+            tables.check()
+            committed = [token for row in zip(*found, strict=True) for token in row]
+            following = kv.commit_ahead(step, committed, num_steps=num_steps)
+        found.append(tokens)
+        tokens = decode(pool, one, tokens, [length + number for length in lengths])
+    assert following is not None
+    pool.step(following).check()
+    assert kv.commit_ahead(following, [token for row in zip(*found[2:], strict=True) for token in row]) is None
+    assert [list(row) for row in zip(*found, strict=True)] == expected
 
 
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])

@@ -30,7 +30,8 @@ class MappedStep:
     query_lens and context_lens int32[num_seqs], block_tables int32[num_seqs, max_blocks].
 
     They are views of the daemon's memory. They are valid as long as `check` does not raise: call it before they are
-    used, and again when the operation that used them is done.
+    used, and again when the operation that used them is done. Those of a step ahead are copies, because it is in use
+    while it is committed, and the daemon's memory then has other tables.
     """
 
     def __init__(self, tables: mmap.mmap, step: StepInfo, block_size: int, check_process: Callable[[], None]) -> None:
@@ -59,15 +60,15 @@ class MappedStep:
         self.arrays_and_offsets: list[tuple[Array, int]] = []
         for shape, dtype in parts:
             array: Array = np.ndarray(shape, dtype, tables, offset)
-            self.arrays_and_offsets.append((array, offset - begin))
+            self.arrays_and_offsets.append((array.copy() if step.ahead else array, offset - begin))
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         self.bytes: Array = np.frombuffer(tables, np.uint8, offset - begin, begin)
         arrays = (array for array, _ in self.arrays_and_offsets)
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
 
     def ahead(self, number: int) -> OneStep:
-        """Return the tables for token `number`, from 0, of each sequence in a step ahead. The lengths and slots are
-        copies. Raises InvalidArgumentError, and FailedPreconditionError for other steps."""
+        """Return the tables for token `number`, from 0, of each sequence in a step ahead. Raises InvalidArgumentError,
+        and FailedPreconditionError for other steps."""
         if not self._ahead:
             raise FailedPreconditionError(f"step {self.step_id} is not ahead", field="step_id")
         num_steps = self.max_query_len
