@@ -36,6 +36,8 @@ _PART: Final = ".part"
 _NAMES: Final = re.compile(r"[0-9a-f]{64}(\.session|\.[0-9a-f]{16}\.swapped)(\.[0-9a-f]{16}\.part)?")
 # Files with swapped sequences end with their session, see SavedFiles.orphans.
 NEVER: Final = 1e300
+# A file that does not say when it expires stays so long, in seconds from the start of the daemon.
+DAMAGED_S: Final = 86400.0
 
 
 def name_of(token: bytes) -> str:
@@ -133,14 +135,15 @@ class SavedFiles:
         return self._reserved_bytes + sum(entry.num_bytes for entry in self._entries.values())
 
     def _find(self, path: Path) -> None:
-        """Add a file of an earlier process. A file without a valid header is removed: nothing says when it expires. One
-        that cannot be read stays for a later process, which may be able to."""
+        """Add a file of an earlier process. One without a valid header stays for DAMAGED_S, so that its owner is
+        told. One that cannot be read stays for a later process, which may be able to."""
         try:
             with contextlib.closing(DirectFile(path, os.O_RDONLY)) as file:
                 header = read_header(file)
         except DamagedFileError as error:
             self.report_damaged(path.name, error)
-            path.unlink()
+            expires_at = NEVER if path.name.endswith(_SWAPPED) else self._wall() + DAMAGED_S
+            self._entries[path.name] = FileEntry(path.stat().st_size, expires_at, frozenset())
             return
         except OSError as error:
             self.report_failure(error)
@@ -189,20 +192,16 @@ class SavedFiles:
         """Return the path of a file that has not expired."""
         return None if self.entry(name) is None else self.folder / name
 
-    def take_away(self, name: str) -> Path | None:
-        """Forget a file, and return where it is until the caller unlinks it, which may take long. Returns None if there
-        is no such file. Raises OSError; the file is known as before then."""
-        if name not in self._entries:
-            return None
-        part = self.folder / f"{name}.{secrets.token_hex(8)}{_PART}"
-        is_there = True
+    def forget(self, name: str) -> FileEntry | None:
+        """Forget a file that will be removed. Returns what was known of it, or None if there is no such file."""
+        return self._entries.pop(name, None)
+
+    def unlink(self, name: str) -> None:
+        """Remove a forgotten file, which may take long. Raises OSError."""
         try:
-            os.rename(self.folder / name, part)
+            (self.folder / name).unlink()
         except FileNotFoundError:
             self.check_folder()
-            is_there = False
-        del self._entries[name]
-        return part if is_there else None
 
     def swapped_of(self, token: bytes) -> list[str]:
         """Return the names of the files with swapped sequences of a session."""

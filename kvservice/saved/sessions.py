@@ -5,6 +5,7 @@ write: reserve room ─▶ blocks ─▶ manifest ─▶ header ─▶ rename   
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -58,6 +60,7 @@ class SessionFiles:
         self._block_size, self._block_bytes = block_size, block_bytes
         self._identity = dict(identity)
         self._wall = wall
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def write(
         self, token: bytes, session: SessionValues, tables: SavedTables, ttl_s: float, check: Callable[[], None]
@@ -88,14 +91,22 @@ class SessionFiles:
                     checksums = await self._transfers.save(file.file, places, check)
                     manifest = self._manifest(session, tables, checksums)
                     header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest))
-                    await self._transfers.run(_commit, file, manifest, header)
+                    async with self._lock_of(name):
+                        await self._transfers.run(_commit, file, manifest, header)
+                        self.files.add(name, FileEntry(num_bytes, expires_at, frozenset(session.on_disk)))
                 except BaseException:
                     await self._transfers.run(file.discard)
                     raise
         finally:
             self.files.release(num_bytes)
-        self.files.add(file.name, FileEntry(num_bytes, expires_at, frozenset(session.on_disk)))
         return num_bytes
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        """Return what is held while the file of this name is put there or removed."""
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        return lock
 
     def _manifest(self, session: SessionValues, tables: SavedTables, checksums: UInt64) -> bytes:
         saved = tables.saved
@@ -196,24 +207,36 @@ class SessionFiles:
             self.files.add(saved, dataclasses.replace(entry, swapped=swapped))
         return swapped
 
-    async def expire(self, tokens: Iterable[bytes]) -> int:
-        """Remove the files whose time is over, and those of sessions that have ended; sessions with these tokens are
-        open. Returns how many have expired. Raises DiskFailedError, also if nothing has expired and the folder is
-        gone."""
+    async def expire(self, open_sessions: Callable[[], Iterable[bytes]]) -> int:
+        """Remove the files whose time is over, and those of sessions that have ended. `open_sessions` returns the
+        tokens of those that have not. Returns how many have expired. Raises DiskFailedError, also if nothing has
+        expired and the folder is gone."""
         with self._disk_errors():
             await self._transfers.run(self.files.check_folder)
-        over = self.files.expired()
-        for name in over:
+        num_expired = 0
+        for name in self.files.expired():
+            if self.files.entry(name) is None:  # else it was written anew meanwhile
+                await self.remove_as(name)
+                num_expired += 1
+        for name in self.files.orphans(open_sessions()):
             await self.remove_as(name)
-        for name in self.files.orphans(tokens):
-            await self.remove_as(name)
-        return len(over)
+        return num_expired
 
     async def remove_as(self, name: str) -> None:
-        """Remove a file, if it is there. Raises DiskFailedError."""
-        with self._disk_errors():
-            if (path := self.files.take_away(name)) is not None:
-                await self._transfers.run(path.unlink)
+        """Remove a file, if it is there. It is not found from now on. If this raises DiskFailedError, it is found
+        again."""
+        entry = self.files.forget(name)
+        if entry is None:
+            return
+        async with self._lock_of(name):
+            if name in self.files:  # written anew, in its place
+                return
+            try:
+                with self._disk_errors():
+                    await self._transfers.run(self.files.unlink, name)
+            except BaseException:
+                self.files.add(name, entry)
+                raise
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -82,7 +82,9 @@ class SavedSessions:
     async def detach(self, session: ServerSession, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(request.ttl_s) and 0 <= request.ttl_s <= limit):
-            raise InvalidArgumentError(f"{request.ttl_s} is not between 0 and {limit}", field="ttl_s")
+            raise InvalidArgumentError(
+                f"{request.ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="ttl_s"
+            )
         ttl_s = request.ttl_s or limit
         size = await self.save(session, ttl_s) if request.durable else SavedSize(0, 0)
         self._sessions.keep_for(session, ttl_s)
@@ -228,9 +230,16 @@ class SavedSessions:
         """Remove the files whose time is over."""
         assert self.files is not None, "somebody asks for it"
         try:
-            self.num_expired += await self.files.expire([session.token for session in self._sessions])
+            self.num_expired += await self.files.expire(self._owners)
         except KVServiceError as error:
             self._log.write(logging.WARNING, "expired sessions stay on the disk: %s", error)
+
+    def _owners(self) -> Iterator[bytes]:
+        """Yield the tokens of sessions that are open, or are being restored."""
+        for session in self._sessions:
+            yield session.token
+        for token, _ in self._restoring:
+            yield token
 
     def stats(self) -> SavedStats:
         """Return the figures of the sessions on the disk, which there must be."""

@@ -117,7 +117,9 @@ class SessionRegistry:
         _check_name(tenant, "tenant")
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
-            raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
+            raise InvalidArgumentError(
+                f"{detach_ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="detach_ttl_s"
+            )
         wait_s = (detach_ttl_s or limit) if detachable else self._config.session_grace_s
         session = self.begin(secrets.token_bytes(TOKEN_BYTES), name, tenant, CALLER.get(), wait_s)
         self.show(session, "opened")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 from daemon_lives import Life, end_stream
 from kept_files import HeldFiles, at_every_line
-from saved_rig import TOKENS, Reboot, files, run
+from saved_rig import TOKENS, Reboot, WallClock, files, run
 from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle
+from waiting import PATIENCE_S
 
 from kvservice.errors import (
     SessionBusyError,
     SessionTakenError,
     UnknownSessionError,
 )
+from kvservice.saved.files import SavedFiles
+from kvservice.server.server_session import ServerSession
 from kvservice.v1 import blocks_pb2, session_pb2
 
 # ---- what happens meanwhile
@@ -223,5 +227,126 @@ def test_a_daemon_that_is_killed_at_any_stage_of_a_return_loses_nothing(
             after.manager.check_integrity()
             after.kill()
             kept.close()
+
+    run(scenario())
+
+
+# ---- while files are removed
+
+
+class HeldRemovals:
+    """Lets the removals of files wait, in their threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begun, self._go_on = threading.Semaphore(0), threading.Event()
+        unlink = SavedFiles.unlink
+
+        def held(saved: SavedFiles, name: str) -> None:
+            self._begun.release()
+            assert self._go_on.wait(PATIENCE_S)
+            unlink(saved, name)
+
+        monkeypatch.setattr(SavedFiles, "unlink", held)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+async def expired(life: Life, wall: WallClock, count: int) -> list[ServerSession]:
+    """Return open sessions whose files have expired."""
+    sessions = [life.open() for _ in range(count)]
+    for session in sessions:
+        await detach(life, session, 1.0)
+        await resume(life, session.token)
+    wall.now += 2
+    return [life.sessions.get(session.token) for session in sessions]
+
+
+def test_sequences_that_are_swapped_out_while_files_are_removed(
+    reboot: Reboot, wall: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session is opened after the removal began, and its file is its own."""
+
+    async def scenario() -> None:
+        life = reboot()
+        await expired(life, wall, 1)
+        removals = HeldRemovals(monkeypatch)
+        expiring = asyncio.create_task(life.core.saved.expire())
+        await removals.begun()
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS)
+        tier = blocks_pb2.SWAP_TIER_DISK
+        await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[1], tier=tier))
+        removals.go_on()
+        await expiring
+        assert life.core.saved.num_expired == 1
+        await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
+        assert np.array_equal(await life.read(session, 1, len(TOKENS)), kv)
+
+    run(scenario())
+
+
+def test_sequences_of_a_session_that_is_restored_while_files_are_removed(
+    reboot: Reboot, wall: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file expires meanwhile. The sequences that it has on the disk stay."""
+
+    async def scenario() -> None:
+        life = reboot()
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS)
+        await life.compute(session, 2, [50, 51, 52, 53, 54])
+        tier = blocks_pb2.SWAP_TIER_DISK
+        await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[1], tier=tier))
+        await detach(life, session, 1.0)
+        life = reboot()
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        load = life.core.device.load_blocks
+
+        async def held(*args: Any) -> Any:
+            begun.set()
+            await go_on.wait()
+            return await load(*args)
+
+        monkeypatch.setattr(life.core.device, "load_blocks", held)
+        restoring = asyncio.create_task(resume(life, session.token))
+        await begun.wait()
+        wall.now += 2
+        await life.core.saved.expire()
+        go_on.set()
+        again = await restoring
+        await life.call(again, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
+        assert np.array_equal(await life.read(again, 1, len(TOKENS)), kv)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_sessions_that_are_saved_again_while_their_files_are_removed(
+    reboot: Reboot, wall: WallClock, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """One file is being removed, and others will be. All of them are written anew meanwhile, and stay."""
+
+    async def scenario() -> None:
+        life = reboot()
+        sessions = await expired(life, wall, count)
+        for number, session in enumerate(sessions):
+            await life.compute(session, number, TOKENS[number:])
+        removals = HeldRemovals(monkeypatch)
+        expiring = asyncio.create_task(life.core.saved.expire())
+        await removals.begun()
+        first, *others = (asyncio.create_task(detach(life, session)) for session in sessions)
+        if others:
+            await asyncio.wait(others)
+        assert not first.done()
+        removals.go_on()
+        await asyncio.wait([expiring, first])
+        assert all(saved.result().num_sequences == 1 for saved in (first, *others))
+        life = reboot()
+        for number, session in enumerate(sessions):
+            assert list((await resume(life, session.token)).namespace.rows) == [number]
 
     run(scenario())

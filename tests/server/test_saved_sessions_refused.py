@@ -24,8 +24,8 @@ from kvservice.errors import (
     QuotaExceededError,
     SavedSessionsOffError,
     SessionNotRestoredError,
-    UnknownSessionError,
 )
+from kvservice.saved.files import DAMAGED_S, SavedFiles
 from kvservice.v1 import blocks_pb2, scheduler_pb2, session_pb2
 
 DISK = blocks_pb2.SWAP_TIER_DISK
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_removed_is_removed_later(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvservice.saved.files.os.rename", refuse)
+            patch.setattr(SavedFiles, "unlink", refuse)
             await life.core.saved.expire()
         assert (life.core.saved.stats().num_sessions, life.core.saved.stats().errors) == (1, 1)
         await life.core.saved.expire()
@@ -325,14 +325,35 @@ def test_a_damaged_file_is_refused_whole(reboot: Reboot, wall: WallClock, tmp_pa
                 again = await resume(after, session.token)
                 assert await found(after, again) == expected, "a byte that nobody reads was changed"
                 outcomes.add("restored")
-            except (SessionNotRestoredError, UnknownSessionError) as error:
-                outcomes.add(error.metadata.get("cause", "removed"))
+            except SessionNotRestoredError as error:
+                outcomes.add(error.metadata["cause"])
                 assert not len(after.sessions)
                 assert after.manager.stats().free_blocks == 64
-                assert after.core.saved.files is not None
-                assert after.core.saved.files.files.num_damaged == 1
+                # A damaged header is found at the start, too.
+                assert after.core.saved.stats().damaged in (1, 2)
+                assert path.read_bytes() == content
             after.manager.check_integrity()
             after.kill()
-        assert {"damaged", "removed"} <= outcomes
+        assert "damaged" in outcomes
+
+    run(scenario())
+
+
+def test_a_file_without_a_header_is_refused_for_a_day(reboot: Reboot, wall: WallClock, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        life = reboot()
+        session = life.open()
+        await life.compute(session, 1, TOKENS)
+        await detach(life, session)
+        path = next((tmp_path / "disk" / "sessions").glob("*.session"))
+        path.write_bytes(b"")
+        life = reboot()
+        wall.now += DAMAGED_S - 1
+        await life.core.saved.expire()
+        error = await resume_error(life, session.token)
+        assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
+        wall.now += 2
+        await life.core.saved.expire()
+        assert files(tmp_path) == []
 
     run(scenario())
