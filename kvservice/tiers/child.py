@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
+from kvservice.mooncake.lifeline import kill_at_close
 from kvservice.mooncake.messages import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
 from kvservice.tiers.errors import TierError
 
@@ -52,7 +51,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            _kill_at_close(lifeline, self._process.pid)
+            kill_at_close(lifeline, self._process.pid)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._ids = itertools.count(READY_ID + 1)
         self._replies: dict[int, asyncio.Future[MooncakeReply]] = {}
@@ -142,13 +141,6 @@ class Child:
             self._reason = f"failed to start: {reason}"
         future.set_exception(TierError(reason))
         future.exception()  # nobody may wait for it
-
-
-def _kill_at_close(lifeline: socket.socket, pid: int) -> None:
-    """Let the kernel kill a process, which has this socket too, when the other end is closed. Nothing is sent there."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
 
 
 class ChildKeeper:

@@ -2,9 +2,9 @@
 HOST LISTEN PROTOCOL SHARED NUM_ENGINES.
 
 It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL. When the other
-end of the pipe LIFE is closed, the kernel kills it, also while an engine waits for a peer. With SHARED the memory is
-registered, so that engines on other hosts can read and write it. An engine has one thread for its connections, so
-several take turns with the ranges.
+end of the pipe LIFE is closed, the kernel kills it (`mooncake/lifeline.py`), also while an engine waits for a peer.
+With SHARED the memory is registered, so that engines on other hosts can read and write it. An engine has one thread for
+its connections, so several take turns with the ranges.
 
     ◀─ {"segments", "address"}    first of all: the names of these engines, and the address of their memory
     ◀─ {"failed"}                 in place of that: why there is no engine
@@ -15,11 +15,9 @@ several take turns with the ranges.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import select
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -117,20 +115,17 @@ def _open(engine: Any, host: str, listens_at: str, network: str, address: int, s
     return ""
 
 
-def _live_until_closed(pipe: int) -> None:
-    """Let the kernel kill this process when nobody has the other end of a pipe any more."""
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, int(signal.SIGKILL))
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+def _end_if_closed(pipe: int) -> None:
+    """End this process if the other end of a pipe was closed before the kernel was told to kill it then."""
     ended = select.poll()
     ended.register(pipe, 0)  # a closed end is always reported
-    if ended.poll(0):  # it was closed before
+    if ended.poll(0):
         os._exit(1)
 
 
 def main() -> None:
     control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared, num_engines = sys.argv[1:]
-    _live_until_closed(int(life))
+    _end_if_closed(int(life))
     # `select` knows descriptors below 1024 only. Those that are inherited have the numbers of the other side, which may
     # have more of them open.
     control = socket.socket(fileno=os.dup(int(control_fd)))

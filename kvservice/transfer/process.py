@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvservice.errors import TransferFailedError
+from kvservice.mooncake.lifeline import kill_at_close
 from kvservice.transfer import protocol
 from kvservice.transfer.library import Endpoint
 from kvservice.transfer.protocol import Operation, Range
@@ -128,7 +129,7 @@ def _start(
     """Start the process in a session of its own, so that signals of a terminal do not reach it."""
     where = (endpoint.name, endpoint.listens_at, endpoint.protocol)
     arguments = (theirs.fileno(), life, memory_fd, num_bytes, *where, int(shared), endpoint.num_engines)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "kvservice.transfer.child", *map(str, arguments)],
         pass_fds=(theirs.fileno(), life, memory_fd),
         stdin=subprocess.DEVNULL,
@@ -137,3 +138,5 @@ def _start(
         start_new_session=True,
         env=endpoint.environment(),
     )
+    kill_at_close(life, process.pid)
+    return process

@@ -32,6 +32,18 @@ process = TransferProcess(descriptor, 4096, Endpoint("127.0.0.1"), shared=True)
 print(process.pid, flush=True)
 signal.pause()
 """
+# Starts an engine, freezes its process before it has imported anything, and prints its id.
+FREEZER = """
+import os, signal
+from kvservice.transfer import Endpoint, TransferProcess, process
+kill_at_close = process.kill_at_close
+def freeze(lifeline, pid):
+    kill_at_close(lifeline, pid)
+    os.kill(pid, signal.SIGSTOP)
+    print(pid, flush=True)
+process.kill_at_close = freeze
+TransferProcess(os.memfd_create("side"), 4096, Endpoint("127.0.0.1"), shared=True)
+"""
 # How long a transfer may take that cannot end. The tests do not depend on it.
 SHORT_S = 0.3
 # How long tests wait for what happens at once.
@@ -148,6 +160,14 @@ def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_frozen() -> N
     started.stdout.close()
     until(lambda: is_gone(engine))
     assert is_gone(engine)
+
+
+def test_a_process_that_is_frozen_at_once_ends_with_the_one_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-P", "-c", FREEZER], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        starter.kill()
+    until(lambda: is_gone(pid))
 
 
 def test_memory_that_is_not_registered_is_out_of_reach() -> None:
