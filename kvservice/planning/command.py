@@ -16,6 +16,7 @@ GIB = 1 << 30
 # The reader of the command replaces these words.
 DIRECTORY = "DIRECTORY"
 MASTER = "MASTER:50051"
+WEIGHTS = "NAME"
 _SHAPE = ("num_layers", "num_kv_heads", "head_size", "dtype")
 # Other options of the daemon that have the same name in a plan.
 _SAME = frozenset({"block_size", "disk_gib", "kv_cache_dtype", "store_gib"})

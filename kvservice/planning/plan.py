@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.model_shape import PoolOptions, read_pool_options
-from kvservice.planning.command import DIRECTORY, GIB, MASTER, checked_options, serve_command, size_gib
+from kvservice.model_shape import PoolOptions, read_pool_options, snapshot_name
+from kvservice.planning.command import DIRECTORY, GIB, MASTER, WEIGHTS, checked_options, serve_command, size_gib
 from kvservice.planning.gpus import Gpu
 from kvservice.planning.parameters import count_parameters, read_config, weight_bytes
 from kvservice.planning.reuse import accesses_of, hit_share, stack_distances
@@ -18,6 +18,8 @@ from kvservice.pool.layout import TENSOR_DTYPES, PoolLayout
 
 # The dtypes of caches for which a GPU stores K/V in fewer bits than the model.
 _CACHE_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# A tier that finds a smaller share of the prompt tokens, beyond those above it, is left out of the command.
+_MIN_GAIN = 0.005
 # Names of the tiers.
 POOL, STORE, DISK, SHARED = "GPU pool", "host store", "disk", "shared"
 
@@ -65,6 +67,10 @@ class TierPlan:
     @property
     def is_worth_loading(self) -> bool:
         return self.load_ms < self.recompute_ms
+
+    @property
+    def finds_something(self) -> bool:
+        return self.gained_share is None or self.gained_share >= _MIN_GAIN
 
 
 @dataclass(frozen=True)
@@ -215,32 +221,40 @@ def _unbounded(trace: Trace, token_bytes: int) -> tuple[float, float]:
     return share, needed * trace.block_size * token_bytes / GIB
 
 
+def _chosen(tiers: tuple[TierPlan, ...]) -> set[str]:
+    """Return the names of the tiers that the command has. The store is above all others: none is faster, and they need
+    it."""
+    below = {tier.name for tier in tiers[1:] if tier.is_worth_loading and tier.finds_something}
+    return {POOL, STORE, *below} if below else {POOL}
+
+
 def _command(options: PlanOptions, shape: PoolOptions, layout: PoolLayout, tiers: tuple[TierPlan, ...]) -> str:
-    """Return the command line of a daemon, with its part of the tiers that are worth it. No tier is faster than the
-    store, so without it there is none."""
-    gib = {
-        tier.name: size_gib(tier.gib / options.num_gpus, layout.block_bytes)
-        for tier in tiers
-        if tier.name == POOL or tier.is_worth_loading
-    }
-    sizes: dict[str, Any] = {"pool_gib": gib[POOL]}
-    if STORE in gib:
-        sizes["store_gib"] = gib[STORE]
-    if DISK in gib:
-        sizes |= {"disk": DIRECTORY, "disk_gib": gib[DISK]}
-    if SHARED in gib:
-        sizes["mooncake"] = MASTER
-    checked = checked_options(layout, shape.dtype, options.kv_cache_dtype, **sizes)
-    return serve_command(checked, options.model if options.num_gpus == 1 else None)
+    """Return the command line of a daemon, with its part of the tiers."""
+    chosen = _chosen(tiers)
+    gib = {tier.name: size_gib(tier.gib / options.num_gpus, layout.block_bytes) for tier in tiers}
+    model = options.model if options.num_gpus == 1 else None
+    given: dict[str, Any] = {"pool_gib": gib[POOL]}
+    if STORE in chosen:
+        given["store_gib"] = gib[STORE]
+    if DISK in chosen:
+        given |= {"disk": DIRECTORY, "disk_gib": gib[DISK]}
+    if SHARED in chosen:
+        given["mooncake"] = MASTER
+    weights = snapshot_name(options.model)
+    if {DISK, SHARED} & chosen and not (weights and model):
+        given["weights"] = weights or WEIGHTS  # without a name, blocks of the pool stay in memory
+    return serve_command(checked_options(layout, shape.dtype, options.kv_cache_dtype, **given), model)
 
 
 def _notes(options: PlanOptions, tiers: tuple[TierPlan, ...], unbounded: float | None) -> list[str]:
     notes = []
+    chosen = _chosen(tiers)
     for tier in tiers[1:]:
+        fate = "those below it need it" if tier.name in chosen else "it is left out of the command"
         if not tier.is_worth_loading:
-            notes.append(f"{tier.name}: loading takes longer than computing again; it is left out of the command.")
-        elif tier.gained_share is not None and tier.gained_share < 0.005:
-            notes.append(f"{tier.name}: this trace finds next to nothing there that the tiers above do not have.")
+            notes.append(f"{tier.name}: loading takes longer than computing again; {fate}.")
+        elif not tier.finds_something:
+            notes.append(f"{tier.name}: this trace finds next to nothing there that the tiers above lack; {fate}.")
     if unbounded is not None and tiers and unbounded - max(tier.hit_share or 0.0 for tier in tiers) > 0.02:
         notes.append("larger tiers would find more: see the capacity for 95 % of all reuse.")
     if options.num_gpus > 1:

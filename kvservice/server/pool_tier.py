@@ -7,6 +7,7 @@ cached blocks ─▶ Spiller ─▶ Device.save_blocks ─▶ BlockStore ─▶ 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import Final, NamedTuple
 
@@ -23,6 +24,8 @@ from kvservice.server.server_store import ServerStore
 from kvservice.server.spill_counters import SpillCounters
 from kvservice.server.spilling import Spiller
 from kvservice.tiers.spill_stats import SpillStats
+
+logger = logging.getLogger(__name__)
 
 # Estimates of an engine that nobody has measured, rather fast than slow: tokens of prompts, and bytes of K/V that it
 # computes in a second.
@@ -151,4 +154,7 @@ def open_pool_tier(
     """Return the pool's tier. Returns None without a store or a prefix cache, or if the option is off."""
     if store is None or not config.spill or not config.enable_prefix_caching:
         return None
-    return PoolTier(config, engine, store, clock)
+    tier = PoolTier(config, engine, store, clock)
+    if store.chain is not None and not tier.namespace.identity.outlives_daemon:
+        logger.warning("computed blocks of the pool stay in memory, and go to no tier below: weights has no name")
+    return tier

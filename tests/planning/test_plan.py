@@ -59,7 +59,7 @@ def test_llama_3_8b(model: Path) -> None:
     assert disk.is_worth_loading
     assert plan.commands == (
         f"kvservice serve --model {model} --device cuda --block-size 16 --pool-gib 75 --store-gib 64 "
-        "--disk DIRECTORY --disk-gib 1000",
+        "--disk DIRECTORY --disk-gib 1000 --weights NAME",
     )
 
 
@@ -100,12 +100,15 @@ def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
     assert "--kv-cache-dtype fp8_e4m3" in plan.commands[0]
 
 
-def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
-    # Two prompts of a GiB each, again and again: 16 blocks of 512 tokens are a GiB.
+def two_prompts() -> Trace:
+    """Return a trace of two prompts of a GiB each, again and again: 16 blocks of 512 tokens are a GiB."""
     prompts = [tuple(range(16)), tuple(range(16, 32))] * 10
-    trace = Trace("t", 512, tuple(TracedRequest(n, 8192, 100, blocks, n % 2) for n, blocks in enumerate(prompts)))
+    return Trace("t", 512, tuple(TracedRequest(n, 8192, 100, blocks, n % 2) for n, blocks in enumerate(prompts)))
+
+
+def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
     options = PlanOptions(model, Gpu("own", 2.0, 1000.0, 50.0), weights_gib=0.3, store_gib=2.0, disk_gib=3.0)
-    plan = make_plan(options, trace)
+    plan = make_plan(options, two_prompts())
     assert (plan.prompt_tokens, plan.session_tokens) == (8192, 8292)
     assert plan.unbounded_share == 0.9
     assert plan.needed_gib == 2.0
@@ -266,6 +269,37 @@ def test_a_tier_that_is_not_worth_it_is_not_in_the_command(model: Path) -> None:
     assert (daemon.store_gib, daemon.disk, daemon.mooncake) == (0.0, "", "")
 
 
+@pytest.mark.parametrize(
+    ("gpu_gib", "store_gib", "nothing_in", "in_command"),
+    [
+        (2.0, 2.0, ["disk", "shared"], (2.0, "", "")),
+        (20.0, 2.0, ["host store", "disk", "shared"], (0.0, "", "")),
+        # What is below needs the store.
+        (2.0, 1.0, ["host store", "shared"], (1.0, "DIRECTORY", "")),
+    ],
+)
+def test_a_tier_that_finds_nothing_is_not_in_the_command(
+    model: Path, gpu_gib: float, store_gib: float, nothing_in: list[str], in_command: tuple[float, str, str]
+) -> None:
+    gpu = Gpu("own", gpu_gib, 1000.0, 50.0)
+    options = PlanOptions(model, gpu, weights_gib=0.3, store_gib=store_gib, disk_gib=3.0, shared_gib=8.0)
+    plan = make_plan(options, two_prompts())
+    assert [note.partition(":")[0] for note in plan.notes if "next to nothing" in note] == nothing_in
+    daemon = daemon_of(plan.commands[0])
+    assert (daemon.store_gib, daemon.disk, daemon.mooncake) == in_command
+    assert daemon.weights == ("NAME" if daemon.disk else "")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_weights_of_a_snapshot_have_its_name(tmp_path: Path, num_gpus: int) -> None:
+    directory = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "abc"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    plan = make_plan(PlanOptions(directory, OWN, num_gpus=num_gpus, disk_gib=500.0, disk_gb_per_s=50.0), None)
+    assert ("--weights" in plan.commands[0]) == (num_gpus == 2)
+    assert daemon_of(plan.commands[0]).weights == "meta-llama/Llama-3-8B@abc"
+
+
 def test_the_path_of_a_model_may_have_spaces(tmp_path: Path) -> None:
     directory = tmp_path / "my model's"
     directory.mkdir()
@@ -323,7 +357,10 @@ def test_every_command_is_one_that_the_daemon_takes(model: Path) -> None:
             refused.add(error.field)
             continue
         daemon = daemon_of(plan.commands[0])
-        worth = {tier.name for tier in plan.tiers[1:] if tier.is_worth_loading}
+        worth = {tier.name for tier in plan.tiers[1:] if tier.is_worth_loading and tier.finds_something}
+        if worth:
+            worth.add("host store")
+        assert bool(daemon.weights) == bool(worth & {"disk", "shared"})
         assert (daemon.store_gib > 0, bool(daemon.disk), bool(daemon.mooncake)) == (
             "host store" in worth, "disk" in worth, "shared" in worth,
         )  # fmt: skip

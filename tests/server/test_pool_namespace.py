@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_lives import caller
+from daemon_lives import Life, caller
+from kept_files import HeldFiles
 from spill_rig import TOKENS, Start, cached, computed, forget, run, save_all
 
 from kvservice.config import ServeConfig
@@ -79,3 +81,22 @@ def test_sessions_of_all_callers_share_as_the_pool_does(start_spilling: Start) -
             assert await cached(life, other, TOKENS, 2) == 40
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [({}, True), ({"weights": "w"}, False), ({"spill": False}, False), ({"disk_gib": 0.0}, False)],
+)
+def test_the_log_says_that_blocks_without_a_name_stay_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_said: bool
+) -> None:
+    async def scenario() -> None:
+        disk: dict[str, Any] = {"disk": str(tmp_path / "disk"), "store_gib": 0.25, "disk_gib": 0.25}
+        life = Life(HeldFiles(), **disk | options)
+        store = life.core.store
+        if store is not None and store.chain is not None:
+            await store.chain.close()
+        life.kill()
+
+    asyncio.run(scenario())
+    assert ("go to no tier below: weights has no name" in caplog.text) == is_said
