@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
 logger = logging.getLogger(__name__)
 
 _GIB: Final = 1 << 30
+# How often a write looks whether the directory is still there, in seconds.
+CHECK_S: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class DiskTier:
             )
         except RuntimeError as error:
             raise TierError(str(error)) from None
+        self._lock_file = options.directory / "lock"
+        self._locked = os.stat(self._lock_file)
+        self._checked_s = self._began_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[_Completed]] = {}
         self._opened = asyncio.Event()
@@ -95,6 +101,8 @@ class DiskTier:
 
     async def put(self, space: Space, values: Values) -> bytes:
         self._check()
+        if time.monotonic() >= self._checked_s + CHECK_S:
+            await asyncio.to_thread(self._check_directory)
         operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)
         stored = (await self._result(operation)).found
         if 0 in stored and (stats := self._files.stats()).writes_fail:
@@ -150,6 +158,17 @@ class DiskTier:
             raise TierError("the disk tier is closed")
         if self._opened.is_set() and self._files.problem:
             raise TierError(self._files.problem)
+
+    def _check_directory(self) -> None:
+        """Raise TierError if the directory is not there, or is another one than was opened: the files that are open are
+        then lost with this process."""
+        try:
+            is_there = os.path.samestat(os.stat(self._lock_file), self._locked)
+        except OSError as error:
+            raise TierError(f"{self._options.directory} cannot be used: {error.strerror}") from None
+        if not is_there:
+            raise TierError(f"{self._options.directory} is not the directory that was opened")
+        self._checked_s = time.monotonic()
 
     def _complete(self) -> None:
         """Hand out what has completed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,31 @@ def test_the_log_says_what_is_found_and_kept(tmp_path: Path, caplog: pytest.LogC
     ]
     assert len(lines) == len(expected)
     assert all(map(re.fullmatch, expected, lines))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_directory_that_is_taken_away_gets_no_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
+    folder, elsewhere = tmp_path / "values", tmp_path / "elsewhere"
+    folder.mkdir()
+
+    async def run() -> None:
+        async with opened(options(folder)) as disk:
+            assert await disk.put(space(100), range(3)) == [0, 1, 2]
+            folder.rename(elsewhere)
+            if is_replaced:
+                shutil.copytree(elsewhere, folder)
+            with pytest.raises(TierError, match="not the directory that was opened" if is_replaced else "No such file"):
+                await disk.put(space(100), range(3, 5))
+            assert await disk.get(space(100), range(5)) == [0, 1, 2]
+            if is_replaced:
+                shutil.rmtree(folder)
+            elsewhere.rename(folder)
+            assert await disk.put(space(100), range(3, 5)) == [3, 4]
+
+    asyncio.run(run())
 
 
 def test_spaces_do_not_share_values(tmp_path: Path) -> None:
