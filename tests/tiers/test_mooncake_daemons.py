@@ -28,6 +28,7 @@ NUMBERS = range(10)
 NUM_PROMPT_BLOCKS = 8
 WRITTEN = 'kvservice_tier_values_written_total{tier="mooncake"}'
 READ = 'kvservice_tier_values_read_total{tier="mooncake"}'
+OPEN = 'kvservice_tier_state{tier="mooncake",state="open"}'
 OPEN = 'kvservice_tier_state{state="open",tier="mooncake"}'
 CLIENT = "-m kvservice.mooncake "
 
@@ -263,6 +264,7 @@ def test_a_prompt_that_one_daemon_has_computed_is_found_at_the_other(cluster: Mo
         with LLM(str(tmp_path), address=one.address) as llm:
             (computed,) = llm.generate([prompt], params)
         until(lambda: metrics().get(WRITTEN) == NUM_PROMPT_BLOCKS)
+        until(lambda: other_metrics()[OPEN] == 1)
         with LLM(str(tmp_path), address=other.address) as llm:
             (again,) = llm.generate([prompt], params)
         until(lambda: other_metrics().get(READ) == NUM_PROMPT_BLOCKS)
