@@ -170,6 +170,7 @@ ROOMS: dict[str, set[str]] = {
         "pool.sealed",
         "scheduler",
         "tiers",
+        "transfer",
         "v1",
         "wire",
     },

@@ -258,9 +258,10 @@ class KVClient:
         `tenant` is part of the namespace; operators see it and `name`. `timeout_s` is the time limit of each request in
         seconds; None: the client's. `unreachable`: "miss" or "raise", what the store's methods do while the daemon is
         away; with "miss" this method does not raise then either, nor if the daemon has no room for the session now.
-        `transport`: "auto", or one of "mapped", "region" and "inline", the way that blocks must take. `copy_threads`:
-        how many threads of this process copy blocks at most. `quota_gib`: most GiB of values in the namespace, for all
-        clients, until one names another; the daemon's store_quota_gib is the upper limit. 0 leaves the quota as it is.
+        `transport`: "auto", or one of "mapped", "region", "transfer" and "inline", the way that blocks must take.
+        `copy_threads`: how many threads of this process copy blocks at most. `quota_gib`: most GiB of values in the
+        namespace, for all clients, until one names another; the daemon's store_quota_gib is the upper limit. 0 leaves
+        the quota as it is.
 
         Raises StoreOffError, and StoreNotSharedError or RegionsNotAllowedError if the transport is not available.
         """

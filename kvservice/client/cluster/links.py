@@ -40,8 +40,8 @@ class DaemonReport(NamedTuple):
     load: Load
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.info, name) for name in SHAPE_FIELDS)
+    def shape(self) -> dict[str, Any]:
+        return {name: getattr(self.info, name) for name in SHAPE_FIELDS}
 
 
 class DaemonLink(Protocol[ClientT]):

@@ -109,10 +109,11 @@ class Members(Generic[ClientT]):
     def _use(self, daemon: Member[ClientT], report: DaemonReport) -> None:
         """Note that a daemon serves. Raises FailedPreconditionError if its pool is not that of the others."""
         for other in self.by_address.values():
-            if other is not daemon and other.availability.is_up and other.report and other.report.shape != report.shape:
-                raise FailedPreconditionError(
-                    f"its pool is {report.shape}, that of {other.address} {other.report.shape}"
-                )
+            if other is not daemon and other.availability.is_up and other.report:
+                theirs = other.report.shape
+                if names := [name for name, value in report.shape.items() if theirs[name] != value]:
+                    differences = ", ".join(f"{name} is {report.shape[name]}, not {theirs[name]}" for name in names)
+                    raise FailedPreconditionError(f"its pool differs from that of {other.address}: {differences}")
         was_up, daemon.report = daemon.availability.is_up, report
         with self.lock:
             self.placement.report(daemon.address, report.load)

@@ -257,7 +257,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         return removed
 
     async def clear(self, *, timeout_s: float | None = None) -> int:
-        """Remove all blocks of the namespace. Returns how many."""
+        """Remove all blocks of the namespace. Returns how many of them were in memory."""
         removed = 0
 
         async def work(link: StoreLink) -> None:

@@ -40,6 +40,7 @@ def blocks_in_message(link: StoreLink) -> int:
     most = (link.info.max_message_bytes - OVERHEAD_BYTES) // (KEY_BYTES + link.block_bytes)
     if most < 1:
         raise MessageTooLargeError(
-            f"a block of {link.block_bytes} bytes, a message may have {link.info.max_message_bytes}"
+            f"a block of {link.block_bytes} bytes, and its key, are more than a message may have, "
+            f"{link.info.max_message_bytes} bytes: see the daemon's max_message_mib"
         )
     return min(most, link.info.max_request_blocks, max(1, MESSAGE_BYTES // link.block_bytes))
