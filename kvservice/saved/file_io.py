@@ -24,6 +24,13 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, max(rounded_up(num_bytes), SECTOR_BYTES))
 
 
+class NotRegularError(OSError):
+    """Something else than a regular file has the name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EPERM, "it is not a regular file", str(path))
+
+
 class DirectFile:
     """An open file. Several threads may use it. Offsets, sizes and memory are multiples of SECTOR_BYTES."""
 
@@ -84,21 +91,17 @@ class DirectFile:
 
 def open_regular(path: Path, flags: int) -> int:
     """Open a regular file, and nothing else: what a link names is not opened, and a pipe is not waited for. Raises
-    OSError."""
+    NotRegularError and OSError."""
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise _not_regular(path) from None
+            raise NotRegularError(path) from None
         raise
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise _not_regular(path)
-
-
-def _not_regular(path: Path) -> OSError:
-    return OSError(errno.EPERM, "it is not a regular file", str(path))
+    raise NotRegularError(path)
 
 
 def _open_direct(path: Path, flags: int) -> int:

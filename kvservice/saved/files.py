@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -98,6 +98,8 @@ class SavedFiles:
         OSError, and BlockingIOError if another daemon uses the folder."""
         self.folder, self.capacity_bytes = folder, capacity_bytes
         self.num_damaged = self.num_errors = 0
+        # Whether the last use of the disk failed.
+        self.fails = False
         self._wall = wall
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,6 +113,8 @@ class SavedFiles:
             raise
         self._lock = os.fstat(lock)
         self._entries: dict[str, FileEntry] = {}
+        # Files that were not there at the last look.
+        self._missing: Set[str] = frozenset()
         self._reserved_bytes = 0
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not (_NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
@@ -129,10 +133,25 @@ class SavedFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those in progress included."""
-        return self._reserved_bytes + sum(entry.num_bytes for entry in self._entries.values())
+        """Bytes of all files, those in progress included, without those that others have removed."""
+        there = (entry.num_bytes for name, entry in self._entries.items() if name not in self._missing)
+        return self._reserved_bytes + sum(there)
+
+    def names(self) -> set[str]:
+        """Return the names of all entries of the folder. This may take long. Raises OSError as `check_folder`."""
+        self.check_folder()
+        return set(os.listdir(self.folder))
+
+    def note_missing(self, names: Set[str]) -> None:
+        """Note which of the known files are not there. They stay known, because they may come back."""
+        if new := names - self._missing:
+            self._log.write(logging.WARNING, "files of saved sessions that are gone from %s: %d", self.folder, len(new))
+        self._missing = names
 
     def _find(self, path: Path) -> None:
         """Add a file of an earlier process. One without a valid header stays for DAMAGED_S, so that its owner is
@@ -158,6 +177,7 @@ class SavedFiles:
     def report_failure(self, error: OSError) -> None:
         """Count a failure of the disk, and log it."""
         self.num_errors += 1
+        self.fails = True
         self._log.write(logging.WARNING, "the disk with the saved sessions in %s failed: %s", self.folder, error)
 
     def check_folder(self) -> None:
@@ -182,6 +202,7 @@ class SavedFiles:
     def add(self, name: str, entry: FileEntry) -> None:
         """Add a file that was committed, in place of an older one of the same name."""
         self._entries[name] = entry
+        self._missing -= {name}
 
     def entry(self, name: str) -> FileEntry | None:
         """Return a file that has not expired."""

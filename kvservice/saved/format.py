@@ -25,7 +25,7 @@ from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
 from kvservice.saved.errors import DamagedFileError
 
 SECTOR_BYTES: Final = 4096
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"kvsaved\0"
 _HEADER: Final = struct.Struct("<8sIId QQ32s")
 _DIGEST_BYTES: Final = 32
@@ -48,9 +48,11 @@ class SessionValues:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """All that a file holds besides the bytes of blocks. `identity` says which daemons can use these bytes. `checksums`
-    uint64[n] are those of the blocks with computed tokens, in the order of their numbers."""
+    """All that a file holds besides the bytes of blocks. `file_name` is the name that it was given, so that no session
+    gets another's. `identity` says which daemons can use these bytes. `checksums` uint64[n] are those of the blocks
+    with computed tokens, in the order of their numbers."""
 
+    file_name: str
     identity: Mapping[str, Any]
     session: SessionValues
     saved: SavedSequences
@@ -61,6 +63,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         sequences = self.saved.sequences
         head = {
+            "file_name": self.file_name,
             "identity": dict(self.identity),
             "session": asdict(self.session),
             "block_size": self.block_size,
@@ -166,7 +169,7 @@ def _decode(data: bytes) -> Manifest:
     if int(saved.computed_blocks(block_size).sum()) != len(checksums):
         raise DamagedFileError("its manifest has not one checksum for each block")
     session = SessionValues(**head["session"])
-    return Manifest(head["identity"], session, saved, block_size, head["block_bytes"], checksums)
+    return Manifest(head["file_name"], head["identity"], session, saved, block_size, head["block_bytes"], checksums)
 
 
 def _split(array: npt.NDArray[Any], counts: list[int]) -> list[npt.NDArray[Any]]:

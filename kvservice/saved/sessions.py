@@ -25,7 +25,7 @@ from kvservice.devices import Device
 from kvservice.devices.base import UInt64
 from kvservice.errors import DiskFailedError, DiskFullError, SessionNotRestoredError
 from kvservice.saved.errors import DamagedFileError
-from kvservice.saved.file_io import DirectFile, aligned_memory
+from kvservice.saved.file_io import DirectFile, NotRegularError, aligned_memory
 from kvservice.saved.files import FileEntry, NewFile, SavedFiles, name_of, read_header
 from kvservice.saved.format import FileHeader, Manifest, SessionValues, digest_of, rounded_up
 from kvservice.saved.transfers import BlockTransfers, FilePlaces
@@ -79,7 +79,7 @@ class SessionFiles:
         computed = tables.saved.computed_blocks(self._block_size)
         count = int(np.count_nonzero(computed))
         places = FilePlaces(np.arange(count), tables.block_ids[computed], tables.in_swap[computed])
-        manifest = self._manifest(session, tables, np.zeros(count, np.uint64))
+        manifest = self._manifest(name, session, tables, np.zeros(count, np.uint64))
         offset = self._transfers.offset(count)
         num_bytes = rounded_up(offset + len(manifest))
         self.files.reserve(num_bytes)
@@ -89,7 +89,7 @@ class SessionFiles:
                 file = await self._transfers.run(NewFile, self.files.folder, name)
                 try:
                     checksums = await self._transfers.save(file.file, places, check)
-                    manifest = self._manifest(session, tables, checksums)
+                    manifest = self._manifest(name, session, tables, checksums)
                     header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest))
                     async with self._lock_of(name):
                         await self._transfers.run(_commit, file, manifest, header)
@@ -108,9 +108,9 @@ class SessionFiles:
             lock = self._locks[name] = asyncio.Lock()
         return lock
 
-    def _manifest(self, session: SessionValues, tables: SavedTables, checksums: UInt64) -> bytes:
-        saved = tables.saved
-        return Manifest(self._identity, session, saved, self._block_size, self._block_bytes, checksums).to_bytes()
+    def _manifest(self, name: str, session: SessionValues, tables: SavedTables, checksums: UInt64) -> bytes:
+        saved, identity = tables.saved, self._identity
+        return Manifest(name, identity, session, saved, self._block_size, self._block_bytes, checksums).to_bytes()
 
     def has(self, token: bytes) -> bool:
         """Return whether there is a file for the session with this token."""
@@ -208,11 +208,13 @@ class SessionFiles:
         return swapped
 
     async def expire(self, open_sessions: Callable[[], Iterable[bytes]]) -> int:
-        """Remove the files whose time is over, and those of sessions that have ended. `open_sessions` returns the
-        tokens of those that have not. Returns how many have expired. Raises DiskFailedError, also if nothing has
-        expired and the folder is gone."""
+        """Remove the files whose time is over, and those of sessions that have ended, and note which files others have
+        removed. `open_sessions` returns the tokens of the sessions that have not ended. Returns how many have expired.
+        Raises DiskFailedError, also if nothing has expired and the folder is gone."""
         with self._disk_errors():
-            await self._transfers.run(self.files.check_folder)
+            known = set(self.files)
+            there = await self._transfers.run(self.files.names)
+            self.files.note_missing({name for name in known - there if name in self.files})
         num_expired = 0
         for name in self.files.expired():
             if self.files.entry(name) is None:  # else it was written anew meanwhile
@@ -243,6 +245,7 @@ class SessionFiles:
         """Report an OSError, and raise DiskFullError or DiskFailedError for it."""
         try:
             yield
+            self.files.fails = False
         except OSError as error:
             self.files.report_failure(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -265,9 +268,15 @@ def _commit(file: NewFile, manifest: bytes, header: FileHeader) -> None:
 
 def _open(path: Path) -> tuple[DirectFile, Manifest]:
     """Raises DamagedFileError and OSError."""
-    file = DirectFile(path, os.O_RDONLY)
     try:
-        return file, _read_manifest(file)
+        file = DirectFile(path, os.O_RDONLY)
+    except NotRegularError as error:
+        raise DamagedFileError(str(error.strerror)) from None
+    try:
+        manifest = _read_manifest(file)
+        if manifest.file_name != path.name:
+            raise DamagedFileError(f"it was written as {manifest.file_name}")
+        return file, manifest
     except BaseException:
         file.close()
         raise

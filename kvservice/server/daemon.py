@@ -109,7 +109,7 @@ class KVServer:
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
-        self._health = Health(lambda: note_of(tiers.tiers(), self.sessions.transfers.note))
+        self._health = Health(lambda: note_of(tiers.tiers(), core.saved.note, self.sessions.transfers.note))
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(

@@ -20,11 +20,11 @@ Status = health_pb2.HealthCheckResponse
 _NOTES = {"opening": "is opening", "suspended": "is suspended", "failed": "has failed"}
 
 
-def note_of(tiers: Sequence[TierStats], transfers: str = "") -> str:
-    """Return which tiers below the block store are not open, and the note of the transfers, or an empty string. The
-    daemon serves without them."""
+def note_of(tiers: Sequence[TierStats], *others: str) -> str:
+    """Return which tiers below the block store are not open, and the other notes, of what the daemon serves without; or
+    an empty string."""
     notes = [f"the tier {tier.name} {_NOTES[tier.state]}" for tier in tiers if tier.state in _NOTES]
-    return ", ".join(filter(None, (*notes, transfers)))
+    return ", ".join(filter(None, (*notes, *others)))
 
 
 class Health:

@@ -241,6 +241,12 @@ class SavedSessions:
         for token, _ in self._restoring:
             yield token
 
+    @property
+    def note(self) -> str:
+        """Say that the disk failed when it was last used, or return an empty string."""
+        fails = self.files is not None and self.files.files.fails
+        return "the disk of the saved sessions fails or is full" if fails else ""
+
     def stats(self) -> SavedStats:
         """Return the figures of the sessions on the disk, which there must be."""
         assert self.files is not None, "somebody asks for it"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from daemon_lives import Life
 from kept_files import HeldFiles
+from odd_entries import ODD_ENTRIES, make_odd_entry
 from saved_rig import TOKENS, Reboot, WallClock, files, resume_error, run
 from sleeping import detach, found, random_session, resume
 
@@ -25,7 +26,7 @@ from kvservice.errors import (
     SavedSessionsOffError,
     SessionNotRestoredError,
 )
-from kvservice.saved.files import DAMAGED_S, SavedFiles
+from kvservice.saved.files import DAMAGED_S, SavedFiles, name_of
 from kvservice.v1 import blocks_pb2, scheduler_pb2, session_pb2
 
 DISK = blocks_pb2.SWAP_TIER_DISK
@@ -335,6 +336,92 @@ def test_a_damaged_file_is_refused_whole(reboot: Reboot, wall: WallClock, tmp_pa
             after.manager.check_integrity()
             after.kill()
         assert "damaged" in outcomes
+
+    run(scenario())
+
+
+def test_a_session_gets_no_file_of_another(reboot: Reboot, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        life = reboot()
+        sessions = [life.open(), life.open()]
+        for number, session in enumerate(sessions):
+            await life.compute(session, number, TOKENS[number:])
+            await detach(life, session)
+        folder = tmp_path / "disk" / "sessions"
+        names = [name_of(session.token) for session in sessions]
+        (folder / names[0]).unlink()
+        (folder / names[1]).rename(folder / names[0])
+        for after in (lambda: life, reboot):
+            error = await resume_error(after(), sessions[0].token)
+            assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
+            assert f"{names[0]} is refused: it was written as {names[1]}" in caplog.text
+            caplog.clear()
+        (folder / names[0]).rename(folder / names[1])
+        assert list((await resume(reboot(), sessions[1].token)).namespace.rows) == [1]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ODD_ENTRIES)
+def test_what_is_no_file_is_damaged_and_the_disk_is_well(reboot: Reboot, tmp_path: Path, kind: str) -> None:
+    async def scenario() -> None:
+        life = reboot()
+        session = life.open()
+        await detach(life, session)
+        path = tmp_path / "disk" / "sessions" / name_of(session.token)
+        path.unlink()
+        make_odd_entry(path, kind)
+        error = await resume_error(life, session.token)
+        assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
+        assert (life.core.saved.stats().errors, life.core.saved.note) == (0, "")
+
+    run(scenario())
+
+
+def test_files_that_others_have_removed_take_no_room(
+    reboot: Reboot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They count again when they are back."""
+
+    async def scenario() -> None:
+        life = reboot()
+        sessions = [life.open() for _ in range(3)]
+        for session in sessions:
+            await detach(life, session)
+        saved = life.core.saved
+        used = saved.stats().used_bytes
+        folder = tmp_path / "disk" / "sessions"
+        paths = [folder / name_of(session.token) for session in sessions[:2]]
+        for path in paths:
+            path.rename(tmp_path / path.name)
+        for _ in range(2):
+            await saved.expire()
+        assert saved.stats().used_bytes == used // 3
+        assert caplog.text.count(f"files of saved sessions that are gone from {folder}: 2") == 1
+        (tmp_path / paths[0].name).rename(paths[0])
+        await saved.expire()
+        assert saved.stats().used_bytes == used // 3 * 2
+        await resume(life, sessions[0].token)
+        again = life.sessions.get(sessions[0].token)
+        await detach(life, again)
+        assert saved.stats().used_bytes == used // 3 * 2
+
+    run(scenario())
+
+
+def test_a_disk_that_fails_is_noted(reboot: Reboot, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        life = reboot()
+        session = life.open()
+        folder = tmp_path / "disk" / "sessions"
+        assert life.core.saved.note == ""
+        folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(DiskFailedError):
+            await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
+        assert life.core.saved.note == "the disk of the saved sessions fails or is full"
+        (tmp_path / "elsewhere").rename(folder)
+        await life.core.saved.expire()
+        assert life.core.saved.note == ""
 
     run(scenario())
 
