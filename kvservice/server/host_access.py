@@ -217,7 +217,7 @@ class HostAccess:
         """Raise FailedPreconditionError unless the client can know the slots of a step."""
         if self._tables is None or step_id not in self._tables:
             raise FailedPreconditionError(
-                f"step {step_id} is not in the step tables: they were full, or the pool was mapped again",
+                f"step {step_id} is not in the step tables: they were full, or it is older than the mapping",
                 field="step_id", step_id=step_id,
             )  # fmt: skip
 

@@ -225,7 +225,7 @@ def check_max_wait(
 ) -> None:
     """Raises InvalidArgumentError naming max_wait_s if that is no time."""
     if not (math.isfinite(request.max_wait_s) and request.max_wait_s >= 0):
-        raise InvalidArgumentError(f"{request.max_wait_s} is not 0 or more", field="max_wait_s")
+        raise InvalidArgumentError(f"{request.max_wait_s} is no number from 0 on", field="max_wait_s")
 
 
 def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIdentity:

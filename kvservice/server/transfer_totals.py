@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -13,6 +14,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.errors import TransferFailedError
+from kvservice.logs import LogBudget
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH
 from kvservice.telemetry.transfers import DIRECTIONS
 
@@ -36,6 +39,7 @@ class TransferTotals:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._log = LogBudget(logging.getLogger(__name__))
         self._lock = threading.Lock()
         self.flows: dict[str, Flow] = {direction: Flow() for direction in DIRECTIONS}
         self.durations: npt.NDArray[np.int64] = np.zeros((len(DIRECTIONS), WIDTH), np.int64)
@@ -54,10 +58,14 @@ class TransferTotals:
         begun = self._clock()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 flow.running -= 1
                 flow.failed += 1
+                if isinstance(error, TransferFailedError):
+                    self._log.write(
+                        logging.WARNING, "%d bytes could not be transferred %s: %s", num_bytes, direction, error
+                    )
             raise
         seconds, row = self._clock() - begun, DIRECTIONS.index(direction)
         with self._lock:

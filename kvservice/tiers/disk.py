@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvservice._ext import DiskFiles
+from kvservice.logs import LogBudget
 from kvservice.tiers.errors import TierError
 from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
 
@@ -77,6 +78,8 @@ class DiskTier:
         self._lock_file = options.directory / "lock"
         self._locked = os.stat(self._lock_file)
         self._checked_s = self._began_s
+        self._log = LogBudget(logger)
+        self._num_corrupt = 0
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[_Completed]] = {}
         self._opened = asyncio.Event()
@@ -95,8 +98,16 @@ class DiskTier:
     async def get(self, space: Space, values: Values) -> GetResult:
         self._check()
         result = await self._result(self._files.get(space.digest, space.block_bytes, values.keys, values.offsets))
-        if 0 in result.found and self._files.stats().reads_fail:
-            raise TierError("the disk cannot be read")
+        if 0 in result.found:
+            stats = self._files.stats()
+            if damaged := stats.corrupt - self._num_corrupt:
+                self._num_corrupt = stats.corrupt
+                where = self._options.directory
+                self._log.write(
+                    logging.WARNING, "values in %s that are removed because they were damaged: %d", where, damaged
+                )
+            if stats.reads_fail:
+                raise TierError("the disk cannot be read")
         return GetResult(result.found, result.checksums)
 
     async def put(self, space: Space, values: Values) -> bytes:

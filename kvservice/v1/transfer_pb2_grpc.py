@@ -38,7 +38,7 @@ class TransferServiceStub(object):
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
     TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
-    is of no use after that.
+    is of no use after that, unless the bytes arrived with other checksums.
     """
 
     def __init__(self, channel):
@@ -72,7 +72,7 @@ class TransferServiceServicer(object):
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
     TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
-    is of no use after that.
+    is of no use after that, unless the bytes arrived with other checksums.
     """
 
     def CreateRemoteRegion(self, request, context):
@@ -127,7 +127,7 @@ class TransferService(object):
 
     Errors: FAILED_PRECONDITION, reason TRANSFER_OFF, if the daemon has no transfer_address; UNAVAILABLE, reason
     TRANSFER_FAILED, if the engine does not start or, in the calls that name the region, does not move the bytes. The region
-    is of no use after that.
+    is of no use after that, unless the bytes arrived with other checksums.
     """
 
     @staticmethod

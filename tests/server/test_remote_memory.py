@@ -147,7 +147,9 @@ def test_a_call_fails_at_once_when_its_region_is_given_up(threads: ThreadPoolExe
 
 
 @pytest.mark.parametrize("way", ["pull", "push", "pull_ranges", "push_ranges"])
-def test_a_slow_peer_has_time_in_proportion_to_the_bytes(threads: ThreadPoolExecutor, way: str) -> None:
+def test_a_slow_peer_has_time_in_proportion_to_the_bytes(
+    threads: ThreadPoolExecutor, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each wait ends just in time."""
     now = [0.0]
     num_blocks = 1000
@@ -168,6 +170,8 @@ def test_a_slow_peer_has_time_in_proportion_to_the_bytes(threads: ThreadPoolExec
         assert rig.transfers.processes[0].killed
         num_bytes = 3 * MIB if in_ranges else num_blocks * BLOCK_BYTES
         assert now[0] == pytest.approx(TRANSFER_S + num_bytes / SLOWEST_BYTES)
+        direction = "in" if "pull" in way else "out"
+        assert f"{num_bytes} bytes could not be transferred {direction}: no answer in time" in caplog.text
         rig.regions.close()
 
     asyncio.run(play())

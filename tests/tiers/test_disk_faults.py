@@ -125,14 +125,17 @@ async def found(directory: Path) -> tuple[list[int], list[int], Disk]:
         return await disk.get(space(5000), range(50)), await disk.get(space(SLAB_BYTES), [1]), disk
 
 
-def test_a_damaged_value_is_a_miss(tmp_path: Path) -> None:
+def test_a_damaged_value_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(filled(tmp_path))
     flip(tmp_path / "data-0", 7 * 2 * SECTOR + 100)
     small, large, disk = asyncio.run(found(tmp_path))
     assert (small, large) == ([n for n in range(50) if n != 7], [1])
     assert disk.tier.stats().corrupt == 1
+    assert f"values in {tmp_path} that are removed because they were damaged: 1" in caplog.text
+    caplog.clear()
     small, large, disk = asyncio.run(found(tmp_path))
     assert (small, disk.tier.stats().corrupt) == ([n for n in range(50) if n != 7], 0)
+    assert "damaged" not in caplog.text
 
 
 def test_bytes_behind_a_value_do_not_matter(tmp_path: Path) -> None:
