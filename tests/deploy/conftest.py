@@ -1,4 +1,4 @@
-"""The container stacks of deploy/, each of which is built and started once for all tests."""
+"""The container stack of deploy/docker-compose.yml. It ends with its file of tests, and others can have the engine."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ from collections.abc import Iterator
 
 import container_engine
 import pytest
-from container_stack import MooncakeStack, Stack
+from container_stack import Stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     with container_engine.engine():
         running = Stack()
-        running.build()
-        try:
-            running.up()
-            yield running
-        finally:
-            running.down()
-
-
-@pytest.fixture(scope="session")
-def mooncake_stack() -> Iterator[MooncakeStack]:
-    with container_engine.engine():
-        running = MooncakeStack()
         running.build()
         try:
             running.up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -70,6 +71,10 @@ def engine() -> Iterator[None]:
     directory = Path(tempfile.mkdtemp(prefix="engine-"))
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as environment:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        # Tests in other processes have the same images, and an engine uses them alone.
+        DATA.mkdir(parents=True, exist_ok=True)
+        alone = stack.enter_context(DATA.with_suffix(".lock").open("w"))
+        fcntl.flock(alone, fcntl.LOCK_EX)
         environment.setenv("DOCKER_HOST", f"unix://{directory}/socket")
         stack.enter_context(_private(directory))
         yield
@@ -77,7 +82,6 @@ def engine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _private(directory: Path) -> Iterator[None]:
-    DATA.mkdir(parents=True, exist_ok=True)
     places = {"data-root": DATA, "exec-root": directory / "exec", "pidfile": directory / "pid"}
     options = [f"--{name}={path}" for name, path in places.items()]
     log = directory / "log"

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import container_engine
 import numpy as np
 import pytest
 from container_engine import output, wait_for
@@ -18,6 +19,18 @@ pytestmark = pytest.mark.timeout(2400)
 
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 16
+
+
+@pytest.fixture(scope="module")
+def mooncake_stack() -> Iterator[MooncakeStack]:
+    with container_engine.engine():
+        running = MooncakeStack()
+        running.build()
+        try:
+            running.up()
+            yield running
+        finally:
+            running.down()
 
 
 @contextlib.contextmanager
