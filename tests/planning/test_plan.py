@@ -274,7 +274,7 @@ def test_a_tier_that_is_not_worth_it_is_not_in_the_command(model: Path) -> None:
     [
         (2.0, 2.0, ["disk", "shared"], (2.0, "", "")),
         (20.0, 2.0, ["host store", "disk", "shared"], (0.0, "", "")),
-        # What is below needs the store.
+        # The disk finds something, and it needs the store.
         (2.0, 1.0, ["host store", "shared"], (1.0, "DIRECTORY", "")),
     ],
 )
