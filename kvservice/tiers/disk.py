@@ -78,6 +78,7 @@ class DiskTier:
         self._lock_file = options.directory / "lock"
         self._locked = os.stat(self._lock_file)
         self._checked_s = self._began_s
+        self._looking: asyncio.Future[None] | None = None
         self._log = LogBudget(logger)
         self._num_corrupt = 0
         self._loop = asyncio.get_running_loop()
@@ -113,7 +114,8 @@ class DiskTier:
     async def put(self, space: Space, values: Values) -> bytes:
         self._check()
         if time.monotonic() >= self._checked_s + CHECK_S:
-            await asyncio.to_thread(self._check_directory)
+            await self._look_at_directory()
+            self._check()
         operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)
         stored = (await self._result(operation)).found
         if 0 in stored and (stats := self._files.stats()).writes_fail:
@@ -169,6 +171,13 @@ class DiskTier:
             raise TierError("the disk tier is closed")
         if self._opened.is_set() and self._files.problem:
             raise TierError(self._files.problem)
+
+    async def _look_at_directory(self) -> None:
+        """Call `_check_directory`. On a disk that hangs all calls wait for one thread, and the others stay free."""
+        if self._looking is None or self._looking.done():
+            self._looking = self._loop.run_in_executor(None, self._check_directory)
+            self._looking.add_done_callback(asyncio.Future.exception)  # nobody may wait for it any more
+        await asyncio.shield(self._looking)
 
     def _check_directory(self) -> None:
         """Raise TierError if the directory is not there, or is another one than was opened: the files that are open are

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import container_engine
 import numpy as np
 import pytest
 from container_engine import output, wait_for
-from container_stack import MooncakeStack
+from container_stack import MooncakeStack, running
 
 from kvservice.client import KVClient, StoreNamespace
 
@@ -23,14 +22,8 @@ NUM_BLOCKS = 16
 
 @pytest.fixture(scope="module")
 def mooncake_stack() -> Iterator[MooncakeStack]:
-    with container_engine.engine():
-        running = MooncakeStack()
-        running.build()
-        try:
-            running.up()
-            yield running
-        finally:
-            running.down()
+    with running(MooncakeStack) as started:
+        yield started
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ has no Grafana: if its image cannot be pulled, the other services run without it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,12 +14,13 @@ import shutil
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
-from container_engine import output, succeeds, wait_for
+from container_engine import engine, output, succeeds, wait_for
 from ports import free_ports
 
 from kvservice.config import ENV_PREFIX
@@ -209,3 +211,19 @@ class Stack(ComposeProject):
     def values(self, query: str) -> list[float]:
         """Return the current value of each series that a query finds."""
         return [float(series["value"][1]) for series in self.query("query", query=query)["result"]]
+
+
+StackT = TypeVar("StackT", Stack, MooncakeStack)
+
+
+@contextlib.contextmanager
+def running(kind: type[StackT]) -> Iterator[StackT]:
+    """Build and start a stack for the tests of a file. The engine ends with it, so that others can have it."""
+    with engine():
+        stack = kind()
+        stack.build()
+        try:
+            stack.up()
+            yield stack
+        finally:
+            stack.down()

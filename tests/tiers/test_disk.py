@@ -6,11 +6,13 @@ import asyncio
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from disk_rig import MEMORY_BYTES, SECTOR, SLAB_BYTES, TOTAL_SLAB_BYTES, Disk, keys, opened, options, space
 from odd_entries import ODD_ENTRIES, make_odd_entry
+from waiting import PATIENCE_S
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.tiers import TierError, Values
@@ -77,6 +79,55 @@ def test_a_directory_that_is_taken_away_gets_no_values(
                 shutil.rmtree(folder)
             elsewhere.rename(folder)
             assert await disk.put(space(100), range(3, 5)) == [3, 4]
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_hangs_holds_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes wait for it together. One that is cancelled leaves it to the others."""
+    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    check = DiskTier._check_directory
+
+    def held(tier: DiskTier) -> None:
+        begun.release()
+        assert go_on.wait(PATIENCE_S)
+        check(tier)
+
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            monkeypatch.setattr(DiskTier, "_check_directory", held)
+            writes = [asyncio.create_task(disk.put(space(100), [number], first=SECTOR * number)) for number in range(3)]
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+            writes[0].cancel()
+            await asyncio.wait(writes[:1])
+            assert not writes[1].done()
+            assert not begun.acquire(blocking=False)
+            go_on.set()
+            assert [await write for write in writes[1:]] == [[1], [2]]
+
+    asyncio.run(run())
+
+
+def test_a_write_that_waits_for_the_directory_fails_when_the_tier_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def held(_: DiskTier) -> None:
+        begun.release()
+        assert go_on.wait(PATIENCE_S)
+
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            monkeypatch.setattr(DiskTier, "_check_directory", held)
+            write = asyncio.create_task(disk.put(space(100), [1]))
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+            await disk.tier.close()
+            go_on.set()
+            with pytest.raises(TierError, match="is closed"):
+                await write
 
     asyncio.run(run())
 
