@@ -23,9 +23,13 @@ SUPPORT = Path(__file__).parents[1] / "support"
 LIMIT_S = 60.0
 
 
+def python_path() -> dict[str, str]:
+    """Return the environment in which the child's module is found."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))}
+
+
 def start(behaviour: str) -> Child:
-    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    return Child("fake_mooncake_child", [behaviour], [], {"PYTHONPATH": path})
+    return Child("fake_mooncake_child", [behaviour], [], python_path())
 
 
 def request(number: int = 0) -> Callable[[int], MooncakeRequest]:
@@ -145,7 +149,7 @@ import asyncio, os, signal, sys, time
 from kvservice.tiers.child import Child
 
 async def main():
-    child = Child("time", [], [], {})  # any module: it never runs
+    child = Child("fake_mooncake_child", ["silent"], [], {})
     os.kill(child.pid, signal.SIGSTOP)
     print(child.pid, flush=True)
     time.sleep(600)
@@ -155,7 +159,9 @@ asyncio.run(main())
 
 
 def test_a_child_that_is_frozen_at_once_ends_with_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-P", "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    """It does nothing for its end itself, however far it has come."""
+    command = [sys.executable, "-P", "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | python_path()) as parent:
         assert parent.stdout is not None
         frozen = Path(f"/proc/{int(parent.stdout.readline())}/stat")
         until(lambda: state_of(frozen) == "T")

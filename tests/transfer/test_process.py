@@ -42,7 +42,9 @@ def freeze(lifeline, pid):
     os.kill(pid, signal.SIGSTOP)
     print(pid, flush=True)
 process.kill_at_close = freeze
-TransferProcess(os.memfd_create("side"), 4096, Endpoint("127.0.0.1"), shared=True)
+descriptor = os.memfd_create("side")
+os.ftruncate(descriptor, 4096)
+TransferProcess(descriptor, 4096, Endpoint("127.0.0.1"), shared=True)
 """
 # How long a transfer may take that cannot end. The tests do not depend on it.
 SHORT_S = 0.3
