@@ -201,6 +201,6 @@ def test_a_wait_that_is_left_out_is_found_out(
 ) -> None:
     monkeypatch.setattr(compute, "INLINE_S", -1.0)
     mutate(monkeypatch)
-    # The kernels refuse invalid tables, which faults the device.
+    # The kernels refuse invalid tables, which faults the device. The rarest mutant shows in about one run of 150.
     with pytest.raises((AssertionError, InvalidArgumentError, InternalError)):
-        run_churn(new_fake, 300)
+        run_churn(new_fake, 3000)
