@@ -33,33 +33,23 @@ class KvConverter {
   // 1 if keys and values can be in flight at the same time, that is, if there are registers for both.
   static constexpr int kOverlaps = kHead > 128 ? 0 : 1;
 
-  // Some rows of the tile see the keys [begin, end).
-  __device__ KvConverter(const Args& a, const Tile& tile, int begin, int end, int thread)
-      : a_(a),
-        table_(tile.table(a)),
-        head_(a.pool + tile.kv_head * a.head_bytes),
-        context_len_(tile.context_len),
-        begin_(begin >> a.block_shift << a.block_shift),
-        end_(end),
-        token_(thread % kKeys),
-        first_piece_(thread / kKeys),
-        unit_(thread / 8 % kUnits),
-        first_dim_(thread % 8 + thread / (8 * kUnits) * 8) {}
+  // The tile is in shared memory, and is read there again and again, because registers are scarce.
+  __device__ KvConverter(const Args& a, const Tile& tile) : a_(a), tile_(tile) {}
 
   // Reads the block table for the step at `key`, one step ahead of the fetch, so that the fetch does not wait for it.
   __device__ void look_up(int key) {
-    key_block_ = block_of(key + token_);
-    next_values_[0] = block_of(key + 16 * unit_);
-    next_values_[1] = a_.block_shift == 3 ? block_of(key + 16 * unit_ + 8) : next_values_[0];
+    key_block_ = block_of(key + token());
+    next_values_[0] = block_of(key + 16 * unit());
+    next_values_[1] = a_.block_shift == 3 ? block_of(key + 16 * unit() + 8) : next_values_[0];
   }
 
   __device__ void fetch_keys(int key) {
     const bool load = key_block_ >= 0;
-    const char* source = head_;
-    if (load) source += key_block_ * a_.block_bytes + ((key + token_) & block_mask()) * 16;
+    const char* source = head();
+    if (load) source += key_block_ * a_.block_bytes + ((key + token()) & block_mask()) * 16;
     const int piece_bytes = 16 << a_.block_shift;
-    source += first_piece_ * piece_bytes;
-    const int pieces = load ? a_.head_size / 16 - first_piece_ : 0;
+    source += first_piece() * piece_bytes;
+    const int pieces = load ? a_.head_size / 16 - first_piece() : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       loaded_[0][i] = i * kPieceStep < pieces ? ptx::load_once_16(source) : make_uint4(0, 0, 0, 0);
@@ -75,8 +65,8 @@ class KvConverter {
       fetch_octets<1>(value_blocks_[1], key);
       return;
     }
-    const char* source = values_at(value_blocks_[0], key + 16 * unit_);
-    const int dims = value_blocks_[0] >= 0 ? a_.head_size - first_dim_ : 0;
+    const char* source = values_at(value_blocks_[0], key + 16 * unit());
+    const int dims = value_blocks_[0] >= 0 ? a_.head_size - first_dim() : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       loaded_[kOverlaps][i] = i * kDimStep < dims ? ptx::load_once_16(source) : make_uint4(0, 0, 0, 0);
@@ -93,7 +83,7 @@ class KvConverter {
   }
 
   __device__ void put_values(uint32_t dst, int key) {
-    const int count = context_len_ - key - 16 * unit_;
+    const int count = tile_.context_len - key - 16 * unit();
     if (count < 16) {
 #pragma unroll
       for (uint4& value : loaded_[kOverlaps]) keep_first(value, count);
@@ -106,23 +96,32 @@ class KvConverter {
   }
 
  private:
+  // A thread converts pieces of one token of K, and some dimensions of 16 tokens of V.
+  static __device__ int thread() { return ptx::opaque(static_cast<int>(threadIdx.x)); }
+  static __device__ int token() { return thread() % kKeys; }
+  static __device__ int first_piece() { return thread() / kKeys; }
+  static __device__ int unit() { return thread() / 8 % kUnits; }
+  static __device__ int first_dim() { return thread() % 8 + thread() / (8 * kUnits) * 8; }
+
+  __device__ const char* head() const { return a_.pool + tile_.kv_head * a_.head_bytes; }
   __device__ int block_mask() const { return (1 << a_.block_shift) - 1; }
 
   __device__ int block_of(int position) const {
-    return position >= begin_ && position < end_ ? table_[position >> a_.block_shift] : -1;
+    const int block = position >> a_.block_shift;
+    return block >= tile_.begin >> a_.block_shift && position < tile_.end ? tile_.table(a_)[block] : -1;
   }
 
   __device__ const char* values_at(int block, int position) const {
-    if (block < 0) return head_;
-    return head_ + block * a_.block_bytes + a_.value_offset + (first_dim_ << a_.block_shift) +
+    if (block < 0) return head();
+    return head() + block * a_.block_bytes + a_.value_offset + (first_dim() << a_.block_shift) +
            (position & block_mask());
   }
 
   // Blocks of 8 tokens: a block holds half of a 16-byte load.
   template <int kOctet>
   __device__ void fetch_octets(int block, int key) {
-    const char* source = values_at(block, key + 16 * unit_ + 8 * kOctet);
-    const int dims = block >= 0 ? a_.head_size - first_dim_ : 0;
+    const char* source = values_at(block, key + 16 * unit() + 8 * kOctet);
+    const int dims = block >= 0 ? a_.head_size - first_dim() : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       uint2 words = {0, 0};
@@ -145,7 +144,7 @@ class KvConverter {
 
   template <bool kE4M3>
   __device__ void put_keys_as(uint32_t dst) const {
-    dst += (2 * first_piece_ * kKeys + token_) * 16;
+    dst += (2 * first_piece() * kKeys + token()) * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint32_t at = dst + 2 * i * kPieceStep * kKeys * 16;
@@ -156,8 +155,8 @@ class KvConverter {
 
   template <bool kE4M3>
   __device__ void put_values_as(uint32_t dst) const {
-    const uint32_t swap = first_dim_ / 4 % 2 * 16;
-    dst += (unit_ * kHead + first_dim_) * 32;
+    const uint32_t swap = first_dim() / 4 % 2 * 16;
+    dst += (unit() * kHead + first_dim()) * 32;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint32_t at = dst + i * kDimStep * 32;
@@ -167,16 +166,7 @@ class KvConverter {
   }
 
   const Args& a_;
-  const int32_t* table_;
-  const char* head_;
-  const int context_len_;
-  const int begin_;  // start of the first block that is read
-  const int end_;
-  // A thread converts pieces of one token of K, and some dimensions of 16 tokens of V.
-  const int token_;
-  const int first_piece_;
-  const int unit_;
-  const int first_dim_;
+  const Tile& tile_;
   int key_block_ = -1;
   int value_blocks_[2] = {-1, -1};
   int next_values_[2] = {-1, -1};

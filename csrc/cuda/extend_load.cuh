@@ -18,12 +18,13 @@ namespace extend {
 
 constexpr int kLoadThreads = 128;
 
-__device__ __forceinline__ void copy_16_or_zeros(uint32_t dst, const void* src, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(copy ? 16 : 0) : "memory");
+// Copies the first `bytes` of 16 or of 8, and writes zeros for the rest.
+__device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, bool copy) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
+__device__ __forceinline__ void copy_8(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
 // kHead is the number of rows of an octet of V in shared memory; the head size may be smaller. kShift is log2 of the
@@ -33,97 +34,88 @@ class KvLoader {
   static constexpr int kUnits = kKeys / 16, kItem = kFloat8 ? 1 : 2, kUnroll = kShift > 0 ? kHead : 4;
 
  public:
-  // Some rows of the tile see the keys [begin, end).
-  __device__ KvLoader(const Args& a, const Tile& tile, int begin, int end, int thread)
-      : a_(a),
-        table_(tile.table(a)),
-        head_(a.pool + tile.kv_head * a.head_bytes),
-        context_len_(tile.context_len),
-        begin_(begin >> a.block_shift << a.block_shift),
-        end_(end),
-        thread_(thread) {}
+  // The tile is in shared memory, and is read there again and again, because registers are scarce.
+  __device__ KvLoader(const Args& a, const Tile& tile) : a_(a), tile_(tile) {}
 
   // Reads the block table one step ahead of the copies, so that the copies do not wait for it.
   __device__ void look_up_keys(int key) { key_block_ = look_up(key + my_token()); }
   __device__ void look_up_values(int key) { value_block_ = look_up(key + 8 * my_octet()); }
 
-  // Starts the copies of the step at `key`, after its lookup.
-  __device__ void load_keys(uint32_t dst, int key) const {
-    const bool copy = key_block_ >= 0;
-    const char* source = head_;
-    if (copy) source += key_block_ * a_.block_bytes + ((key + my_token()) & block_mask()) * 16;
-    const int first = thread_ / kKeys, piece_bytes = 16 << block_shift();
-    source += first * piece_bytes;
+  // Where this thread's part of a step is in the pool, and how many bytes of each 16 (of 8 for FP8 values) to copy.
+  struct Source {
+    const char* at;
+    int bytes;
+  };
+
+  // Of the step at `key`, after its lookup.
+  __device__ Source keys_at(int key) const {
+    const char* source = head() + thread() / kKeys * (16 << block_shift());
+    if (key_block_ < 0) return {source, 0};
+    return {source + key_block_ * a_.block_bytes + ((key + my_token()) & block_mask()) * 16, 16};
+  }
+
+  __device__ Source values_at(int key) const {
+    const int position = key + 8 * my_octet();
+    const char* source = head() + first_dimension() * (kItem << block_shift());
+    if (value_block_ < 0) return {source, 0};
+    source += value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask()) * kItem;
+    // The context may end in this octet.
+    return {source, min(8, tile_.context_len - position) * kItem};
+  }
+
+  // Whether no row multiplies this thread's values, because the tile has few keys.
+  __device__ bool skips_values(int key) const {
+    return tile_.has_few_keys() && key + 8 * my_octet() >= tile_.first_key + kFewKeys;
+  }
+
+  __device__ void load_keys(uint32_t dst, const Source& source) const {
+    if (source.bytes == 0) return;
+    const int first = thread() / kKeys, piece_bytes = 16 << block_shift();
     dst += (first * kKeys + my_token()) * 16;
     constexpr int kStep = kLoadThreads / kKeys;
 #pragma unroll(kUnroll)
     for (int i = 0; i < kHead * kItem / 16; i += kStep) {
       if (kShift == 0 && first + i >= a_.head_size * kItem / 16) break;
-      copy_16_or_zeros(dst + i * kKeys * 16, source + i * piece_bytes, copy);
+      copy_16(dst + i * kKeys * 16, source.at + i * piece_bytes, 16);
     }
   }
 
-  __device__ void load_values(uint32_t dst, int key) const {
+  __device__ void load_values(uint32_t dst, const Source& source) const {
     constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / 2 / kUnits;
     static_assert(kDims % 8 == 0, "all octets that a thread copies have the same swap");
-    const int position = key + 8 * my_octet();
-    const bool copy = value_block_ >= 0;
-    const char* source = head_;
-    if (copy) source += value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask()) * kItem;
-    const int first = thread_ / 2 % 4 + thread_ / (8 * kUnits) * 4, row_bytes = kItem << block_shift();
-    source += first * row_bytes;
+    const int first = first_dimension(), row_bytes = kItem << block_shift();
     dst += (my_octet() / 2 * kHead + first) * (2 * kOctetBytes);
     dst += (my_octet() % 2 ^ (kFloat8 ? 0 : first / 4 % 2)) * kOctetBytes;
-    const int count = context_len_ - position;
-    if (copy && count < 8) {
-      for (int dim = first; dim < a_.head_size; dim += kDims) {
-        store_values(dst, source, count * kItem);
-        source += row_bytes * kDims;
-        dst += kDims * (2 * kOctetBytes);
-      }
-      __threadfence_block();
-      return;
-    }
 #pragma unroll(kUnroll)
     for (int i = 0; i < kHead; i += kDims) {
       if (kShift == 0 && first + i >= a_.head_size) break;
       if constexpr (kFloat8) {
-        copy_8_or_zeros(dst + i * (2 * kOctetBytes), source + i * row_bytes, copy);
+        copy_8(dst + i * (2 * kOctetBytes), source.at + i * row_bytes, source.bytes);
       } else {
-        copy_16_or_zeros(dst + i * (2 * kOctetBytes), source + i * row_bytes, copy);
+        copy_16(dst + i * (2 * kOctetBytes), source.at + i * row_bytes, source.bytes);
       }
     }
   }
 
  private:
   // A thread copies all or some pieces of one token of K, and rows of one octet of tokens of V.
-  __device__ int my_token() const { return thread_ % kKeys; }
-  __device__ int my_octet() const { return thread_ / 8 % kUnits * 2 + thread_ % 2; }
+  static __device__ int thread() { return ptx::opaque(static_cast<int>(threadIdx.x)); }
+  static __device__ int my_token() { return thread() % kKeys; }
+  static __device__ int my_octet() { return thread() / 8 % kUnits * 2 + thread() % 2; }
+  static __device__ int first_dimension() { return thread() / 2 % 4 + thread() / (8 * kUnits) * 4; }
   __device__ int block_shift() const { return kShift > 0 ? kShift : a_.block_shift; }
   __device__ int block_mask() const { return (1 << block_shift()) - 1; }
 
-  __device__ int look_up(int position) const {
-    return position >= begin_ && position < end_ ? table_[position >> block_shift()] : -1;
-  }
+  __device__ const char* head() const { return a_.pool + tile_.kv_head * a_.head_bytes; }
 
-  // The context ends in this octet: stores its first `bytes`, then zeros.
-  static __device__ void store_values(uint32_t dst, const char* source, int bytes) {
-#pragma unroll
-    for (int i = 0; i < 2 * kItem; ++i) {
-      const int left = min(4, max(0, bytes - 4 * i));
-      const uint32_t mask = left == 4 ? ~0U : (1U << (8 * left)) - 1;
-      const uint32_t word = reinterpret_cast<const uint32_t*>(source)[i] & mask;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst + 4 * i), "r"(word) : "memory");
-    }
+  // From the start of the first block that is read.
+  __device__ int look_up(int position) const {
+    const int block = position >> block_shift();
+    return block >= tile_.begin >> block_shift() && position < tile_.end ? tile_.table(a_)[block] : -1;
   }
 
   const Args& a_;
-  const int32_t* table_;
-  const char* head_;
-  const int context_len_;
-  const int begin_;  // start of the first block that is read
-  const int end_;
-  const int thread_;
+  const Tile& tile_;
   int key_block_ = -1;
   int value_block_ = -1;
 };

@@ -50,9 +50,7 @@ class MmaTile {
         address_(ptx::shared_address(shared)),
         query_(warp_ * 16 * Shape::kQueryStride),
         warp_row_(tile.first_row + 16 * warp_),
-        key_begin_(tile.first_visible(a, tile.position(a, tile.first_row))),
-        key_end_(tile.position(a, tile.first_row + kMmaRows - 1) + 1),
-        loader_(a, tile, key_begin_, key_end_, threadIdx.x) {
+        loader_(a, tile) {
     for (int i = 0; i < 2; ++i) {
       position_[i] = tile.position(a, row(i));
       visible_[i] = tile.first_visible(a, position_[i]);
@@ -60,14 +58,13 @@ class MmaTile {
   }
 
   __device__ void attend() {
-    const int first = key_begin_ / kKeys * kKeys;
-    look_up(first);
-    load_stage(0, first);
+    look_up(tile_.first_key);
+    load_stage(0, tile_.first_key);
     load_queries();
     set_options();
     int stage = 0;
-    for (int key = first; key < key_end_; key += kKeys, stage ^= 1) {
-      if (key + kKeys < key_end_) {
+    for (int key = tile_.first_key; key < tile_.end; key += kKeys, stage ^= 1) {
+      if (key + kKeys < tile_.end) {
         load_stage(stage ^ 1, key + kKeys);
         wait_copies<1>();
       } else {
@@ -91,8 +88,9 @@ class MmaTile {
 
   // Starts the copies of a step and looks up the blocks of the next step.
   __device__ void load_stage(int stage, int key) {
-    loader_.load_keys(stage_address(stage), key);
-    loader_.load_values(stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes), key);
+    loader_.load_keys(stage_address(stage), loader_.keys_at(key));
+    loader_.load_values(stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes),
+                        loader_.values_at(key));
     commit_copies();
     look_up(key + kKeys);
   }
@@ -334,8 +332,6 @@ class MmaTile {
   const uint32_t address_;
   const int query_;  // offset of the warp's rows in shared memory
   const int warp_row_;
-  const int key_begin_;
-  const int key_end_;
   KvLoader<kHead, kKeys, kFloat8> loader_;
   bool plain_ = true;
   // State of the two rows of this thread:
@@ -355,23 +351,13 @@ __global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlock
     extend_mma(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Tile tile;
-  __shared__ bool found;
-  TileScheduler<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> scheduler;
-  scheduler.start(a);
-  int64_t index = blockIdx.x;
+  __shared__ ScheduledSequences sequences;
+  TileScheduler<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> scheduler(a, &sequences);
+  if (threadIdx.x < 32) scheduler.start();
   while (true) {
-    if (threadIdx.x < 32) {
-      Tile next;
-      const bool any = scheduler.find(a, index, &next);
-      if (threadIdx.x == 0) {
-        tile = next;
-        found = any;
-        if (any) index = next_tile(a);
-      }
-      index = __shfl_sync(~0U, index, 0);
-    }
+    if (threadIdx.x < 32) scheduler.next(&tile);
     __syncthreads();
-    if (!found) break;
+    if (tile.num_steps <= 0) break;
     MmaTile<T, kHead, kFloat8>(a, tile, shared).attend();
     __syncthreads();
   }

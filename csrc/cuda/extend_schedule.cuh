@@ -16,6 +16,9 @@ namespace extend {
 // The most chunks per tile, the fewest steps for which a chunk pays, and the cost of a reduction, in steps.
 constexpr int kMaxChunks = 64, kMinChunkSteps = 4, kReduceSteps = 2;
 
+// A tile with no more keys, as those of short prompts, has a step of this many keys.
+constexpr int kFewKeys = 64;
+
 // The number of counters that are not for reductions.
 constexpr int kScheduleCounters = 2;
 
@@ -25,13 +28,17 @@ struct Tile {
   int32_t first_row = 0;
   int32_t query_len = 0;
   int32_t context_len = 0;
+  int32_t begin = 0;  // keys from the first that the first row sees to the last that the last row sees
+  int32_t end = 0;
   int32_t chunk = 0;
-  int32_t max_chunks = 1;   // of the tiles of this sequence
-  int32_t chunk_steps = 0;  // steps per chunk
+  int32_t num_chunks = 1;
+  int32_t first_key = 0;  // of the chunk
+  int32_t num_steps = 0;
   int32_t partial = 0;      // index for the first chunk
   int64_t first_token = 0;  // of the sequence, in query
 
   __device__ int num_rows(const Args& a) const { return query_len * a.group; }
+  __device__ bool has_few_keys() const { return end - first_key <= kFewKeys; }
   // Returns the position of a row's token in its sequence. Rows past the last return the last position.
   __device__ int position(const Args& a, int row) const {
     return context_len - query_len + min(row / a.group, query_len - 1);
@@ -40,79 +47,123 @@ struct Tile {
     return a.sliding_window > 0 ? max(0, position - a.sliding_window + 1) : 0;
   }
   // Returns the index of a row in the query's [num_tokens, num_heads].
-  __device__ int64_t query_row(const Args& a, int row) const {
-    return (first_token + row / a.group) * a.num_heads + kv_head * a.group + row % a.group;
+  __device__ int64_t query_row(const Args& a, int row) const { return query_row(a, row, position(a, row)); }
+  __device__ int64_t query_row(const Args& a, int row, int position) const {
+    const int token = position - (context_len - query_len);
+    return (first_token + token) * a.num_heads + kv_head * a.group + (row - token * a.group);
   }
   __device__ const int32_t* table(const Args& a) const { return a.block_tables + seq * a.max_blocks; }
 };
 
-// The steps of one chunk of a tile. A tile ranges from the first key that its first row sees to the last key that its
-// last row sees.
-template <int kRows, int kKeys>
-struct Steps {
-  int begin;  // visible keys of the tile
-  int end;
-  int num_chunks;
-  int first;  // key of the first step
-  int count;  // not positive if the tile has fewer chunks than others of its sequence
-
-  __device__ Steps(const Args& a, const Tile& tile)
-      : begin(tile.first_visible(a, tile.position(a, tile.first_row))),
-        end(tile.position(a, tile.first_row + kRows - 1) + 1) {
-    const int all = (end - 1) / kKeys - begin / kKeys + 1;
-    const int each = max(tile.chunk_steps, (all + tile.max_chunks - 1) / tile.max_chunks);
-    num_chunks = (all + each - 1) / each;
-    first = (begin / kKeys + tile.chunk * each) * kKeys;
-    count = min(each, all - tile.chunk * each);
-  }
+// 32 sequences, which a scheduler has at hand. In shared memory, because registers are scarce.
+struct ScheduledSequences {
+  struct One {
+    int64_t units_end;  // chunks of tiles of all sequences up to this one
+    int64_t tokens_end;
+    int32_t units;
+    int32_t partials_end;
+    int32_t query_len;
+    int32_t context_len;
+    int32_t row_tiles;  // per KV head
+    int32_t steps;      // of the last row tile
+    int32_t chunks;
+  } at[32];
+  int32_t base;       // the first sequence
+  int32_t min_steps;  // per chunk
 };
 
 // Numbers the chunks of all tiles of a launch: by sequence, then by head, then longest tile first, so that the last
-// tiles to run are short. All lanes of a warp call it; indexes must not decrease from call to call.
+// tiles to run are short. The first chunk of a thread block is its own index; later ones are assigned in order of
+// request. All lanes of one warp call `start` and `next`; other warps may have the object.
 template <int kRows, int kKeys>
 class TileScheduler {
  public:
-  __device__ void start(const Args& a) {
-    min_steps_ = INT_MAX;
-    partials_ = 0;
-    base_ = units_ = tokens_ = 0;
-    if (a.max_partials > 0) plan(a);
+  __device__ TileScheduler(const Args& a, ScheduledSequences* sequences)
+      : a_(a), sequences_(*sequences), next_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+
+  __device__ void start() {
+    const int min_steps = a_.max_partials > 0 ? plan() : INT_MAX;
+    if (lane() == 0) sequences_.min_steps = min_steps;
+    __syncwarp();
+    load(0);
   }
 
-  __device__ bool find(const Args& a, int64_t index, Tile* tile) {
-    const int lane = threadIdx.x % 32;
-    for (; base_ < a.num_seqs; base_ += 32) {
-      const Sequence s(a, base_ + lane, min_steps_);
-      const int64_t units = static_cast<int64_t>(s.row_tiles) * s.chunks * a.num_kv_heads;
-      const int64_t units_end = units_ + sum_up_to(units);
-      const int64_t tokens_end = tokens_ + sum_up_to(static_cast<int64_t>(s.query_len));
-      const int partials_end = partials_ + sum_up_to(s.chunks > 1 ? static_cast<int>(units) : 0);
-      const uint32_t after = __ballot_sync(~0U, index < units_end);
-      if (after != 0) {
-        const int owner = __ffs(after) - 1;
-        const int row_tiles = __shfl_sync(~0U, s.row_tiles, owner), chunks = __shfl_sync(~0U, s.chunks, owner);
-        const int within = static_cast<int>(index - __shfl_sync(~0U, units_end - units, owner));
-        const int row_tile = within / chunks;
-        tile->seq = static_cast<int32_t>(base_) + owner;
-        tile->kv_head = row_tile / row_tiles;
-        tile->first_row = (row_tiles - 1 - row_tile % row_tiles) * kRows;
-        tile->query_len = __shfl_sync(~0U, s.query_len, owner);
-        tile->context_len = __shfl_sync(~0U, s.context_len, owner);
-        tile->chunk = within % chunks;
-        tile->max_chunks = chunks;
-        tile->chunk_steps = (__shfl_sync(~0U, s.steps, owner) + chunks - 1) / chunks;
-        tile->partial = __shfl_sync(~0U, partials_end - static_cast<int>(units), owner) + within - tile->chunk;
-        tile->first_token = __shfl_sync(~0U, tokens_end, owner) - tile->query_len;
-        return true;
+  // Writes the next tile to shared memory, for the warp to see. Returns false, and a tile without steps, if there are
+  // no more.
+  __device__ bool next(Tile* tile) {
+    do {
+      const int index = static_cast<int>(gridDim.x) + __shfl_sync(~0U, next_, 0);
+      uint32_t after;
+      while ((after = __ballot_sync(~0U, index < sequences_.at[lane()].units_end)) == 0) {
+        const int base = sequences_.base + 32;
+        if (base >= a_.num_seqs) {
+          if (lane() == 0) tile->num_steps = 0;
+          return false;
+        }
+        load(base);
       }
-      units_ = __shfl_sync(~0U, units_end, 31);
-      tokens_ = __shfl_sync(~0U, tokens_end, 31);
-      partials_ = __shfl_sync(~0U, partials_end, 31);
-    }
-    return false;
+      // Nothing waits for the answer before the next call.
+      if (lane() == 0) {
+        next_ = ptx::add_relaxed(a_.counters, 1);
+        const int owner = __ffs(after) - 1;
+        make(sequences_.base + owner, sequences_.at[owner], index, tile);
+      }
+      __syncwarp();
+    } while (tile->num_steps <= 0);
+    return true;
   }
 
  private:
+  static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+
+  using One = ScheduledSequences::One;
+
+  // Loads 32 sequences from `base` on.
+  __device__ void load(int base) {
+    const One before = base == 0 ? One{} : sequences_.at[31];
+    __syncwarp();
+    const Sequence s(a_, int64_t{base} + lane(), sequences_.min_steps);
+    const int units = s.row_tiles * s.chunks * a_.num_kv_heads;
+    One& one = sequences_.at[lane()];
+    one.units_end = before.units_end + sum_up_to(static_cast<int64_t>(units));
+    one.tokens_end = before.tokens_end + sum_up_to(static_cast<int64_t>(s.query_len));
+    one.partials_end = before.partials_end + sum_up_to(s.chunks > 1 ? units : 0);
+    one.units = units;
+    one.query_len = s.query_len;
+    one.context_len = s.context_len;
+    one.row_tiles = s.row_tiles;
+    one.steps = s.steps;
+    one.chunks = s.chunks;
+    if (lane() == 0) sequences_.base = base;
+    __syncwarp();
+  }
+
+  // A tile may have fewer chunks than others of its sequence: then some have no steps.
+  __device__ void make(int seq, const One& one, int index, Tile* tile) const {
+    const int within = static_cast<int>(index - (one.units_end - one.units)), chunks = one.chunks;
+    const int row_tile = chunks == 1 ? within : within / chunks;
+    tile->seq = seq;
+    tile->kv_head = row_tile / one.row_tiles;
+    tile->first_row = (one.row_tiles - 1 - (row_tile - tile->kv_head * one.row_tiles)) * kRows;
+    tile->query_len = one.query_len;
+    tile->context_len = one.context_len;
+    tile->first_token = one.tokens_end - one.query_len;
+    tile->begin = a_.sliding_window > 0 ? tile->first_visible(a_, tile->position(a_, tile->first_row)) : 0;
+    tile->end = tile->position(a_, tile->first_row + kRows - 1) + 1;
+    const int steps = (tile->end - 1) / kKeys - tile->begin / kKeys + 1;
+    int each = steps;
+    tile->chunk = 0;
+    tile->num_chunks = 1;
+    if (chunks > 1) {
+      each = max((one.steps + chunks - 1) / chunks, (steps + chunks - 1) / chunks);
+      tile->chunk = within - row_tile * chunks;
+      tile->num_chunks = (steps + each - 1) / each;
+    }
+    tile->first_key = (tile->begin / kKeys + tile->chunk * each) * kKeys;
+    tile->num_steps = min(each, steps - tile->chunk * each);
+    tile->partial = one.partials_end - one.units + within - tile->chunk;
+  }
+
   struct Sequence {
     int query_len = 0;
     int context_len = 0;
@@ -143,22 +194,24 @@ class TileScheduler {
     float steps;
   };
 
-  // Chooses the minimal number of steps per chunk that lets the launch finish soonest.
-  __device__ void plan(const Args& a) {
-    const Work whole = work(a, INT_MAX);
+  // Returns the minimal number of steps per chunk that lets the launch finish soonest.
+  __device__ int plan() const {
+    const Work whole = work(a_, INT_MAX);
     const float share = whole.steps / gridDim.x;
-    if (whole.longest * 8 <= share) return;
+    int min_steps = INT_MAX;
+    if (whole.longest * 8 <= share) return min_steps;
     float best = end_of(whole, share);
 #pragma unroll 1
     for (int parts = 1; parts <= 4; ++parts) {
       const int steps = max(kMinChunkSteps, static_cast<int>(ceilf(share / parts)));
-      const Work cut = work(a, steps);
+      const Work cut = work(a_, steps);
       const float end = end_of(cut, share) + kReduceSteps;
-      if (cut.partials <= a.max_partials && end < best) {
+      if (cut.partials <= a_.max_partials && end < best) {
         best = end;
-        min_steps_ = steps;
+        min_steps = steps;
       }
     }
+    return min_steps;
   }
 
   static __device__ Work work(const Args& a, int min_steps) {
@@ -193,15 +246,10 @@ class TileScheduler {
     return value;
   }
 
-  int min_steps_;  // per chunk
-  int partials_;
-  int64_t base_;
-  int64_t units_;
-  int64_t tokens_;
+  const Args& a_;
+  ScheduledSequences& sequences_;
+  int next_;  // index of the next chunk past those of gridDim.x, in the first lane
 };
-
-// The first tile of a thread block is its own index; later tiles are assigned in order of request. One thread calls it.
-__device__ inline int64_t next_tile(const Args& a) { return gridDim.x + atomicAdd(a.counters, 1); }
 
 // One thread of each block calls this after its last request. The last block resets the counters to zero.
 __device__ inline void reset_counters(const Args& a) {

@@ -1,8 +1,9 @@
 // Shared by the parts of the Hopper extend kernel: shapes, shared memory, barriers.
 //
-// The kernel follows FlashAttention-3: one producer warpgroup, two consumer warpgroups. Queries, keys and values pass
-// through shared memory in steps of kKeys tokens, with kStages pipeline stages each. mbarriers signal which stages are
-// full and which are empty.
+// The kernel follows FlashAttention-3: one producer warpgroup, two consumer warpgroups. Keys and values pass through
+// shared memory in steps of kKeys tokens, with kStages pipeline stages each, and the queries of a tile with
+// kQueryStages, so that those of the next tile are there when it begins. mbarriers signal which stages are full and
+// which are empty.
 //
 // A tile has 128 rows, 64 per consumer warpgroup. If a tile has 64 rows or fewer, both warpgroups have all of its rows,
 // each takes every second step, and their sums are combined through shared memory.
@@ -27,11 +28,11 @@ static_assert(kStages % 2 == 0, "warpgroups that take every second step use sepa
 // Registers per producer thread and per consumer thread. Together they fit into the register file of an SM. A producer
 // that converts needs more, because loaded data waits in registers.
 template <int kHead, bool kFloat8>
-constexpr int kProducerRegisters = !kFloat8      ? 56
+constexpr int kProducerRegisters = !kFloat8      ? (kHead > 64 ? 56 : 104)
                                    : kHead > 128 ? 72
                                                  : 104;
 template <int kHead, bool kFloat8>
-constexpr int kConsumerRegisters = !kFloat8      ? 224
+constexpr int kConsumerRegisters = !kFloat8      ? (kHead > 64 ? 224 : 200)
                                    : kHead > 128 ? 216
                                                  : 200;
 
@@ -39,8 +40,9 @@ template <int kHead>
 struct WgmmaShape {
   static constexpr int kKeys = kHead > 128 ? 64 : 128;
   static constexpr int kTileBytes = kHead * kKeys * 2;
+  static constexpr int kQueryStages = kHead > 128 ? 1 : 2;
   static constexpr int kQueryBytes = kWgmmaRows * kHead * 2;
-  static constexpr int kKeysOffset = kQueryBytes;
+  static constexpr int kKeysOffset = kQueryStages * kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + kStages * kTileBytes;
   static constexpr int kSharedBytes = kValuesOffset + kStages * kTileBytes;
   // Columns of one product with the values, and the number of such products per head.
@@ -48,23 +50,24 @@ struct WgmmaShape {
   static constexpr int kParts = kHead / kColumns;
 };
 
-template <int kKeys>
+template <int kHead>
 struct SharedStorage {
-  uint64_t query_full;
-  uint64_t query_empty;
+  static constexpr int kQueryStages = WgmmaShape<kHead>::kQueryStages;
+  uint64_t query_full[kQueryStages];
+  uint64_t query_empty[kQueryStages];
   uint64_t keys_full[kStages];
   uint64_t keys_empty[kStages];
   uint64_t values_full[kStages];
   uint64_t values_empty[kStages];
-  TileScheduler<kWgmmaRows, kKeys> scheduler;  // kept here between tiles, to save registers
-  // The producer's tiles, double-buffered, and the consumers' current tile.
-  Tile producer_tiles[2];
-  bool producer_found[2];
-  Tile consumer_tile;
-  bool consumer_found;
-  bool last[2];                      // per consumer warpgroup, in a reduction
-  float row_scale[kWgmmaRows];       // FP8 pools: query = shared memory times this
-  float4 states[kWarpgroupThreads];  // maxima and sums that one warpgroup passes to the other
+  // A tile is published with its queries; one without steps comes after the last. The producer is ahead of the
+  // consumers by the tiles with queries in memory, plus one that waits for them, and the consumers are finishing
+  // another.
+  static constexpr int kTiles = kQueryStages + 2;
+  Tile tiles[kTiles];
+  ScheduledSequences sequences;
+  bool last[2];                                // per consumer warpgroup, in a reduction
+  float row_scales[kQueryStages][kWgmmaRows];  // FP8 pools: query = shared memory times this
+  float4 states[kWarpgroupThreads];            // maxima and sums that one warpgroup passes to the other
 };
 
 enum NamedBarrier : int {
@@ -76,12 +79,13 @@ enum NamedBarrier : int {
 
 #ifdef KVSERVICE_WGMMA
 
-// The position in the pipeline: the next stage and the parity of its barriers.
+// The position in a pipeline: the next stage and the parity of its barriers.
+template <int kCount>
 struct PipelineState {
   uint32_t steps = 0;
 
-  __device__ int stage() const { return static_cast<int>(steps % kStages); }
-  __device__ uint32_t parity() const { return steps / kStages % 2; }
+  __device__ int stage() const { return static_cast<int>(steps % kCount); }
+  __device__ uint32_t parity() const { return steps / kCount % 2; }
 };
 
 #endif

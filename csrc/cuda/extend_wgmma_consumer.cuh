@@ -31,7 +31,7 @@ class WgmmaConsumer {
   using Partial = WarpgroupPartial<kHead>;
 
  public:
-  __device__ WgmmaConsumer(const Args& a, char* shared, SharedStorage<kKeys>* storage)
+  __device__ WgmmaConsumer(const Args& a, char* shared, SharedStorage<kHead>* storage)
       : a_(a),
         storage_(storage),
         shared_(shared),
@@ -39,19 +39,19 @@ class WgmmaConsumer {
         lane_(threadIdx.x % 32),
         rows_(a, warpgroup_) {
     const uint32_t address = ptx::shared_address(shared);
-    queries_ = ptx::matrix_descriptor(address, kWgmmaRows * 16, 128);
+    queries_tile_ = ptx::matrix_descriptor(address, kWgmmaRows * 16, 128);
     keys_tile_ = ptx::matrix_descriptor(address + Shape::kKeysOffset, kKeys * 16, 128);
     values_tile_ = ptx::swizzled_32_descriptor(address + Shape::kValuesOffset);
   }
 
   __device__ void run() {
     if (warpgroup_ == 1) scheduler_barrier_arrive();  // the first warpgroup begins
-    uint32_t parity = 0;
-    while (true) {
-      ptx::mbarrier_wait(ptx::shared_address(&storage_->query_full), parity);
-      parity ^= 1;
-      if (!storage_->consumer_found) break;
-      attend();
+    for (int slot = 0;;) {
+      ptx::mbarrier_wait(ptx::shared_address(&storage_->query_full[queries_.stage()]), queries_.parity());
+      if (storage_->tiles[slot].num_steps <= 0) break;
+      attend(storage_->tiles[slot]);
+      ++queries_.steps;
+      if (++slot == SharedStorage<kHead>::kTiles) slot = 0;
     }
   }
 
@@ -92,22 +92,31 @@ class WgmmaConsumer {
     values_.steps += stride_;
   }
 
-  __device__ void attend() {
-    const Tile& next = storage_->consumer_tile;
-    shares_rows_ = next.first_row + kWarpgroupRows >= next.num_rows(a_);
+  __device__ void attend(const Tile& tile) {
+    const bool few_rows = tile.first_row + kWarpgroupRows >= tile.num_rows(a_);
+    shares_rows_ = few_rows && tile.num_steps > 1;
     stride_ = shares_rows_ ? 2 : 1;
-    rows_.start(next, shares_rows_, storage_->row_scale);
-    const Steps<kWgmmaRows, kKeys> steps(a_, tile());
-    const int count = steps.count;
+    query_offset_ =
+        uniform(queries_.stage() * (Shape::kQueryBytes / 16) + (shares_rows_ ? 0 : warpgroup_ * kWarpgroupRows));
+    if (few_rows && !shares_rows_ && warpgroup_ == 1) return skip_step();
+    rows_.start(tile, shares_rows_, storage_->row_scales[queries_.stage()]);
+    const int count = tile.num_steps, first_key = tile.first_key;
     const uint32_t end = keys_.steps + count;
     const int skipped = shares_rows_ ? warpgroup_ : 0;
     keys_.steps += skipped;
     values_.steps += skipped;
-    if (count > skipped) attend_steps(steps.first + skipped * kKeys, (count - skipped + stride_ - 1) / stride_);
+    if (count > skipped) {
+      if (kKeys > kFewKeys && tile.has_few_keys()) {
+        attend_few(first_key);
+      } else {
+        attend_steps(first_key + skipped * kKeys, (count - skipped + stride_ - 1) / stride_);
+      }
+    }
     keys_.steps = values_.steps = end;
     rows_.finish();
     if (shares_rows_ && !combine_warpgroups()) return;
-    if (steps.num_chunks > 1 && !reduce_chunks(steps.num_chunks)) return;
+    const int num_chunks = tile.num_chunks;
+    if (num_chunks > 1 && !reduce_chunks(num_chunks)) return;
     if (rows_.any()) rows_.store();
   }
 
@@ -162,13 +171,47 @@ class WgmmaConsumer {
     release_values();
   }
 
-  // Warpgroups with the same rows need the query memory once more, for combine_warpgroups().
-  __device__ void release_queries() const {
-    if (!shares_rows_) release(&storage_->query_empty, 1);
+  // For a warpgroup that has no rows.
+  __device__ void skip_step() {
+    wait_keys();
+    release_keys();
+    release_queries();
+    wait_values();
+    release_values();
   }
 
-  __device__ void multiply_keys(float (&logits)[kLogits]) {
-    const uint64_t queries = queries_ + uniform(shares_rows_ ? 0 : warpgroup_ * kWarpgroupRows);
+  // The same for the only step of a tile with few keys.
+  __device__ void attend_few(int key) {
+    float logits[kFewKeys / 2], decay[2];
+    uint32_t weights[kFewKeys / 16][4];
+    wait_keys();
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    multiply_keys(logits);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(logits);
+    release_keys();
+    release_queries();
+    rows_.online_softmax(key, logits, decay);
+    rows_.pack(logits, weights);
+    wait_values();
+    ptx::fence_proxy_async();
+    rows_.fence_accumulators();
+    ptx::wgmma_fence();
+    multiply_values(weights);
+    ptx::wgmma_wait<0>();
+    rows_.fence_accumulators();
+    release_values();
+  }
+
+  // Warpgroups with the same rows need the query memory once more, for combine_warpgroups().
+  __device__ void release_queries() const {
+    if (!shares_rows_) release(&storage_->query_empty[queries_.stage()], 1);
+  }
+
+  template <int kCount>
+  __device__ void multiply_keys(float (&logits)[kCount]) {
+    const uint64_t queries = queries_tile_ + query_offset_;
     const uint64_t keys = keys_tile_ + uniform(keys_.stage()) * (Shape::kTileBytes / 16);
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k) {
@@ -177,10 +220,11 @@ class WgmmaConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ void multiply_values(const uint32_t (&weights)[kKeys / 16][4]) {
+  template <int kUnits>
+  __device__ void multiply_values(const uint32_t (&weights)[kUnits][4]) {
     const uint64_t values = values_tile_ + uniform(values_.stage()) * (Shape::kTileBytes / 16);
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         ptx::wgmma<T>(rows_.acc[part], weights[k], values + (k * kHead + part * Shape::kColumns) * 2);
@@ -192,7 +236,7 @@ class WgmmaConsumer {
   // Adds the sums of two warpgroups with the same rows, through the query memory. Returns true in the warpgroup that
   // has the result.
   __device__ bool combine_warpgroups() {
-    auto* values = reinterpret_cast<float4*>(shared_);
+    auto* values = reinterpret_cast<float4*>(shared_ + queries_.stage() * Shape::kQueryBytes);
     ptx::named_barrier(kConsumersBarrier, 2 * kWarpgroupThreads);
     if (warpgroup_ == 1) {
 #pragma unroll
@@ -217,7 +261,7 @@ class WgmmaConsumer {
 #pragma unroll
       for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, values[i * kWarpgroupThreads + thread()], others);
     }
-    release(&storage_->query_empty, 1);
+    release(&storage_->query_empty[queries_.stage()], 1);
     return warpgroup_ == 0;
   }
 
@@ -284,15 +328,17 @@ class WgmmaConsumer {
   }
 
   const Args& a_;
-  SharedStorage<kKeys>* const storage_;
+  SharedStorage<kHead>* const storage_;
   char* const shared_;
   const int warpgroup_;
   const int lane_;
-  uint64_t queries_;
+  uint64_t queries_tile_;
   uint64_t keys_tile_;
   uint64_t values_tile_;
-  PipelineState keys_;
-  PipelineState values_;
+  int query_offset_;  // of this warpgroup's queries, in the descriptor
+  PipelineState<Shape::kQueryStages> queries_;
+  PipelineState<kStages> keys_;
+  PipelineState<kStages> values_;
   bool shares_rows_;  // with the other warpgroup, which has every second step
   int stride_;        // from one step of this warpgroup to its next
   WgmmaRows<T, kHead, kFloat8> rows_;

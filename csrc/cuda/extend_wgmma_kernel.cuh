@@ -10,7 +10,7 @@ namespace extend {
 #ifdef KVSERVICE_WGMMA
 
 template <int kHead>
-__device__ void prepare(const Args& a, char* shared, SharedStorage<WgmmaShape<kHead>::kKeys>* storage) {
+__device__ void prepare(const Args& a, char* shared, SharedStorage<kHead>* storage) {
   if (a.head_size < kHead) {
     for (int i = threadIdx.x * 16; i < WgmmaShape<kHead>::kSharedBytes; i += kWgmmaThreads * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
@@ -18,9 +18,11 @@ __device__ void prepare(const Args& a, char* shared, SharedStorage<WgmmaShape<kH
     ptx::fence_proxy_async();
   }
   if (threadIdx.x == 0) {
-    // The copies of all producer threads, and one arrival for the published tile.
-    ptx::mbarrier_init(ptx::shared_address(&storage->query_full), kLoadThreads + 1);
-    ptx::mbarrier_init(ptx::shared_address(&storage->query_empty), kConsumerWarps);
+    for (int i = 0; i < WgmmaShape<kHead>::kQueryStages; ++i) {
+      // The copies of all producer threads, and one arrival for the published tile.
+      ptx::mbarrier_init(ptx::shared_address(&storage->query_full[i]), kLoadThreads + 1);
+      ptx::mbarrier_init(ptx::shared_address(&storage->query_empty[i]), kConsumerWarps);
+    }
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&storage->keys_full[i]), kLoadThreads);
       ptx::mbarrier_init(ptx::shared_address(&storage->values_full[i]), kLoadThreads);
@@ -44,7 +46,7 @@ template <typename T, int kHead, bool kFloat8>
 __global__ void KVSERVICE_WGMMA_BOUNDS extend_wgmma(const __grid_constant__ Args a) {
 #ifdef KVSERVICE_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  __shared__ SharedStorage<WgmmaShape<kHead>::kKeys> storage;
+  __shared__ SharedStorage<kHead> storage;
   prepare<kHead>(a, shared, &storage);
   if (threadIdx.x < kWarpgroupThreads) {
     ptx::warpgroup_reg_dealloc<kProducerRegisters<kHead, kFloat8>>();

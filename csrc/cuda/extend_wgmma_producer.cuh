@@ -9,7 +9,7 @@ namespace extend {
 
 #ifdef KVSERVICE_WGMMA
 
-// Requests tiles from the scheduler and loads their queries, keys and values.
+// Requests tiles from the scheduler, in its first warp, and loads their queries, keys and values.
 template <int kHead, bool kFloat8>
 class WgmmaProducer {
   using Shape = WgmmaShape<kHead>;
@@ -18,101 +18,79 @@ class WgmmaProducer {
   using Loader = KvLoader<kHead, kKeys, false, kShift>;
   using Converter = KvConverter<kHead, kKeys>;
   using Scheduler = TileScheduler<kWgmmaRows, kKeys>;
+  using Storage = SharedStorage<kHead>;
 
  public:
-  __device__ WgmmaProducer(const Args& a, char* shared, SharedStorage<kKeys>* storage)
+  __device__ WgmmaProducer(const Args& a, char* shared, Storage* storage)
       : a_(a), address_(ptx::shared_address(shared)), storage_(storage) {}
 
   __device__ void run() {
-    if (threadIdx.x < 32) {
-      Scheduler scheduler;
-      scheduler.start(a_);
-      if (threadIdx.x == 0) storage_->scheduler = scheduler;
-    }
-    int64_t index = blockIdx.x;
-    int slot = 0;
-    bool shared = false;
-    for (; find(&index, slot); slot ^= 1) {
-      const Tile& tile = storage_->producer_tiles[slot];
-      load(tile, shared);
-      shared = tile.first_row + kWarpgroupRows >= tile.num_rows(a_);
+    Scheduler scheduler(a_, &storage_->sequences);
+    if (threadIdx.x < 32) scheduler.start();
+    for (bool late = false; find(scheduler);) {
+      load(tile(), late);
+      late = Shape::kQueryStages == 1 && tile().first_row + kWarpgroupRows >= tile().num_rows(a_);
+      if (++slot_ == Storage::kTiles) slot_ = 0;
     }
     wait_query_empty();
-    publish_tile(nullptr);
-    arrive_when_copied(&storage_->query_full);
+    publish_tile();
+    arrive_when_copied(&storage_->query_full[queries_.stage()]);
     if (threadIdx.x == 0) reset_counters(a_);
   }
 
  private:
-  // Writes the next tile to storage_->producer_tiles[slot]; returns false if there is none.
-  __device__ bool find(int64_t* index, int slot) {
-    if (threadIdx.x < 32) {
-      __syncwarp();
-      Scheduler scheduler = storage_->scheduler;
-      Tile tile;
-      bool found, empty;
-      do {
-        found = scheduler.find(a_, *index, &tile);
-        empty = found && Steps<kWgmmaRows, kKeys>(a_, tile).count <= 0;
-        if (found && threadIdx.x == 0) *index = next_tile(a_);
-        *index = __shfl_sync(~0U, *index, 0);
-      } while (empty);
-      if (threadIdx.x == 0) {
-        storage_->scheduler = scheduler;
-        storage_->producer_tiles[slot] = tile;
-        storage_->producer_found[slot] = found;
-      }
-    }
+  // The first warp writes the next tile. Returns false if there is none.
+  __device__ bool find(Scheduler& scheduler) {
+    if (threadIdx.x < 32) scheduler.next(&storage_->tiles[slot_]);
     ptx::named_barrier(kProducerBarrier, kLoadThreads);
-    return storage_->producer_found[slot];
+    return tile().num_steps > 0;
   }
 
+  __device__ const Tile& tile() const { return storage_->tiles[slot_]; }
+
   __device__ void load(const Tile& tile, bool late) {
-    const Steps<kWgmmaRows, kKeys> steps(a_, tile);
     if constexpr (kFloat8) {
-      Converter converter(a_, tile, steps.begin, steps.end, threadIdx.x);
-      load_converting(converter, tile, steps);
+      Converter converter(a_, tile);
+      load_converting(converter, tile);
     } else {
       switch (a_.head_size == kHead ? a_.block_shift : 0) {
         case 4:
-          return load_copying(Loader<4>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+          return load_copying(Loader<4>(a_, tile), tile, late);
         case 5:
-          return load_copying(Loader<5>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
-        case 6:
-          return load_copying(Loader<6>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
-        case 7:
-          return load_copying(Loader<7>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+          return load_copying(Loader<5>(a_, tile), tile, late);
         default:
-          return load_copying(Loader<0>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+          return load_copying(Loader<0>(a_, tile), tile, late);
       }
     }
   }
 
   // `late`: the previous tile keeps its query memory to the end, so that keys and values are loaded before the queries.
   template <typename L>
-  __device__ void load_copying(L loader, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps, bool late) {
-    loader.look_up_keys(steps.first);
-    loader.look_up_values(steps.first);
-    copy_keys(loader, steps.first);
-    int i = 1, key = steps.first;
+  __device__ void load_copying(L loader, const Tile& tile, bool late) {
+    int i = 1, key = tile.first_key;
+    loader.look_up_keys(key);
+    loader.look_up_values(key);
+    copy_keys(loader, key);
     const auto next = [&] {
       copy_keys(loader, key + kKeys);
       copy_values(loader, key);
       ++i;
       key += kKeys;
     };
-    if (late && steps.count > 1) next();
+    if (late && tile.num_steps > 1) next();
     wait_query_empty();
-    publish_tile(&tile);
+    publish_tile();
     copy_queries(tile);
-    arrive_when_copied(&storage_->query_full);
-    while (i < steps.count) next();
+    arrive_when_copied(&storage_->query_full[queries_.stage()]);
+    ++queries_.steps;
+    while (i < tile.num_steps) next();
     copy_values(loader, key);
   }
 
   template <typename L>
   __device__ void copy_keys(L& loader, int key) {
-    loader.load_keys(free_keys(), key);
+    const auto source = loader.keys_at(key);  // before the wait
+    loader.load_keys(free_keys(), source);
     arrive_when_copied(&storage_->keys_full[keys_.stage()]);
     loader.look_up_keys(key + kKeys);
     ++keys_.steps;
@@ -120,23 +98,26 @@ class WgmmaProducer {
 
   template <typename L>
   __device__ void copy_values(L& loader, int key) {
-    loader.load_values(free_values(), key);
+    const auto source = loader.values_at(key);
+    const uint32_t dst = free_values();
+    if (!loader.skips_values(key)) loader.load_values(dst, source);
     arrive_when_copied(&storage_->values_full[values_.stage()]);
     loader.look_up_values(key + kKeys);
     ++values_.steps;
   }
 
   // Values are in flight while keys are converted, and the reverse.
-  __device__ void load_converting(Converter& converter, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps) {
-    int key = steps.first;
+  __device__ void load_converting(Converter& converter, const Tile& tile) {
+    int key = tile.first_key;
     converter.look_up(key);
     converter.fetch_keys(key);
     wait_query_empty();
-    publish_tile(&tile);
+    publish_tile();
     convert_queries(tile);
-    arrive_when_stored(&storage_->query_full);
-    for (int i = 0; i < steps.count; ++i, key += kKeys) {
-      const bool more = i + 1 < steps.count;
+    arrive_when_stored(&storage_->query_full[queries_.stage()]);
+    ++queries_.steps;
+    for (int i = 0; i < tile.num_steps; ++i, key += kKeys) {
+      const bool more = i + 1 < tile.num_steps;
       if (Converter::kOverlaps) converter.fetch_values(key);
       converter.put_keys(free_keys());
       arrive_when_stored(&storage_->keys_full[keys_.stage()]);
@@ -161,62 +142,76 @@ class WgmmaProducer {
     return address_ + Shape::kValuesOffset + values_.stage() * Shape::kTileBytes;
   }
 
-  // Waits until the queries of the previous tile are no longer used.
-  __device__ void wait_query_empty() {
-    ptx::mbarrier_wait(ptx::shared_address(&storage_->query_empty), query_parity_ ^ 1);
-    query_parity_ ^= 1;
+  // Waits until the queries of an earlier tile are no longer used.
+  __device__ void wait_query_empty() const {
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->query_empty[queries_.stage()]), queries_.parity() ^ 1);
+  }
+  __device__ uint32_t query_address() const { return address_ + queries_.stage() * Shape::kQueryBytes; }
+
+  __device__ void publish_tile() const {
+    if (threadIdx.x == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_->query_full[queries_.stage()]));
   }
 
-  // Publishes the next tile to the consumers; null: there are no more tiles.
-  __device__ void publish_tile(const Tile* tile) {
-    if (threadIdx.x != 0) return;
-    storage_->consumer_found = tile != nullptr;
-    if (tile != nullptr) storage_->consumer_tile = *tile;
-    ptx::mbarrier_arrive(ptx::shared_address(&storage_->query_full));
-  }
-
-  // The layout is [head_size/8][128 rows][8]. Eight lanes have adjacent rows, so that they store 128 contiguous bytes.
-  __device__ void copy_queries(const Tile& tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pieces = a_.head_size / 8;
-    for (int octet = warp; octet < kWgmmaRows / 8; octet += kLoadThreads / 32) {
-      const int row = tile.first_row + octet * 8 + lane % 8;
-      const bool copy = row < tile.num_rows(a_);
-      const char* source = static_cast<const char*>(a_.query);
-      if (copy) source += tile.query_row(a_, row) * a_.head_size * 2;
-      const uint32_t dst = address_ + (octet * 8 + lane % 8) * 16;
-      for (int piece = lane / 8; piece < pieces; piece += 4) {
-        copy_16_or_zeros(dst + piece * kWgmmaRows * 16, source + (copy ? piece * 16 : 0), copy);
+  // Calls body(row of the tile, its query or null) for this thread's rows. Eight lanes have adjacent rows, so that they
+  // store 128 contiguous bytes of the layout [head_size/8][128 rows][8].
+  template <typename Body>
+  __device__ void for_each_row(const Tile& tile, const Body& body) {
+    constexpr int kStride = kLoadThreads / 32 * 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = ptx::opaque(a_.group);
+    const int rows = tile.num_rows(a_);
+    const int tokens_apart = kStride / group, heads_apart = kStride - tokens_apart * group;
+    int row = warp * 8 + lane % 8;
+    int token = (tile.first_row + row) / group, head = tile.first_row + row - token * group;
+    const int64_t first = tile.first_token * a_.num_heads + tile.kv_head * group;
+    for (; row < kWgmmaRows; row += kStride) {
+      const int64_t index = first + static_cast<int64_t>(token) * a_.num_heads + head;
+      const char* query = static_cast<const char*>(a_.query) + index * a_.head_size * 2;
+      body(row, tile.first_row + row < rows ? query : nullptr);
+      token += tokens_apart;
+      head += heads_apart;
+      if (head >= group) {
+        head -= group;
+        ++token;
       }
     }
   }
 
-  // The same layout in float16: a power of two scales each row into the range.
+  __device__ void copy_queries(const Tile& tile) {
+    for_each_row(tile, [&](int row, const char* query) {
+      const int first = threadIdx.x % 32 / 8, pieces = a_.head_size / 8, bytes = query != nullptr ? 16 : 0;
+      const char* source = bytes != 0 ? query + first * 16 : static_cast<const char*>(a_.query);
+      const uint32_t dst = query_address() + (first * kWgmmaRows + row) * 16;
+#pragma unroll
+      for (int i = 0; i < kHead / 8; i += 4) {
+        if (first + i < pieces) copy_16(dst + i * kWgmmaRows * 16, source + i * bytes, bytes);
+      }
+    });
+  }
+
+  // In float16: a power of two scales each row into the range.
   __device__ void convert_queries(const Tile& tile) {
-    constexpr int kPieces = kHead / 32;  // per lane
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int octet = warp; octet < kWgmmaRows / 8; octet += kLoadThreads / 32) {
-      const int row = tile.first_row + octet * 8 + lane % 8;
-      const bool valid = row < tile.num_rows(a_);
-      const auto* source = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a_.query) +
-                                                          (valid ? tile.query_row(a_, row) * a_.head_size : 0));
+    for_each_row(tile, [&](int row, const char* query) {
+      constexpr int kPieces = kHead / 32;  // per lane
+      const int lane = threadIdx.x % 32;
+      const auto* source = reinterpret_cast<const uint4*>(query);
       uint4 numbers[kPieces];
       float largest = 0.0F;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const int piece = lane / 8 + 4 * i;
-        numbers[i] = valid && piece < a_.head_size / 8 ? source[piece] : make_uint4(0, 0, 0, 0);
+        numbers[i] = query != nullptr && piece < a_.head_size / 8 ? source[piece] : make_uint4(0, 0, 0, 0);
         largest = fmaxf(largest, largest_of_8(numbers[i], a_.dtype));
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 8));
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 16));
       const PowerOfTwo power(largest);
-      if (lane < 8) storage_->row_scale[octet * 8 + lane] = power.up;
+      if (lane < 8) storage_->row_scales[queries_.stage()][row] = power.up;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const uint32_t dst = address_ + ((lane / 8 + 4 * i) * kWgmmaRows + octet * 8 + lane % 8) * 16;
+        const uint32_t dst = query_address() + ((lane / 8 + 4 * i) * kWgmmaRows + row) * 16;
         ptx::store_shared_16(dst, scaled_halves(numbers[i], a_.dtype, power.down));
       }
-    }
+    });
   }
 
   static __device__ void arrive_when_copied(uint64_t* barrier) {
@@ -228,10 +223,11 @@ class WgmmaProducer {
 
   const Args& a_;
   const uint32_t address_;
-  SharedStorage<kKeys>* const storage_;
-  PipelineState keys_;
-  PipelineState values_;
-  uint32_t query_parity_ = 0;
+  Storage* const storage_;
+  int slot_ = 0;  // of the tile
+  PipelineState<Shape::kQueryStages> queries_;
+  PipelineState<kStages> keys_;
+  PipelineState<kStages> values_;
 };
 
 #endif  // KVSERVICE_WGMMA

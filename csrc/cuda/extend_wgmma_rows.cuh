@@ -12,7 +12,7 @@ namespace extend {
 template <typename T, int kHead, bool kFloat8>
 class WgmmaRows {
   using Shape = WgmmaShape<kHead>;
-  static constexpr int kKeys = Shape::kKeys, kLogits = kKeys / 2, kParts = Shape::kParts;
+  static constexpr int kParts = Shape::kParts;
   static constexpr int kPartAcc = Shape::kColumns / 2;
   static constexpr int kScales = kFloat8 ? 2 : 1;  // one if all rows have the same scale
 
@@ -20,11 +20,14 @@ class WgmmaRows {
   __device__ WgmmaRows(const Args& a, int warpgroup) : a_(a), warpgroup_(warpgroup), lane_(threadIdx.x % 32) {}
 
   // `shares_rows`: both warpgroups have the same rows. `row_scales`: of the rows of the tile, for FP8 pools.
+  // The tile is in shared memory and stays there until the rows are stored.
   __device__ void start(const Tile& tile, bool shares_rows, const float* row_scales) {
-    tile_ = tile;
+    tile_ = &tile;
     warp_row_ =
         (shares_rows ? 0 : warpgroup_ * kWarpgroupRows) + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
-    const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_.kv_head] : 1.0F;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) position_[i] = tile_->position(a_, row(i));
+    const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_->kv_head] : 1.0F;
     plain_ = a_.soft_cap <= 0.0F && a_.alibi_slopes == nullptr && a_.scale * k_scale > 0.0F;
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
@@ -32,13 +35,13 @@ class WgmmaRows {
       factor_[i] = plain_ ? scale_[i] * kLog2E : 1.0F;
     }
     clear();
-    all_visible_end_ = tile_.position(a_, tile_.first_row + warp_row_) + 1;
-    all_visible_begin_ = tile_.first_visible(a_, tile_.position(a_, tile_.first_row + warp_row_ + 15));
+    all_visible_end_ = __shfl_sync(~0U, position_[0], 0) + 1;
+    all_visible_begin_ = tile_->first_visible(a_, __shfl_sync(~0U, position_[1], 31));
   }
 
-  __device__ const Tile& tile() const { return tile_; }
+  __device__ const Tile& tile() const { return *tile_; }
   // Whether the warp has any rows. The last of them may be padding.
-  __device__ bool any() const { return tile_.first_row + warp_row_ < tile_.num_rows(a_); }
+  __device__ bool any() const { return tile_->first_row + warp_row_ < tile_->num_rows(a_); }
 
   __device__ void clear() {
 #pragma unroll
@@ -58,15 +61,17 @@ class WgmmaRows {
     for (auto& part : acc) ptx::fence_operand(part);
   }
 
-  // Converts the logits of the step at `key` to weights. The caller multiplies the accumulators by `decay`.
-  __device__ void online_softmax(int key, float (&logits)[kLogits], float (&decay)[2]) {
+  // Converts the logits of the 2 * kCount keys from `key` on to weights. The caller multiplies the accumulators by
+  // `decay`.
+  template <int kCount>
+  __device__ void online_softmax(int key, float (&logits)[kCount], float (&decay)[2]) {
     if (!plain_) apply_options(key, logits);
-    if (key + kKeys > all_visible_end_ || key < all_visible_begin_) mask(key, logits);
+    if (key + 2 * kCount > all_visible_end_ || key < all_visible_begin_) mask(key, logits);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float largest = max[i];
 #pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
+      for (int n = 0; n < kCount; n += 4) {
         largest = fmaxf(largest, fmaxf(logits[n + 2 * i], logits[n + 2 * i + 1]));
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
@@ -77,7 +82,7 @@ class WgmmaRows {
       max[i] = largest;
       float weights = 0.0F;
 #pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
+      for (int n = 0; n < kCount; n += 4) {
 #pragma unroll
         for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
           logits[e] = ptx::exp2_fast(logits[e] * factor(i) - shift);
@@ -102,9 +107,10 @@ class WgmmaRows {
     }
   }
 
-  static __device__ void pack(const float (&logits)[kLogits], uint32_t (&weights)[kKeys / 16][4]) {
+  template <int kUnits>
+  static __device__ void pack(const float (&logits)[8 * kUnits], uint32_t (&weights)[kUnits][4]) {
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[k][i] = ptx::pack<T>(logits[8 * k + 2 * i], logits[8 * k + 2 * i + 1]);
     }
@@ -129,12 +135,12 @@ class WgmmaRows {
   }
 
   __device__ void store() {
-    const float v_scale = a_.v_scale != nullptr ? a_.v_scale[tile_.kv_head] : 1.0F;
+    const float v_scale = a_.v_scale != nullptr ? a_.v_scale[tile_->kv_head] : 1.0F;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float total = quad_sum(sum[i]);
-      const bool valid = row(i) < tile_.num_rows(a_);
-      const int64_t index = valid ? tile_.query_row(a_, row(i)) : 0;
+      const bool valid = row(i) < tile_->num_rows(a_);
+      const int64_t index = valid ? tile_->query_row(a_, row(i), position_[i]) : 0;
       if (valid && a_.lse != nullptr && lane_ % 4 == 0) a_.lse[index] = (max[i] + log2f(total)) * kLn2;
       auto* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(a_.out) + index * a_.head_size);
       store_row(out, i, v_scale / total, valid);
@@ -148,39 +154,39 @@ class WgmmaRows {
   float acc[kParts][kPartAcc];
 
  private:
-  __device__ int row(int i) const { return tile_.first_row + warp_row_ + lane_ / 4 + 8 * i; }
+  __device__ int row(int i) const { return tile_->first_row + warp_row_ + lane_ / 4 + 8 * i; }
   // The exponential applies the scale of a plain logit.
   __device__ float factor(int i) const { return factor_[kFloat8 ? i : 0]; }
 
   // Returns the offset of the key of logit e from the step's first key.
   __device__ int key_offset(int e) const { return e / 4 * 8 + lane_ % 4 * 2 + e % 2; }
 
-  __device__ void apply_options(int key, float (&logits)[kLogits]) const {
+  template <int kCount>
+  __device__ void apply_options(int key, float (&logits)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int position = tile_.position(a_, row(i));
-      const int head = tile_.kv_head * a_.group + row(i) % a_.group;
+      const int head = tile_->kv_head * a_.group + row(i) % a_.group;
       const LogitOptions options{scale_[kFloat8 ? i : 0], a_.soft_cap,
                                  a_.alibi_slopes != nullptr ? a_.alibi_slopes[head] * kLog2E : 0.0F};
 #pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
+      for (int n = 0; n < kCount; n += 4) {
 #pragma unroll
         for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
-          logits[e] = options.apply(logits[e], key + key_offset(e) - position);
+          logits[e] = options.apply(logits[e], key + key_offset(e) - position_[i]);
         }
       }
     }
   }
 
-  __device__ void mask(int key, float (&logits)[kLogits]) const {
+  template <int kCount>
+  __device__ void mask(int key, float (&logits)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int position = tile_.position(a_, row(i));
       // The visible range, as offsets from this lane's first key.
-      const int last = position - key - lane_ % 4 * 2;
-      const int first = tile_.first_visible(a_, position) - key - lane_ % 4 * 2;
+      const int last = position_[i] - key - lane_ % 4 * 2;
+      const int first = tile_->first_visible(a_, position_[i]) - key - lane_ % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
+      for (int n = 0; n < kCount; n += 4) {
 #pragma unroll
         for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
           const int offset = e / 4 * 8 + e % 2;
@@ -226,8 +232,9 @@ class WgmmaRows {
   const Args& a_;
   const int warpgroup_;
   const int lane_;
-  Tile tile_;
+  const Tile* tile_;
   int warp_row_;  // first row of this warp, within the tile
+  int position_[2];
   // All rows of the warp see the keys in this range.
   int all_visible_begin_;
   int all_visible_end_;

@@ -118,12 +118,26 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Adds without an order. The compiler would combine the additions of a warp, and wait for the sum to distribute it.
+__device__ __forceinline__ int add_relaxed(int* counter, int by) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+  return before;
+}
+
 // Adds with acquire-release semantics: a thread that sees the sum also sees the earlier writes of all threads that
 // added before.
 __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter, uint32_t by) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
   return before;
+}
+
+// Returns the same number, of which the compiler knows nothing. It would otherwise compute what depends on it once
+// before a loop, and spill it.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
 
 // Matrix fragments.
