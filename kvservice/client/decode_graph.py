@@ -129,7 +129,8 @@ class DecodeGraph:
         if self.steps is not None:
             raise FailedPreconditionError("its sequences are in use: end() first")
         self._step = self._graph = self._output = None
-        with torch.no_grad():
+        # Tensors made in inference mode could not be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             if self._on_gpu:
                 self._capture(step)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Batch
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from kvservice.client.pools.mapped import MappedPool
 from kvservice.client.pools.tables import MappedStep
 from kvservice.client.sequences import token_list
 from kvservice.client.values import Sequence
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, InvalidArgumentError
 
 
 class StepsAhead:
@@ -112,11 +113,13 @@ class StepsAhead:
         self.tables.check()
 
     def close(self) -> None:
-        """Commit the tokens that are known, and end the step. Raises the errors of `check` and of
-        `Session.commit_ahead`."""
+        """Commit the tokens that are known, and end the step. Raises StaleStepError, and the
+        errors of `Session.commit_ahead`."""
         if self._pending is not None and self._pending.exception() is not None:
             self._pending = None  # the commit below raises its error, if there still is one
-        self.check()
+        # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
+        with contextlib.suppress(ConnectionLostError):
+            self.check()
         self._session.commit_ahead(self._step, self._by_sequence(len(self._tokens)))
 
     def _commit_known(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvservice.client.pools.tables import ALIGNMENT
 from kvservice.errors import InvalidArgumentError
 from kvservice.wire.tensors import Array
 
@@ -28,8 +29,10 @@ class DecodeTables:
         self._block_size = block_size
         # Everything that the host writes is in one piece of memory, and is copied at once: positions, how much they
         # grow in a step, what is added to slots, and the block tables.
-        self._memory = torch.zeros(max_sequences * (24 + 4 * max_blocks), dtype=torch.uint8, device=device)
         self._shape = max_sequences, max_blocks
+        self._begin = -(-24 * max_sequences // ALIGNMENT) * ALIGNMENT  # of the block tables
+        num_bytes = self._begin + 4 * max_sequences * max_blocks
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.positions, self._growth, self._shift, self.block_tables = self._parts(self._memory)
         self.query_lens = torch.ones(max_sequences, dtype=torch.int32, device=device)
         self.context_lens = self.query_lens.clone()
@@ -40,7 +43,7 @@ class DecodeTables:
         rows, max_blocks = self._shape
         numbers = memory[: 24 * rows].view(torch.int64).view(3, rows)
         positions, growth, shift = numbers
-        return positions, growth, shift, memory[24 * rows :].view(torch.int32).view(rows, max_blocks)
+        return positions, growth, shift, memory[self._begin :].view(torch.int32).view(rows, max_blocks)
 
     def load(self, block_tables: Array, lengths: Array) -> None:
         """Set the sequences: block_tables int32[n, blocks], and the tokens before the next one, lengths int64[n]. The
