@@ -56,6 +56,7 @@ def toy(kv: Session) -> Toy:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_runs_give_what_appends_give(large: KVClient, seed: int) -> None:
+    """The rig compares outputs, tokens and K/V."""
     with large.session() as kv, large.session() as other:
         check_random_runs(kv, other, "cpu", seed, BOUND)
 

@@ -40,6 +40,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[KVClient]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_runs_give_what_appends_give(client: KVClient, seed: int) -> None:
+    """The rig compares outputs, tokens and K/V."""
     with client.session() as kv, client.session() as other:
         check_random_runs(kv, other, "cuda:0", seed, BOUNDS[kv.info.dtype])
 
