@@ -208,6 +208,8 @@ TORCH_MODULES = (
     "bench/serve",
     "bench/spill.py",
     "bench/swap.py",
+    "client/decode_graph.py",
+    "client/pools/decode.py",
 )
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}
 
@@ -336,6 +338,8 @@ CLIENT_LAYERS = [
     {"contents", "events", "scheduler", "selection", "session", "session_calls", "step", "store"},
     {"client_core"},
     {"aio", "blocking"},
+    {"steps_ahead"},
+    {"decode_graph"},
     {"cluster"},
 ]
 

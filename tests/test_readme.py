@@ -134,7 +134,8 @@ def test_imports_of_examples_exist(path: Path) -> None:
     for block in code_blocks(path.read_text()):
         for module, names in re.findall(r"^from (kvservice\S*) import (.*)$", block, re.MULTILINE):
             package = ROOT / Path(*module.split("."))
-            source = (package / "__init__.py").read_text()
+            file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+            source = file.read_text()
             for name in names.split(", "):
                 assert (package / name).is_dir() or re.search(rf"\b{name}\b", source), f"{module} has no {name}"
 
@@ -240,17 +241,18 @@ def test_the_examples_of_the_client_are_one_program() -> None:
     with Daemon(**shape, share_pool="write", store_gib=1 / 64) as daemon:
         results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
         results[0]["client"].close()
-    first, regions, mapped, ahead, elsewhere, outlive, scheduled, stored, clustered, limits, waiting = results
+    first, regions, mapped, ahead, graph, elsewhere, outlive, scheduled, stored, clustered, limits, waiting = results
     assert first["out"].shape == (50, 4, 64)
     assert regions["out"] is not first["out"]
     # Both attend with the last query over the prompt, to whose end the last key and value were added
-    # once, twice and six times.
+    # once, twice, six and nine times.
     weight = np.exp(np.einsum("thd,thd->th", repeated(names["key"]), names["query"][-1:].repeat(50, 0)) / 8)
-    weights = {times: np.concatenate([weight, *[weight[-1:]] * times]) for times in (1, 2, 6)}
+    weights = {times: np.concatenate([weight, *[weight[-1:]] * times]) for times in (1, 2, 6, 9)}
     values = {times: np.concatenate([names["value"], *[names["value"][-1:]] * times]) for times in weights}
-    for times, result in ((1, regions), (2, mapped), (6, ahead)):
+    outputs = {1: regions["out"], 2: mapped["out"], 6: ahead["out"], 9: graph["attended"]}
+    for times, output in outputs.items():
         total = np.einsum("th,thd->hd", weights[times], repeated(values[times]))
-        np.testing.assert_allclose(result["out"][0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(output[0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(elsewhere["keys"][1], names["key"][:16])
     assert scheduled["ended"] == [100]
     assert stored["stored"] == 3

@@ -2,6 +2,9 @@
 
 The kernels alone are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All
 transports take turns, with one step each. The figures do not include the opening of the step, which is one call.
+
+A step as one graph is a part of a run of GRAPH_STEPS: opening the run, its commits and its end are included. The host
+knows the tokens of a step one step later, as an engine that samples them on the GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from rich.console import Console
 from kvservice.bench import cuda_timing
 from kvservice.bench.harness import quantiles, table, take_turns
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
+from kvservice.client.decode_graph import DecodeGraph
 from kvservice.client.transports.base import Transport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport
@@ -28,6 +32,8 @@ from kvservice.launch import Daemon
 from kvservice.ops import torch_cuda
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 32, 8, 128, 16
+# Steps of a run with the whole step as one graph, and how many of them are committed at once.
+GRAPH_STEPS, COMMITTED_STEPS = 64, 16
 SHAPES = {"64x4096": (64, 4096), "1x1024": (1, 1024)}
 POOL: dict[str, Any] = {
     "device": "cuda",
@@ -36,7 +42,10 @@ POOL: dict[str, Any] = {
     "head_size": HEAD_SIZE,
     "dtype": "bfloat16",
     "block_size": BLOCK_SIZE,
-    "num_blocks": sum(num_seqs * (length // BLOCK_SIZE + 2) for num_seqs, length in SHAPES.values()),
+    "num_blocks": sum(
+        num_seqs * ((length + GRAPH_STEPS + 2 * COMMITTED_STEPS) // BLOCK_SIZE + 2)
+        for num_seqs, length in SHAPES.values()
+    ),
     "swap_space_gib": 0.0,
     "enable_prefix_caching": False,
     "max_sequence_tokens": 8192,
@@ -44,6 +53,7 @@ POOL: dict[str, Any] = {
 }
 LABELS = {
     "kernels": "the kernels alone",
+    "graph": "mapped pool, the client's step as one graph",
     "mapped": "mapped pool",
     "lane": "lane, tensors in a region of the GPU",
     "lane_copied": "lane, tensors elsewhere on the GPU",
@@ -109,6 +119,8 @@ class LaneBench:
             "lane_host": (lane, host),
             "region_host": (RegionTransport(core.context), host),
         }
+        self._graph = DecodeGraph(session, num_seqs, length + GRAPH_STEPS + 2 * COMMITTED_STEPS)
+        self._graph.capture(partial(self._graph_step, elsewhere))
 
     def open_step(self) -> Step:
         return self.session.append(self.sequences, [7] * len(self.sequences))
@@ -117,8 +129,37 @@ class LaneBench:
         for sequence in self.sequences:
             self.session.truncate(sequence, sequence.length - 1)
 
+    def _graph_step(self, tensors: StepTensors) -> None:
+        for layer in range(NUM_LAYERS):
+            self._graph.attend(layer, tensors.query, tensors.key, tensors.value, out=tensors.out)
+
+    def _graph_run(self) -> float:
+        """Return the seconds of one step of a run."""
+        tokens = [7] * len(self.sequences)
+        lengths = [sequence.length for sequence in self.sequences]
+        done: list[Any] = []  # an event for each step whose tokens the host does not know
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._graph.begin(self.sequences, COMMITTED_STEPS)
+        for number in range(GRAPH_STEPS):
+            self._graph.replay()
+            done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            done[-1].record()
+            if number > 0:
+                done.pop(0).synchronize()
+                self._graph.written(tokens)
+        done.pop().synchronize()
+        self._graph.written(tokens)
+        self._graph.end()
+        seconds = time.perf_counter() - start
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            self.session.truncate(sequence, length)
+        return seconds / GRAPH_STEPS
+
     def step(self, way: str) -> float:
         """Seconds."""
+        if way == "graph":
+            return self._graph_run()
         step = self.open_step()
         if way == "kernels":
             seconds = self._kernels(step)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from kvservice.client.calls import AttentionCall, SharedMemoryLostError, WriteCall
 from kvservice.client.context import Context
+from kvservice.client.pools.mapped import MappedKernels
 from kvservice.client.selection import inline_transport
 from kvservice.client.tensors import Tensor
 from kvservice.client.transports.base import Transport
@@ -26,6 +28,8 @@ class SessionCalls:
         self._num_restarts = context.connection.num_restarts
         self._num_opened = 0
         self._reopening = context.connection.lock()
+        # Kernels that this process launches without the transport.
+        self._kernels: weakref.WeakSet[MappedKernels] = weakref.WeakSet()
 
     def next_request_id(self) -> int:
         return self.context.connection.next_request_id()
@@ -45,14 +49,24 @@ class SessionCalls:
         if self._num_restarts != connection.num_restarts:
             await self._reopen(self._num_opened)
 
+    def watch(self, kernels: MappedKernels) -> None:
+        """Wait for these kernels too, as long as they exist, where the session waits for those of its transport."""
+        self._kernels.add(kernels)
+
     async def drain(self) -> None:
         """See Transport.drain."""
         await self.transport.drain()
+        await self._drain_watched()
+
+    async def _drain_watched(self) -> None:
+        for kernels in list(self._kernels):
+            if kernels.is_busy:
+                await self.context.connection.run(kernels.wait)
 
     async def send(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         """Send a request and return its response, after the kernels that this process has launched: the call may end a
         step, after which other sequences use its blocks."""
-        await self.transport.drain()
+        await self.drain()
         return await self.context.connection.call(name, request, timeout_s)
 
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +102,7 @@ class SessionCalls:
                 return
             num_restarts = connection.num_restarts
             self.context.regions.forget()
+            await self._drain_watched()
             await connection.with_one_process(self.transport.reopen)
             self._num_restarts = num_restarts
             self._num_opened += 1
@@ -97,6 +112,7 @@ class SessionCalls:
         session ends. Does nothing in a forked process."""
         if not self.context.connection.process.is_here:
             return
+        await self._drain_watched()
         await self.transport.close()
         self.context.remote.close()
         self.transport = inline_transport(self.context)

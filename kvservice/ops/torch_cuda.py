@@ -10,7 +10,7 @@ from torch import Tensor
 from kvservice.attention_options import BlockSparse
 from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cuda
-from kvservice.ops.cuda import HOST, DeviceArray, Kernel
+from kvservice.ops.cuda import HOST, DeviceArray, Kernel, Scratch
 
 
 class TensorWorkspace:
@@ -136,8 +136,10 @@ def attend(
     batch_invariant: bool = False,
     num_common_blocks: int = 0,
     kernel: Kernel = "auto",
+    scratch: Scratch | None = None,
 ) -> None:
-    """Compute attention into `out` and `lse` with the given kernel."""
+    """Compute attention into `out` and `lse` with the given kernel. `scratch` is the workspace; None: see
+    `workspace`."""
     if max_query_len is None:
         max_query_len = int(query_lens.max()) if query_lens.numel() else 0
     query, query_lens, block_tables, context_lens = (
@@ -153,7 +155,7 @@ def attend(
             device_array(context_lens, "context_lens"),
             max_query_len=max_query_len,
             out=device_array(out, "out"),
-            workspace=workspace(pool.device),
+            workspace=scratch or workspace(pool.device),
             stream=_stream(pool),
             scale=scale,
             sliding_window=sliding_window,

@@ -73,7 +73,7 @@ def read_kv(
     if dtype not in (None, pool.dtype):
         raise InvalidArgumentError(f"is {dtype}, the pool's is {pool.dtype}", field="dtype")
     key, value = cpu.read_kv(as_numpy(pool), layer, as_numpy(slots), head_size=head_size)
-    return _as_tensor(key, pool.dtype), _as_tensor(value, pool.dtype)
+    return as_tensor(key, pool.dtype), as_tensor(value, pool.dtype)
 
 
 @torch.library.custom_op("kvservice::attention", mutates_args=(), device_types="cpu")
@@ -211,7 +211,8 @@ def _refuse(**arguments: object) -> None:
             raise InvalidArgumentError("is not supported by the CPU kernels", field=name)
 
 
-def _as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return a CPU tensor over an array's memory, of a dtype that `array` has in NumPy. It is not for FP8."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,11 @@ class GpuKernels:
         self._step: _GpuStep | None = None
         # Workspaces by stream handle.
         self._workspaces: dict[int, Any] = {}
-        # Streams with launches since the last `wait`.
-        self._streams: set[int] = set()
+        # Numbers of the last launches on each stream, and of those that were waited for. Nothing is removed, so that a
+        # thread can launch while another one waits.
+        self._numbers = itertools.count()
+        self._launched: dict[int, int] = {}
+        self._waited: dict[int, int] = {}
 
     @staticmethod
     def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> GpuKernels:
@@ -115,8 +119,7 @@ class GpuKernels:
 
     def _begin(self, tables: MappedStep) -> tuple[_GpuStep, int]:
         """Return the step with its tables on the device, copied once per step, and the current stream."""
-        stream = current_stream(self._device)
-        self._streams.add(stream)
+        stream = self.mark_launch()
         self._cuda.set_device(self._device)
         if self._step is None or self._step.step_id != tables.step_id:
             self._step = _GpuStep(tables, self.pool.device, self._cuda.Attention(), self._common)
@@ -137,15 +140,25 @@ class GpuKernels:
         call.workspace = self._workspaces[stream].reserve(call.workspace_bytes)
         call.launch()
 
+    def mark_launch(self) -> int:
+        """Say that kernels are launched on the current stream. Returns its handle."""
+        stream = current_stream(self._device)
+        self._launched[stream] = next(self._numbers)
+        return stream
+
     @property
     def is_busy(self) -> bool:
-        """Whether kernels were launched since the last `wait`."""
-        return bool(self._streams)
+        """Whether kernels were launched that no `wait` has waited for."""
+        return self._launched != self._waited
 
     def wait(self) -> None:
-        """Synchronize all streams with launches. The daemon may reuse the blocks of a step after the step has ended."""
-        while self._streams:
-            self._cuda.synchronize_stream(self._streams.pop())
+        """Synchronize all streams with launches until now. The daemon may reuse the blocks of a step after the step has
+        ended."""
+        launched = dict(self._launched)
+        for stream, number in launched.items():
+            if self._waited.get(stream) != number:
+                self._cuda.synchronize_stream(stream)
+        self._waited = launched
 
 
 # Attributes of `_cuda.Attention`, in the order of the arguments of `_cuda.write_kv`.

@@ -50,12 +50,15 @@ class MappedKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp: `out` and `lse_out` if given, else new tensors."""
 
+    def mark_launch(self) -> object:
+        """Say that the caller launches kernels of its own on the pool, for `is_busy` and `wait`."""
+
     @property
     def is_busy(self) -> bool:
         """Whether launched work may still be running."""
 
     def wait(self) -> None:
-        """Wait until all launched work is done."""
+        """Wait until all work that was launched until now is done."""
 
 
 class MappedPool:

@@ -12,6 +12,9 @@ step, token_ids)`, which runs one ragged step without padding over sequences tha
 (32 to 256, in steps of 8) and `dtype`. `cache.reset()` frees the sequences of a cache, which can then take another
 batch.
 
+With `KVServiceCache(kv, graphs=DecodeGraphs(model, kv, max_tokens=4096))` the decode passes are CUDA graphs, if model
+and pool are on the same GPU and the daemon shares the pool for writing.
+
 The integration supports decoders with multi-head, grouped-query or multi-query attention, with rotary, learned or ALiBi
 positions, sliding windows and logits soft caps. It uses the library's registry of attention functions, and adapts seven
 families that have their own attention code (`own_attention`). `install` raises an error with the reason for models that
@@ -29,8 +32,9 @@ are not supported. These model types give the same tokens and logits as the libr
 """
 
 from kvservice.integrations.transformers.cache import KVServiceCache
+from kvservice.integrations.transformers.decode_graphs import DecodeGraphs
 from kvservice.integrations.transformers.keys import model_keys
 from kvservice.integrations.transformers.models import install, pool_options, uninstall
 from kvservice.integrations.transformers.packed import forward
 
-__all__ = ["KVServiceCache", "forward", "install", "model_keys", "pool_options", "uninstall"]
+__all__ = ["DecodeGraphs", "KVServiceCache", "forward", "install", "model_keys", "pool_options", "uninstall"]

@@ -79,7 +79,7 @@ class ForwardPass:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        _refuse_gradients(query, key, value)
+        refuse_gradients(query, key, value)
         if options["sliding_window"]:
             self.refuse_holes(options["sliding_window"])
         if _is_default(options["scale"], query.shape[3]):
@@ -251,7 +251,7 @@ def _is_default(scale: float | None, head_size: int) -> bool:
     return scale is not None and np.float32(scale) == np.float32(1) / np.sqrt(np.float32(head_size))
 
 
-def _refuse_gradients(*states: torch.Tensor) -> None:
+def refuse_gradients(*states: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
         raise FailedPreconditionError(
             "the daemon computes no gradients: call the model under torch.no_grad(), or freeze its parameters"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
 from typing_extensions import override
 
 from kvservice.client import Sequence, Session
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, StaleStepError
 from kvservice.integrations.transformers import attention, columns, keys, unpadded
 from kvservice.integrations.transformers.arguments import CACHE_NAMES
 from kvservice.integrations.transformers.attention import ForwardPass
 from kvservice.integrations.transformers.columns import Batch, Mask
+from kvservice.integrations.transformers.decode_graphs import DecodeGraphs, DecodeRun
 from kvservice.integrations.transformers.keys import ExtraKeys
 from kvservice.integrations.transformers.rows import Rows
 
@@ -43,11 +45,8 @@ def _unchanged(output: Any) -> Any:
     return output
 
 
-class PassCall(NamedTuple):
-    """How to call the model for a pass: its inputs, and what makes its output the caller's."""
-
-    inputs: dict[str, Any]
-    restore: Callable[[Any], Any] = _unchanged
+# Computes a pass with the model's own forward, and returns the output that the caller of the model gets.
+PassCall = Callable[[Callable[..., Any]], Any]
 
 
 class KVServiceCache(Cache):
@@ -67,11 +66,22 @@ class KVServiceCache(Cache):
     A cache belongs to one model. While its K/V are shared, passes of another model, or with changed weights, are
     refused. A failed pass leaves the cache unchanged. A cache is used by one thread at a time.
 
+    With `graphs`, passes of one new token in each row are CUDA graphs where that is possible. The daemon is told about
+    their tokens a few passes later, and when `sequences` is read. If it ends their step meanwhile, because the caller
+    changes a sequence or it restarts, StaleStepError is raised, and the cache has the columns that the daemon knows.
+
     The end of its `with` block, or `reset()`, frees its sequences. The sequences of a garbage-collected cache are freed
     before the session's next allocation. `copy.deepcopy` makes a fork, which shares all blocks.
     """
 
-    def __init__(self, kv: Session, *, extra_keys: Iterable[tuple[int, bytes]] = (), share: bool = True) -> None:
+    def __init__(
+        self,
+        kv: Session,
+        *,
+        extra_keys: Iterable[tuple[int, bytes]] = (),
+        share: bool = True,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         if not isinstance(kv, Session):
             raise InvalidArgumentError(
                 f"must be a session, KVServiceCache(client.session()), not {type(kv).__name__}", field="kv"
@@ -80,6 +90,9 @@ class KVServiceCache(Cache):
         self.kv = kv
         self._extra_keys = _checked_keys(extra_keys)
         self._share = share
+        if graphs is not None and graphs.kv is not kv:
+            raise InvalidArgumentError("are of another session", field="graphs")
+        self._graphs = graphs
         self._begin_anew(Rows(kv))
 
     def _begin_anew(self, rows: Rows) -> None:
@@ -94,6 +107,7 @@ class KVServiceCache(Cache):
     @property
     def sequences(self) -> list[Sequence | None]:
         """The sequence of each row, or None while a row has only padding."""
+        self._settle()
         return list(self._rows.sequences)
 
     @property
@@ -105,38 +119,101 @@ class KVServiceCache(Cache):
     def forward_pass(
         self, model: PreTrainedModel, inputs: dict[str, Any], *, every_output: bool, takes_position_ids: bool
     ) -> Iterator[PassCall]:
-        """Open a step for a call of the model with the keyword arguments `inputs`. Yields how to call the model for it.
+        """Open a step for a call of the model with the keyword arguments `inputs`. Yields how to compute it.
 
         `every_output` says that the caller needs outputs of every column besides the requested logits.
         """
         if attention.is_running():
             raise FailedPreconditionError("a forward pass is running already in this thread")
+        if self._rows.run is not None and not self._rows.run.is_open:
+            self._settle()
         batch = columns.read_batch(inputs, self._mask)
         plain = columns.has_plain_positions(inputs, batch, takes_position_ids)
         identity = self._check_identity(model, _unusual(inputs, plain), batch)
-        num_wanted = columns.num_wanted_columns(inputs, every_output or bool(identity.private_because))
+        run = self._run(model, inputs, batch, identity, every_output)
+        output = None if run is None else self._computed(run, inputs, batch)
+        if output is None:
+            self._settle()
+            with self._step_pass(model, inputs, batch, identity, every_output) as call:
+                yield call
+        self._mask, self._identity = batch.mask, identity
+        if output is not None:
+            yield lambda _: output
+
+    def _run(
+        self, model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, identity: keys.ModelIdentity, every: bool
+    ) -> DecodeRun | None:
+        """Return the run in which to compute a pass, or None if it must be computed layer by layer."""
+        rows, graphs = self._rows, self._graphs
+        if graphs is None or identity.private_because or every or not graphs.takes(model, inputs, batch):
+            return None
+        if rows.run is None and rows.sequences and None not in rows.sequences and not columns.holed_span(batch.mask):
+            rows.run = graphs.begin(rows.held())
+        return rows.run
+
+    def _computed(self, run: DecodeRun, inputs: dict[str, Any], batch: Batch) -> Any:
+        """Return the output of a pass in a run, or None if the run cannot go on. Nothing was computed then."""
+        try:
+            return run.compute(inputs["input_ids"], batch.input_ids[:, 0].tolist(), self)
+        except (ResourceExhaustedError, InvalidArgumentError):  # a single step needs fewer blocks
+            return None
+        except BaseException:
+            with contextlib.suppress(StaleStepError):
+                self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """End the run: the daemon knows all tokens then. Raises StaleStepError if it has lost some. The cache then has
+        the columns before them."""
+        if self._rows.run is None:
+            return
+        try:
+            self._rows.settle()
+        finally:
+            num_lost = self._follow_rows()
+        if num_lost:
+            raise StaleStepError(
+                f"the last {num_lost} columns of the cache are lost: their step ended before the daemon knew them"
+            )
+
+    def _follow_rows(self) -> int:
+        """Let columns and sequences end at the same token. Returns how many columns the cache has lost."""
+        assert self._mask is not None, "a run follows another pass"
+        more = [sequence.length for sequence in self._rows.held()] - self._mask.sum(1)
+        if more.max() > 0:  # of a pass that was interrupted
+            self._rows.take_back(more.clip(min=0).tolist())
+        num_lost = max(0, -int(more.min()))
+        self._mask = self._mask[:, : self._mask.shape[1] - num_lost]
+        return num_lost
+
+    @contextmanager
+    def _step_pass(
+        self, model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, identity: keys.ModelIdentity, every: bool
+    ) -> Iterator[PassCall]:
+        """Open a step, and compute it layer by layer."""
+        num_wanted = columns.num_wanted_columns(inputs, every or bool(identity.private_because))
         before = self._rows.snapshot()
         try:
             token_ids = batch.token_ids()
             step, num_cached = self._rows.open_step(token_ids, num_wanted, self._row_keys(identity, batch.num_rows))
             pending = columns.pending_mask(batch.tokens, num_cached)
+            restore: Callable[[Any], Any] = _unchanged
             if unpadded.is_possible(model, inputs, pending):
-                self._pass = ForwardPass(step, None, batch.mask)
-                call = PassCall(unpadded.packed(inputs, pending, batch.num_past), unpadded.restored)
+                self._pass, restore = ForwardPass(step, None, batch.mask), unpadded.restored
+                inputs = unpadded.packed(inputs, pending, batch.num_past)
             else:
                 self._num_skipped = columns.num_unneeded_columns(pending, num_wanted)
                 computed = pending[:, self._num_skipped :]
                 self._pass = ForwardPass(step, None if computed.all() else torch.from_numpy(computed), batch.mask)
-                call = PassCall(columns.without_first(inputs, self._num_skipped))
+                inputs = columns.without_first(inputs, self._num_skipped)
             with attention.running(self._pass):
-                yield call
+                yield lambda inner: restore(inner(**inputs))
             self._pass.check_complete(self.kv.info.num_layers)
         except BaseException:
             self._rows.roll_back(before)
             raise
         finally:
             self._pass, self._num_skipped = None, 0
-        self._mask, self._identity = batch.mask, identity
 
     def _check_identity(self, model: PreTrainedModel, unusual: str, batch: Batch) -> keys.ModelIdentity:
         """Return the identity of the cache from this pass on.
@@ -164,6 +241,7 @@ class KVServiceCache(Cache):
         return [keys.shared_keys(identity) + self._extra_keys] * num_rows
 
     def _select(self, parents: list[int]) -> None:
+        self._settle()
         self._rows.select(parents)
         if self._mask is not None:
             self._mask = self._mask[parents]
@@ -176,7 +254,8 @@ class KVServiceCache(Cache):
 
     def fork(self) -> KVServiceCache:
         """Return a new cache that shares every block with this one (copy-on-write)."""
-        child = KVServiceCache(self.kv, extra_keys=self._extra_keys, share=self._share)
+        self._settle()
+        child = KVServiceCache(self.kv, extra_keys=self._extra_keys, share=self._share, graphs=self._graphs)
         child._rows, child._mask, child._identity = self._rows.fork(), self._mask, self._identity
         return child
 
@@ -239,6 +318,7 @@ class KVServiceCache(Cache):
     @override
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns (rejected candidates of assisted generation)."""
+        self._settle()
         count, stored = -tokens_to_remove, self.get_seq_length()
         if not 0 <= count <= stored:
             raise InvalidArgumentError(
@@ -264,6 +344,8 @@ class KVServiceCache(Cache):
     @override
     def reset(self) -> None:
         """Free the sequences. The cache can then be used for another batch or another model."""
+        with contextlib.suppress(StaleStepError):
+            self._settle()
         self._rows.free()
         self._begin_anew(self._rows)
 

@@ -76,8 +76,12 @@ def kvservice_mask(
 def _slides(mask_function: MaskFunction, window: int, device: torch.device | None) -> bool:
     """Return whether a query attends to exactly the last `window` keys.
 
+    In a graph capture nothing can be read back from a GPU, so it computes on the host then.
+
     It tests two consecutive queries. With chunked attention of that size, one of them is not the last of its chunk.
     """
+    if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        device = torch.device("cpu")
     first = torch.zeros((), dtype=torch.long, device=device)
     for query in (first + 2 * window, first + 2 * window + 1):
         keys = query + torch.tensor([-window, 1 - window, 0, 1], device=device)

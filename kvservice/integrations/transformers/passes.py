@@ -85,7 +85,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         every_output=_wants_every_output(model, inputs),
         takes_position_ids=_takes_position_ids(type(model).forward),
     ) as call:
-        return call.restore(inner(**call.inputs))
+        return call(inner)
 
 
 @functools.cache

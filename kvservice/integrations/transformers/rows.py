@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass
 
 from kvservice.client import Sequence, Session, Step
+from kvservice.errors import StaleStepError
+from kvservice.integrations.transformers.decode_graphs import DecodeRun
 from kvservice.integrations.transformers.keys import ExtraKeys
 
 
@@ -27,8 +30,17 @@ class Rows:
         self.kv = kv
         # The finalizer references this list, so the list is modified in place.
         self.sequences: list[Sequence | None] = []
+        # Passes of which the daemon may not know yet. `settle` ends it before any other change of the rows.
+        self.run: DecodeRun | None = None
         finalizer = weakref.finalize(self, _abandon, kv, self.sequences)
         finalizer.atexit = False
+
+    def settle(self) -> None:
+        """End the run. The lengths of sequences say which tokens were committed: all, unless their step had ended."""
+        run, self.run = self.run, None
+        if run is not None:
+            with contextlib.suppress(StaleStepError):
+                run.end()
 
     def held(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence is not None]

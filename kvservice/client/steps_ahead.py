@@ -1,0 +1,152 @@
+"""Decode steps that are committed while the next ones are computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from collections.abc import Sequence as Batch
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvservice.client.blocking import Session, Step
+from kvservice.client.pools.mapped import MappedPool
+from kvservice.client.pools.tables import MappedStep
+from kvservice.client.sequences import token_list
+from kvservice.client.values import Sequence
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, InvalidArgumentError
+
+
+class StepsAhead:
+    """One run of decode steps of the same sequences, each of which gets one token in each step.
+
+    There are slots for twice `num_steps` tokens. When `num_steps` of them are known, a thread commits them, and the
+    answer brings slots for the next ones. So `take` waits only if the commit takes longer than `num_steps` steps.
+
+    Raises the errors of `Session.open_ahead`, PoolNotSharedError among them, and InvalidArgumentError if a sequence
+    would have more than `max_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pool: MappedPool,
+        commits: ThreadPoolExecutor,
+        sequences: Batch[Sequence],
+        num_steps: int,
+        max_tokens: int,
+    ) -> None:
+        if num_steps < 1:
+            raise InvalidArgumentError("is less than 1", field="num_steps")
+        self.sequences = tuple(sequences)
+        self._session, self._pool, self._commits = session, pool, commits
+        self._num_steps, self._max_tokens = num_steps, max_tokens
+        # Steps since the last commit: how many were taken, and the tokens of those of them that are known.
+        self._num_taken = 0
+        self._tokens: list[list[int]] = []
+        self._pending: Future[Step | None] | None = None
+        self._num_pending = 0
+        room = self._room(0)
+        if room == 0:
+            raise InvalidArgumentError(f"one has {max_tokens} tokens, the most of this graph", field="sequences")
+        self._use(session.open_ahead(sequences, room))
+        self._changed = False  # whoever begins has these tables
+
+    def _use(self, step: Step) -> None:
+        self._step, self._changed = step, True
+        self.tables: MappedStep = self._pool.step(step)
+
+    def _room(self, num_known: int) -> int:
+        """Return for how many tokens to open slots after `num_known` more of each sequence."""
+        longest = max((sequence.length for sequence in self.sequences), default=0)
+        return min(2 * self._num_steps, self._max_tokens - longest - num_known)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of steps since the last commit that have slots."""
+        return self.tables.max_query_len
+
+    def take(self) -> bool:
+        """Take the slots of the next step. Returns whether the tables are others than for the step before.
+
+        Raises StaleStepError and ConnectionLostError as `MappedStep.check`; InvalidArgumentError at `max_tokens`;
+        FailedPreconditionError if the tokens of too many steps are unknown; and the error of a commit that failed. Then
+        nothing has changed, and the commit is made again with the next call that needs it.
+        """
+        self._adopt(wait=False)
+        if self._num_taken == self.num_slots:
+            self._commit_known()
+            self._adopt(wait=True)
+        if self._num_taken == self.num_slots:
+            if self._tokens:
+                raise InvalidArgumentError(f"one would have more than {self._max_tokens} tokens", field="sequences")
+            raise FailedPreconditionError(f"the tokens of {self._num_taken} steps are not known: call written()")
+        self._check_now()
+        self._num_taken += 1
+        changed, self._changed = self._changed, False
+        return changed
+
+    def written(self, token_ids: Iterable[int]) -> None:
+        """Say which tokens the oldest step wrote whose tokens are not known yet: one of each sequence. Raises
+        InvalidArgumentError, and the errors of `take`."""
+        tokens = list(token_list(token_ids, self._session.info))
+        if len(tokens) != len(self.sequences):
+            raise InvalidArgumentError(
+                f"has {len(tokens)} tokens for {len(self.sequences)} sequences", field="token_ids"
+            )
+        if len(self._tokens) == self._num_taken:
+            raise FailedPreconditionError("all steps have their tokens already")
+        self._check_now()
+        self._tokens.append(tokens)
+        if len(self._tokens) >= self._num_steps:
+            self._commit_known()
+
+    def _check_now(self) -> None:
+        """Check the step, except while a commit is on its way: that ends the step before its answer is here."""
+        if self._pending is None:
+            self.tables.check()
+
+    def check(self) -> None:
+        """Raise StaleStepError or ConnectionLostError if the results of the steps until now may be wrong. Waits for a
+        commit that is on its way, and raises its error."""
+        self._adopt(wait=True)
+        self.tables.check()
+
+    def close(self) -> None:
+        """Commit the tokens that are known, and end the step. Raises StaleStepError, and the
+        errors of `Session.commit_ahead`."""
+        if self._pending is not None and self._pending.exception() is not None:
+            self._pending = None  # the commit below raises its error, if there still is one
+        # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
+        with contextlib.suppress(ConnectionLostError):
+            self.check()
+        self._session.commit_ahead(self._step, self._by_sequence(len(self._tokens)))
+
+    def _commit_known(self) -> None:
+        """Begin to commit the known tokens, unless a commit is on its way or no sequence can grow after them."""
+        count = len(self._tokens)
+        room = self._room(count) if self._pending is None else 0
+        if count == 0 or room <= 0:
+            return
+        self.tables.check()
+        step, tokens = self._step, self._by_sequence(count)
+        # All tokens with slots in flight have them after the commit too: `room` is at least as many.
+        self._pending = self._commits.submit(self._session.commit_ahead, step, tokens, num_steps=room)
+        self._num_pending = count
+
+    def _by_sequence(self, count: int) -> list[int]:
+        return np.array(self._tokens[:count], np.int64).reshape(count, len(self.sequences)).T.ravel().tolist()
+
+    def _adopt(self, *, wait: bool) -> None:
+        """Go on with the step that a commit has opened, if there was one and its answer is here."""
+        pending = self._pending
+        if pending is None or not (wait or pending.done()):
+            return
+        try:
+            step = pending.result()
+        finally:
+            self._pending = None
+        assert step is not None, "more steps were asked for"
+        self._num_taken -= self._num_pending
+        del self._tokens[: self._num_pending]
+        self._use(step)

@@ -1,0 +1,271 @@
+"""The decode step at fixed addresses, with a pool in host memory, where a replay calls the step: tables that move on,
+commits beside the steps, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, state_of  # noqa: E402  torch may be missing
+from small_daemons import OpenDaemon  # noqa: E402
+from small_pool import SMALL_POOL  # noqa: E402
+
+from kvservice.client import KVClient, Session  # noqa: E402
+from kvservice.client.decode_graph import DecodeGraph  # noqa: E402
+from kvservice.client.pools.decode import DecodeTables  # noqa: E402
+from kvservice.client.threads import finish  # noqa: E402
+from kvservice.errors import (  # noqa: E402
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+    PoolNotSharedError,
+    StaleStepError,
+)
+from kvservice.launch import Daemon  # noqa: E402
+from kvservice.v1 import host_pb2  # noqa: E402
+
+PROMPTS = ([1, 2, 3, 4, 5], [6], [7, 8, 9, 10])
+BOUND = 1e-5
+
+
+@pytest.fixture
+def kv(open_daemon: OpenDaemon) -> Iterator[Session]:
+    with KVClient(open_daemon("float32", "write").address) as client:
+        with client.session() as session:
+            yield session
+        with client.session() as session:
+            session.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[KVClient]:
+    with Daemon(**SMALL_POOL | {"num_blocks": 512}) as daemon, KVClient(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+def toy(kv: Session) -> Toy:
+    return Toy(kv, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_runs_give_what_appends_give(large: KVClient, seed: int) -> None:
+    """The rig compares outputs, tokens and K/V."""
+    with large.session() as kv, large.session() as other:
+        check_random_runs(kv, other, "cpu", seed, BOUND)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tables_move_on(seed: int) -> None:
+    """Rows without a sequence stay where they are. Slots of new blocks are those of the tables that came last."""
+    random = np.random.default_rng(seed)
+    rows, max_blocks, block_size = 5, 7, 4
+    tables = DecodeTables(rows, max_blocks, block_size, torch.device("cpu"))
+    for _ in range(5):
+        num_seqs = int(random.integers(0, rows + 1))
+        blocks = random.integers(0, 1 << 30, (num_seqs, max_blocks), np.int32)
+        lengths = random.integers(0, 16, num_seqs)
+        known = int(lengths.max(initial=0)) // block_size + 1
+        tables.load(blocks[:, :known], lengths)
+        for number in range(max_blocks * block_size - int(lengths.max(initial=0))):
+            if random.random() < 0.2 or known * block_size == lengths.max(initial=0) + number:
+                known = max_blocks
+                tables.load_blocks(blocks)
+            tables.advance()
+            at = lengths + number
+            assert tables.positions.tolist() == [*at, *[0] * (rows - num_seqs)]
+            assert tables.context_lens.tolist() == [*(at + 1), *[1] * (rows - num_seqs)]
+            slots = blocks[np.arange(num_seqs), at // block_size].astype(np.int64) * block_size + at % block_size
+            assert tables.slot_mapping[:num_seqs].tolist() == slots.tolist()
+            assert (tables.slot_mapping[num_seqs:] < 0).all()
+    assert (tables.query_lens == 1).all()
+
+
+def test_unknown_tokens_are_forgotten(kv: Session, toy: Toy) -> None:
+    graph, sequences = GraphToy(toy, 3), toy.compute(*PROMPTS)
+    before = state_of(kv, sequences)
+    graph.graph.begin(sequences, 2)
+    graph.replay([1, 2, 3])
+    graph.replay([4, 5, 6])
+    graph.graph.end()
+    assert state_of(kv, sequences) == before
+    graph.graph.begin(sequences, 2)
+    graph.replay([1, 2, 3])
+    graph.replay([4, 5, 6])
+    graph.graph.written([1, 2, 3])
+    graph.graph.begin(sequences[:1], 2)  # ends the steps before
+    assert [sequence.length for sequence in sequences] == [6, 2, 5]
+    graph.graph.end()
+    graph.graph.end()
+
+
+def test_nobody_waits_for_a_commit(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on while a commit is on its way, as far as they have slots."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    go_on, commit = threading.Event(), kv.commit_ahead
+    monkeypatch.setattr(kv, "commit_ahead", lambda *args, **kwargs: (go_on.wait(20), commit(*args, **kwargs))[1])
+    graph.graph.begin(sequences, 3)
+    for number in range(6):
+        graph.replay([number])
+        graph.graph.written([number])
+    assert sequences[0].length == 3
+    go_on.set()
+    for number in range(6, 20):
+        graph.replay([number])
+        graph.graph.written([number])
+    graph.graph.check()
+    graph.graph.end()
+    (found,) = kv.describe(sequences, token_ids=True)
+    assert found.token_ids == (1, 2, 3, *range(20))
+
+
+def test_too_many_steps_with_unknown_tokens(kv: Session, toy: Toy) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 2)
+    for number in range(4):
+        graph.replay([number])
+    with pytest.raises(FailedPreconditionError, match=r"written\(\)"):
+        graph.replay([4])
+    for number in range(4):
+        graph.graph.written([number])
+    with pytest.raises(FailedPreconditionError, match="already"):
+        graph.graph.written([4])
+    graph.replay([4])
+    graph.graph.written([4])
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 0, 1, 2, 3, 4)
+
+
+def test_sequences_grow_to_the_last_token_of_the_graph(toy: Toy) -> None:
+    graph, sequences = GraphToy(toy, 2, max_tokens=11), toy.compute([1, 2, 3], [4])
+    graph.graph.begin(sequences, 3)
+    for number in range(8):
+        graph.replay([number, number])
+        graph.graph.written([number, number])
+    with pytest.raises(InvalidArgumentError, match="11 tokens"):
+        graph.replay([8, 8])
+    graph.graph.end()
+    assert [sequence.length for sequence in sequences] == [11, 9]
+    with pytest.raises(InvalidArgumentError, match="11 tokens"):
+        graph.graph.begin(sequences, 3)
+    graph.graph.begin(sequences[1:], 3)
+    graph.graph.end()
+
+
+def end_by_append(kv: Session, sequence: Any) -> None:
+    kv.append([sequence], [1])
+
+
+def end_by_free(kv: Session, sequence: Any) -> None:
+    kv.free([sequence])
+
+
+def end_the_mapping(kv: Session, _: Any) -> None:
+    finish(kv._core.call("unmap_pool", host_pb2.UnmapPoolRequest()))
+
+
+@pytest.mark.parametrize("end", [end_by_append, end_by_free, end_the_mapping])
+def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy, end: Any) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 2)
+    graph.replay([1])
+    end(kv, sequences[0])
+    for refused in (
+        lambda: graph.replay([2]),
+        lambda: graph.graph.written([1]),
+        graph.graph.check,
+        graph.graph.end,
+    ):
+        with pytest.raises(StaleStepError):
+            refused()
+    graph.graph.end()
+
+
+def test_a_commit_without_blocks_changes_nothing(kv: Session, toy: Toy) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 4)
+    for number in range(3):
+        graph.replay([number])
+        graph.graph.written([number])
+    rest = kv.allocate(range(61 * kv.info.block_size))
+    graph.replay([3])
+    graph.graph.written([3])
+    with pytest.raises(OutOfBlocksError):
+        graph.graph.check()
+    assert sequences[0].length == 3
+    for number in range(4, 8):  # there are slots for these
+        graph.replay([number])
+        graph.graph.written([number])
+        with pytest.raises(OutOfBlocksError):
+            graph.graph.check()
+    with pytest.raises(OutOfBlocksError):
+        graph.replay([8])
+    kv.free([rest])
+    graph.replay([8])
+    graph.graph.written([8])
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, *range(9))
+    rest = kv.allocate(range(59 * kv.info.block_size))  # the sequence keeps the blocks that it had slots in
+    before = state_of(kv, sequences)
+    with pytest.raises(OutOfBlocksError):
+        graph.graph.begin(sequences, 6)
+    assert state_of(kv, sequences) == before
+    kv.free([rest])
+
+
+def test_wrong_arguments(kv: Session, toy: Toy) -> None:
+    for sizes in ((0, 9), (1, 0)):
+        with pytest.raises(InvalidArgumentError):
+            DecodeGraph(kv, *sizes)
+    graph, sequences = GraphToy(toy, 2), toy.compute(*PROMPTS)
+    with pytest.raises(InvalidArgumentError) as raised:
+        graph.graph.begin(sequences)
+    assert raised.value.field == "sequences"
+    with pytest.raises(InvalidArgumentError):
+        graph.graph.begin(sequences[:2], 0)
+    for call in (graph.graph.replay, graph.graph.check, lambda: graph.graph.written([1])):
+        with pytest.raises(FailedPreconditionError, match="begin"):
+            call()
+    graph.graph.begin(sequences[:2])
+    graph.replay([1, 2])
+    with pytest.raises(InvalidArgumentError):
+        graph.graph.written([1])
+    with pytest.raises(FailedPreconditionError, match="in use"):
+        graph.graph.capture(lambda: None)
+    graph.graph.end()
+    with pytest.raises(FailedPreconditionError, match="layers"):
+        graph.graph.capture(lambda: None)
+    with pytest.raises(FailedPreconditionError, match="capture"):
+        graph.graph.begin(sequences[:1])
+
+
+def test_who_may_not_write_the_pool_gets_none(open_daemon: OpenDaemon) -> None:
+    address = open_daemon("float32", "read").address
+    with KVClient(address) as client, client.session() as kv, pytest.raises(PoolNotSharedError):
+        DecodeGraph(kv, 1, MAX_TOKENS)
+
+
+class Kernels:
+    """Kernels on a GPU, which a call of the session waits for."""
+
+    is_busy = True
+    num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def test_calls_wait_for_replays(kv: Session) -> None:
+    kernels: Any = Kernels()
+    kv._core.calls.watch(kernels)
+    kv.free([kv.allocate([1])])
+    assert kernels.num_waits == 2
+    kernels.is_busy = False
+    kv.free([kv.allocate([1])])
+    assert kernels.num_waits == 2
