@@ -520,6 +520,17 @@ def bench_lane(quick: bool, as_json: bool) -> None:
         _report(lambda: lane_cuda.run(quick), lane_cuda.render, as_json)
 
 
+@bench.command("slots")
+@_quick_option
+@_json_option
+def bench_slots(quick: bool, as_json: bool) -> None:
+    """Check and measure writing new K and V into the pool of a CUDA device, in units of a plain copy."""
+    with _torch_wanted():
+        from kvservice.bench import cuda_slots
+
+    _report(lambda: cuda_slots.run(quick), cuda_slots.render, as_json)
+
+
 @bench.command("spill")
 @_device_option
 @click.option(

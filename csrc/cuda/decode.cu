@@ -174,7 +174,6 @@ void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Va
   require(kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.num_passes) <= launch.workspace.bytes,
           "workspace", "is too small");
   variant->launch(params, shape->blocks, shape->shared_bytes, launch.stream);
-  if (launch.batch_invariant) variant->reduce_chunks(params, launch.stream);
 }
 
 }  // namespace

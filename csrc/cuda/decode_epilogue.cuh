@@ -34,6 +34,7 @@ class Epilogue {
     const SplitKv& split = block_.storage.splits[number % kMaxWorkTiles];
     combine_warps(s, state, Partial{split.partial < 0 ? nullptr : partial(split.partial)});
     if (split.groups != 0) reduce_splits(s, split);
+    if (split.chunks != 0) reduce_chunks(s, split);
   }
 
  private:
@@ -114,7 +115,7 @@ class Epilogue {
   // partial results; the last group to finish reduces the results of all groups.
   __device__ void reduce_splits(const WorkTile& s, const SplitKv& split) {
     const int second = 2 * gridDim.x;  // partial results of groups follow those of thread blocks
-    if (!is_last(split.group_partial, split.group_size)) return;
+    if (!is_last(split.group_partial, 1, split.group_size)) return;
 #pragma unroll 1
     for (int level = 0;; ++level) {
       const bool final = level == 1 || split.groups == 1;
@@ -125,17 +126,26 @@ class Epilogue {
       reduce_partials<kHead, kColumns, kConsumerThreads>(
           block_.p, s, level == 0 ? split.group_size : split.groups, source,
           final ? nullptr : partial(second + split.group_partial), shared_.split_states);
-      if (final || !is_last(second + split.first_partial, split.groups)) return;
+      if (final || !is_last(second + split.first_partial, 1, split.groups)) return;
     }
   }
 
-  // Returns true in the last of `count` thread blocks that call this. It then sees everything that the others wrote
-  // before.
-  __device__ bool is_last(int counter, int count) {
+  // Batch-invariant mode: runs after this thread block's last chunk of a sequence and head. The last thread block of
+  // these reduces all chunks in order. A thread block that has all of them does not need the counter.
+  __device__ void reduce_chunks(const WorkTile& s, const SplitKv& split) {
+    if (split.own_chunks < split.chunks && !is_last(split.counter, split.own_chunks, split.chunks)) return;
+    const auto source = [&](int k) { return partial(split.first_chunk + k); };
+    reduce_partials<kHead, kColumns, kConsumerThreads>(block_.p, s, split.chunks, source, nullptr,
+                                                       shared_.split_states);
+  }
+
+  // Adds to a counter. Returns true in the thread block that brings it to `total`, which then sees everything that the
+  // others wrote before, and resets the counter.
+  __device__ bool is_last(int counter, int by, int total) {
     const Params& p = block_.p;
     ptx::named_barrier(1, kConsumerThreads);
     if (threadIdx.x == 0) {
-      const bool last = ptx::add_acquire_release(p.counters + counter, 1) == static_cast<uint32_t>(count - 1);
+      const bool last = ptx::add_acquire_release(p.counters + counter, by) + by == static_cast<uint32_t>(total);
       if (last) p.counters[counter] = 0;
       block_.storage.last = last ? 1 : 0;
     }

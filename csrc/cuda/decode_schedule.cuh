@@ -8,8 +8,11 @@
 
 namespace kvservice::decode {
 
+// Chunks of batch-invariant mode. Each costs an epilogue and a partial result, so chunks are long, and sequences of up
+// to kMaxWholeTokens have only one. The chunks of a single long sequence with 8 KV heads still occupy nearly every SM.
 constexpr int kMaxChunks = 16;
-constexpr int kMinChunkTokens = 256;
+constexpr int kMinChunkTokens = 512;
+constexpr int kMaxWholeTokens = 1024;
 
 struct Params {
   const char* pool;  // of this layer
@@ -62,9 +65,11 @@ struct WorkTile {
 };
 
 // Where the result of a work tile goes. The thread blocks that share a (sequence, KV head, pass) reduce their partial
-// results in groups of kSplitsPerGroup neighbours.
+// results in groups of kSplitsPerGroup neighbours. In batch-invariant mode, they reduce all chunks at once.
 struct SplitKv {
   int partial;                     // index of the partial result; -1: the output
+  int chunks, own_chunks;          // of all thread blocks, of this one; 0: no reduction here, or not batch-invariant
+  int first_chunk, counter;        // index of the partial result of the first chunk; counter of finished chunks
   int groups;                      // 0: no reduction here
   int group_block, group_size;     // the group of this thread block
   int group_partial;               // of the group's first block; others use the first of their two
@@ -79,8 +84,16 @@ __device__ __forceinline__ int tile_count(const Params& p, int query_len, int co
   return ((context - 1) >> p.tile_shift) - first + 1;
 }
 
+// Returns the tiles of a chunk, from the length of the sequence alone. The last chunk may be shorter.
 __device__ __forceinline__ int chunk_tiles(const Params& p, int num_tiles) {
+  if (num_tiles <= max(1, kMaxWholeTokens >> p.tile_shift)) return num_tiles;
   return max(max(1, kMinChunkTokens >> p.tile_shift), (num_tiles + kMaxChunks - 1) / kMaxChunks);
+}
+
+__device__ __forceinline__ int chunk_count(const Params& p, int num_tiles) {
+  if (num_tiles == 0) return 0;
+  const int chunk = chunk_tiles(p, num_tiles);
+  return (num_tiles + chunk - 1) / chunk;
 }
 
 // Divides all tiles into equal ranges. begin() is the range of a thread block, owner() is the inverse.
@@ -101,9 +114,12 @@ class Ranges {
 };
 
 // Iterates over the work tiles of a thread block. All threads of a warp construct it together.
+//
+// In batch-invariant mode a work tile is a whole chunk, and belongs to the thread block in whose range it begins. There
+// are no more ranges than chunks, so that few chunks are spread over as many SMs.
 class WorkTileScheduler {
  public:
-  __device__ WorkTileScheduler(const Params& p, int lane) : p_(p), ranges_(count(lane), gridDim.x) {
+  __device__ WorkTileScheduler(const Params& p, int lane) : p_(p), ranges_(make_ranges(lane)) {
     if (static_cast<int>(blockIdx.x) >= ranges_.blocks()) return;
     at_ = ranges_.begin(blockIdx.x);
     end_ = ranges_.begin(blockIdx.x + 1);
@@ -122,14 +138,14 @@ class WorkTileScheduler {
       }
       const int head = offset / tiles_, tile = offset - head * tiles_;
       int count = min(tiles_ - tile, end_ - at_);
-      const int chunk = p_.batch_invariant ? chunk_tiles(p_, tiles_) : tiles_;
-      const int into = tile % chunk;
       if (p_.batch_invariant) {
+        const int chunk = chunk_tiles(p_, tiles_), into = tile % chunk;
         count = min(tiles_ - tile, chunk - into);
         if (into != 0) {  // belongs to another thread block
           at_ += count;
           continue;
         }
+        own_chunks_ = start_ == at_ - tile ? own_chunks_ + 1 : 1;
       }
       s.seq = seq_;
       s.kv_head = head / p_.num_passes;
@@ -152,19 +168,18 @@ class WorkTileScheduler {
   __device__ SplitKv split_of(const WorkTile& s) const {
     SplitKv split;
     split.partial = -1;
-    split.groups = 0;
+    split.groups = split.chunks = 0;
     if (s.end_tile - s.tile == tiles_) return split;
+    const int block = blockIdx.x;
+    split.first_block = ranges_.owner(start_);
+    split.first_partial = 2 * split.first_block + (ranges_.begin(split.first_block) == start_ ? 0 : 1);
     if (p_.batch_invariant) {
-      const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.num_passes + s.first_query / p_.columns;
-      split.partial = item * kMaxChunks + (s.tile - first_) / chunk_tiles(p_, tiles_);
+      split_chunks(s, split);
       return split;
     }
     // A thread block has two partial results: one for the work tile at the beginning of its range, one for another at
     // its end.
-    const int block = blockIdx.x;
-    split.first_block = ranges_.owner(start_);
     const int last_block = ranges_.owner(start_ + tiles_ - 1);
-    split.first_partial = 2 * split.first_block + (ranges_.begin(split.first_block) == start_ ? 0 : 1);
     split.partial = block == split.first_block ? split.first_partial : 2 * block;
     split.groups = (last_block - split.first_block) / kSplitsPerGroup + 1;
     split.group_block = block - (block - split.first_block) % kSplitsPerGroup;
@@ -174,21 +189,35 @@ class WorkTileScheduler {
   }
 
  private:
+  // Every chunk has a partial result of its own. The thread blocks of a sequence and head count their chunks when they
+  // have finished the last of them; at most one sequence and head that spans several thread blocks has first_partial.
+  __device__ void split_chunks(const WorkTile& s, SplitKv& split) const {
+    const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.num_passes + s.first_query / p_.columns;
+    split.first_chunk = item * kMaxChunks;
+    split.partial = split.first_chunk + (s.tile - first_) / chunk_tiles(p_, tiles_);
+    split.counter = split.first_partial;
+    split.own_chunks = own_chunks_;
+    const bool last_own = s.end_tile - first_ == tiles_ || at_ >= end_;
+    split.chunks = last_own ? chunk_count(p_, tiles_) : 0;
+  }
+
   __device__ void load(int seq) {
     query_len_ = seq < p_.num_seqs ? p_.query_lens[seq] : 0;
     context_ = seq < p_.num_seqs ? p_.context_lens[seq] : 0;
     tiles_ = tile_count(p_, query_len_, context_, first_);
   }
 
-  // Returns the number of tiles of all sequences.
-  __device__ int count(int lane) {
+  __device__ Ranges make_ranges(int lane) {
     const int heads = p_.num_kv_heads * p_.num_passes;
-    int total = 0;
+    int tiles = 0, chunks = 0;
     for (int seq = lane; seq < p_.num_seqs; seq += 32) {
       load(seq);
-      total += tiles_ * heads;
+      tiles += tiles_ * heads;
+      if (p_.batch_invariant) chunks += chunk_count(p_, tiles_) * heads;
     }
-    return __reduce_add_sync(~0U, total);
+    tiles = __reduce_add_sync(~0U, tiles);
+    const int blocks = gridDim.x;
+    return {tiles, p_.batch_invariant ? min(blocks, __reduce_add_sync(~0U, chunks)) : blocks};
   }
 
   // Finds the sequence in which the range begins, and the totals before it.
@@ -226,7 +255,8 @@ class WorkTileScheduler {
   int base_ = 0;  // tiles of all sequences before seq_
   Ranges ranges_;
   int at_ = 0, end_ = 0;
-  int start_ = 0;  // index of the first tile of the current sequence and head
+  int start_ = -1;      // index of the first tile of the current sequence and head
+  int own_chunks_ = 0;  // chunks of the current sequence and head that next() has returned
 };
 
 // Returns the number of columns of a work tile that hold queries.

@@ -13,7 +13,6 @@ struct Variant {
   int stages_offset;  // bytes of shared memory before the stages
   int partial_floats;
   void (*launch)(const Params& params, int blocks, int shared_bytes, cudaStream_t stream);
-  void (*reduce_chunks)(const Params& params, cudaStream_t stream);
 };
 
 // Returns null if there is no such variant.
@@ -40,13 +39,6 @@ void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t str
   check_launch("decode attention");
 }
 
-template <int kHead, int kColumns>
-void reduce_chunks(const Params& params, cudaStream_t stream) {
-  const int items = params.num_seqs * params.num_kv_heads * params.num_passes;
-  reduce_chunks_kernel<kHead, kColumns><<<items, kReduceThreads, 0, stream>>>(params);
-  check_launch("decode attention, reducing chunks");
-}
-
 template <typename T, Cache kCache, int kHead, int kColumns>
 const Variant* make_variant() {
   using K = Kernel<T, kCache, kHead, kColumns>;
@@ -55,8 +47,7 @@ const Variant* make_variant() {
                                   blocks_per_sm(kCache, kHead, kColumns),
                                   K::kStagesOffset,
                                   Partial<kHead, kColumns>::kFloats,
-                                  launch<T, kCache, kHead, kColumns>,
-                                  reduce_chunks<kHead, kColumns>};
+                                  launch<T, kCache, kHead, kColumns>};
   return &variant;
 }
 

@@ -4,270 +4,73 @@
 //   key, value  [num_tokens, num_kv_heads, head_size]
 //   pool        K of one (block, layer, head): [head_size/x][block_size][x], V: [head_size][block_size]
 //
-// A thread block takes kTile consecutive tokens of `slots`, of one head. Keys move through registers, 16 bytes of the
-// pool at a time. Values are transposed in shared memory. If kVector tokens (16 bytes of the pool) are contiguous in
-// the pool, as in a prompt, they move as one vector; otherwise they move one by one, with tokens along the lanes, so
-// that adjacent tokens still share a memory transaction.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-#include <type_traits>
-
+// A warp moves a patch of a few tokens (kv_slots_warp.cuh). Adjacent warps have adjacent parts of the tokens' rows.
 #include "cuda/kv_slots.h"
+
+#include "cuda/kv_slots_warp.cuh"
 #include "errors.h"
 
 namespace kvservice {
 namespace {
 
-constexpr int kTile = 16;
-constexpr int kThreads = 128;
+using slots::E4M3;
+using slots::E5M2;
+using slots::Patch;
+
+constexpr int kWarps = 4;  // of a thread block, at most
+// Up to this number, every patch has a thread block of its own, so that the patches of a decode use all SMs.
+constexpr int64_t kFewPatches = 1024;
 constexpr int kHeadSizeMax = 256;
 constexpr int64_t kVectorBytes = sizeof(uint4);
 
-template <__nv_fp8_interpretation_t kind>
-struct Float8 {
-  static constexpr __nv_fp8_interpretation_t kKind = kind;
-  __nv_fp8_storage_t bits;
+struct Grid {
+  unsigned num_patches;
+  unsigned patches_of_head;    // of its row
+  unsigned patches_of_tokens;  // over all heads
+  unsigned copy_blocks;        // the first thread blocks run the fused copy
 };
 
-using E4M3 = Float8<__NV_E4M3>;
-using E5M2 = Float8<__NV_E5M2>;
+int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ void from_float(float x, float& out) { out = x; }
-__device__ void from_float(float x, __half& out) { out = __float2half_rn(x); }
-__device__ void from_float(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-
-// P is the element type of the pool, T that of the tensor. Equal types are copied as bits.
-template <class P, class T>
-__device__ P to_pool(T x, float scale) {
-  if constexpr (std::is_same_v<P, T>) {
-    return x;
-  } else {
-    return P{__nv_cvt_float_to_fp8(to_float(x) / scale, __NV_SATFINITE, P::kKind)};
-  }
-}
-
-template <class P, class T>
-__device__ T to_tensor(P x, float scale) {
-  if constexpr (std::is_same_v<P, T>) {
-    return x;
-  } else {
-    T out;
-    from_float(__half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, P::kKind))) * scale, out);
-    return out;
-  }
-}
-
-// kCount elements, loaded and stored 16 bytes at a time.
-template <class E, int kCount>
-struct alignas(16) Pack {
-  E at[kCount];
-  __device__ static Pack load(const E* from) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
-      reinterpret_cast<uint4*>(&pack)[i] = reinterpret_cast<const uint4*>(from)[i];
-    }
-    return pack;
-  }
-  __device__ void store(E* to) const {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(this)[i];
-    }
-  }
-};
-
-template <class P, class T>
-struct Tile {
-  static constexpr int kVector = 16 / sizeof(P);  // pool elements in 16 bytes: dimensions of a key, or adjacent tokens
-  static constexpr int kPiece = 16 / sizeof(T);   // tensor elements in 16 bytes
-  // Padding between the dimensions that a thread transposes at a time, so that eight lanes along the tokens and four
-  // along the dimensions use different banks.
-  static constexpr int kPad = sizeof(P) == 1 ? 16 : 8;
-
-  __device__ static int row(int dim) { return dim * kTile + dim / kPiece * kPad; }
-  static constexpr int kElements = kHeadSizeMax * kTile + kHeadSizeMax / kPiece * kPad;
-};
-
-// The locations of the tile's tokens in the pool. In shared memory.
-template <class P>
-struct Places {
-  int64_t slot[kTile];  // negative: skip the token
-  P* key[kTile];
-  P* value[kTile];
-};
-
-// The work of one thread block.
-template <class P, class T>
-struct TileJob {
-  using Layout = Tile<P, T>;
-  const KvSlotsParams& p;
-  Places<P>& places;
-  int64_t first;
-  int head;
-
-  __device__ void find_place(int token) const {
-    const int64_t slot = first + token < p.num_tokens ? p.slots[first + token] : -1;
-    const bool inside = slot >= 0 && slot < p.pool.num_blocks * p.pool.block_size;
-    places.slot[token] = inside ? slot : -1;
-    if (!inside) return;
-    const int64_t block = slot / p.pool.block_size, offset = slot % p.pool.block_size;
-    places.key[token] = reinterpret_cast<P*>(p.pool.key(block, p.layer, head)) + offset * Layout::kVector;
-    places.value[token] = reinterpret_cast<P*>(p.pool.value(block, p.layer, head)) + offset;
-  }
-  __device__ T* tensor(char* base, int token) const {
-    return reinterpret_cast<T*>(base) + ((first + token) * p.pool.num_kv_heads + head) * p.pool.head_size;
-  }
-  // Whether the tokens [token, token + kVector) are 16 aligned bytes of every dimension's values.
-  __device__ bool is_contiguous(int token) const {
-    const int64_t slot = places.slot[token];
-    bool contiguous = slot >= 0 && slot % Layout::kVector == 0 && p.pool.block_size >= Layout::kVector;
-    for (int i = 1; i < Layout::kVector; ++i) contiguous = contiguous && places.slot[token + i] == slot + i;
-    return contiguous;
-  }
-};
-
-// Calls body(token, part) for the tile's tokens and `parts` parts of each, with eight tokens side by side.
-template <class Body>
-__device__ void for_each_part(int parts, const Body& body) {
-  for (int i = threadIdx.x; i < parts * kTile; i += kThreads) {
-    body(i % 8 + i / (8 * parts) * 8, i / 8 % parts);
-  }
-}
-
-template <bool kWrite, class P, class T>
-__device__ void move_keys(const TileJob<P, T>& job, float scale) {
-  using Layout = Tile<P, T>;
-  const int64_t stride = job.p.pool.block_size * Layout::kVector;
-  for_each_part(static_cast<int>(job.p.pool.head_size) / Layout::kVector, [&](int token, int part) {
-    if (job.places.slot[token] < 0) return;
-    P* stored = job.places.key[token] + part * stride;
-    T* outside = job.tensor(job.p.key, token) + part * Layout::kVector;
-    if constexpr (kWrite) {
-      const auto outer = Pack<T, Layout::kVector>::load(outside);
-      Pack<P, Layout::kVector> inner;
-#pragma unroll
-      for (int i = 0; i < Layout::kVector; ++i) inner.at[i] = to_pool<P, T>(outer.at[i], scale);
-      inner.store(stored);
-    } else {
-      const auto inner = Pack<P, Layout::kVector>::load(stored);
-      Pack<T, Layout::kVector> outer;
-#pragma unroll
-      for (int i = 0; i < Layout::kVector; ++i) outer.at[i] = to_tensor<P, T>(inner.at[i], scale);
-      outer.store(outside);
-    }
-  });
-}
-
-// Between the tensor, 16 bytes at a time, and shared memory.
-template <bool kWrite, class P, class T>
-__device__ void move_values_outside(const TileJob<P, T>& job, float scale, P* shared) {
-  using Layout = Tile<P, T>;
-  for_each_part(static_cast<int>(job.p.pool.head_size) / Layout::kPiece, [&](int token, int part) {
-    if (job.places.slot[token] < 0) return;
-    T* outside = job.tensor(job.p.value, token) + part * Layout::kPiece;
-    P* row = shared + Layout::row(part * Layout::kPiece) + token;
-    if constexpr (kWrite) {
-      const auto pack = Pack<T, Layout::kPiece>::load(outside);
-#pragma unroll
-      for (int i = 0; i < Layout::kPiece; ++i) row[i * kTile] = to_pool<P, T>(pack.at[i], scale);
-    } else {
-      Pack<T, Layout::kPiece> pack;
-#pragma unroll
-      for (int i = 0; i < Layout::kPiece; ++i) pack.at[i] = to_tensor<P, T>(row[i * kTile], scale);
-      pack.store(outside);
-    }
-  });
-}
-
-// Between shared memory and the pool: kVector tokens of one dimension.
-template <bool kWrite, class P, class T>
-__device__ void move_vector(const TileJob<P, T>& job, int dim, int token, P* shared) {
-  using Layout = Tile<P, T>;
-  P* stored = job.places.value[token] + dim * job.p.pool.block_size;
-  P* row = shared + Layout::row(dim) + token;
-  if constexpr (kWrite) {
-    Pack<P, Layout::kVector>::load(row).store(stored);
-  } else {
-    Pack<P, Layout::kVector>::load(stored).store(row);
-  }
-}
-
-template <bool kWrite, class P, class T>
-__device__ void move_values_inside(const TileJob<P, T>& job, P* shared) {
-  using Layout = Tile<P, T>;
-  constexpr int kVectors = kTile / Layout::kVector;
-  const int head_size = static_cast<int>(job.p.pool.head_size);
-  bool contiguous[kVectors];
-#pragma unroll
-  for (int r = 0; r < kVectors; ++r) contiguous[r] = job.is_contiguous(r * Layout::kVector);
-  for (int i = threadIdx.x; i < head_size * kVectors; i += kThreads) {
-    bool vector = false;
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r) vector = vector || (contiguous[r] && i % kVectors == r);
-    if (vector) move_vector<kWrite>(job, i / kVectors, i % kVectors * Layout::kVector, shared);
-  }
-  for (int i = threadIdx.x; i < head_size * kTile; i += kThreads) {
-    const int dim = i / kTile, token = i % kTile;
-    bool single = job.places.slot[token] >= 0;
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r) single = single && !(contiguous[r] && token / Layout::kVector == r);
-    if (!single) continue;
-    P* stored = job.places.value[token] + dim * job.p.pool.block_size;
-    P* row = shared + Layout::row(dim) + token;
-    if constexpr (kWrite) {
-      *stored = *row;
-    } else {
-      *row = *stored;
-    }
-  }
-}
-
-// Runs on the thread blocks behind those of the heads, one vector per thread, so that all loads over the host link are
-// in flight at once.
-__device__ void fused_copy(const FusedCopy& copy, int64_t block) {
-  const int64_t i = block * kThreads + threadIdx.x;
+// One vector per thread, so that all loads over the host link are in flight at once.
+__device__ void fused_copy(const FusedCopy& copy) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < copy.bytes / kVectorBytes) static_cast<uint4*>(copy.to)[i] = static_cast<const uint4*>(copy.from)[i];
 }
 
 template <bool kWrite, class P, class T>
-__global__ void __launch_bounds__(kThreads)
-    move_slots(const __grid_constant__ KvSlotsParams p, const __grid_constant__ FusedCopy copy) {
+__global__ void __launch_bounds__(kWarps * 32)
+    move_slots(const __grid_constant__ KvSlotsParams p, const __grid_constant__ slots::Layer layer,
+               const __grid_constant__ Grid grid, const __grid_constant__ FusedCopy copy) {
+  if (blockIdx.x < grid.copy_blocks) return fused_copy(copy);
+  const unsigned warp = threadIdx.x / 32, index = (blockIdx.x - grid.copy_blocks) * (blockDim.x / 32) + warp;
+  if (index >= grid.num_patches) return;
+  const unsigned tokens = index / grid.patches_of_tokens, part = index - tokens * grid.patches_of_tokens;
+  const unsigned head = part / grid.patches_of_head, column = part - head * grid.patches_of_head;
+  __shared__ alignas(16) uint32_t shared[kWarps][Patch<P, T>::kSharedWords];
+  const Patch<P, T> patch(p, layer, shared[warp], int64_t{tokens} * slots::kTokens, static_cast<int>(head),
+                          static_cast<int>(column) * slots::kPieces);
   if constexpr (kWrite) {
-    const int64_t row = static_cast<int64_t>(blockIdx.y) - p.pool.num_kv_heads;
-    if (row >= 0) return fused_copy(copy, row * gridDim.x + blockIdx.x);
-  }
-  __shared__ Places<P> places;
-  __shared__ alignas(16) P shared[Tile<P, T>::kElements];
-  const TileJob<P, T> job{p, places, static_cast<int64_t>(blockIdx.x) * kTile, static_cast<int>(blockIdx.y)};
-  if (threadIdx.x < kTile) job.find_place(static_cast<int>(threadIdx.x));
-  __syncthreads();
-  const float k_scale = p.k_scale == nullptr ? 1.0F : p.k_scale[job.head];
-  const float v_scale = p.v_scale == nullptr ? 1.0F : p.v_scale[job.head];
-  move_keys<kWrite>(job, k_scale);
-  if constexpr (kWrite) {
-    move_values_outside<kWrite>(job, v_scale, shared);
-    __syncthreads();
-    move_values_inside<kWrite>(job, shared);
+    patch.write();
   } else {
-    move_values_inside<kWrite>(job, shared);
-    __syncthreads();
-    move_values_outside<kWrite>(job, v_scale, shared);
+    patch.read();
   }
 }
 
 template <bool kWrite, class P, class T>
 void launch(const KvSlotsParams& p, const FusedCopy& copy, cudaStream_t stream) {
-  const int64_t num_tiles = (p.num_tokens + kTile - 1) / kTile;
-  const int64_t rows = (copy.bytes + num_tiles * kThreads * kVectorBytes - 1) / (num_tiles * kThreads * kVectorBytes);
-  const dim3 grid(static_cast<unsigned>(num_tiles), static_cast<unsigned>(p.pool.num_kv_heads + rows));
-  move_slots<kWrite, P, T><<<grid, kThreads, 0, stream>>>(p, copy);
+  const int64_t row_bytes = p.pool.head_size * static_cast<int64_t>(sizeof(T));
+  const int64_t patches_of_head = divide_up(row_bytes, slots::kPieces * kVectorBytes);
+  const int64_t patches_of_tokens = patches_of_head * p.pool.num_kv_heads;
+  const int64_t num_patches = divide_up(p.num_tokens, slots::kTokens) * patches_of_tokens;
+  require(num_patches <= INT32_MAX - kWarps, "num_tokens", "is too large");
+  const int64_t threads = (num_patches <= kFewPatches ? 1 : kWarps) * 32;
+  const int64_t copy_blocks = divide_up(copy.bytes, threads * kVectorBytes);
+  const Grid grid{static_cast<unsigned>(num_patches), static_cast<unsigned>(patches_of_head),
+                  static_cast<unsigned>(patches_of_tokens), static_cast<unsigned>(copy_blocks)};
+  const auto blocks = static_cast<unsigned>(copy_blocks + divide_up(num_patches * 32, threads));
+  move_slots<kWrite, P, T>
+      <<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, slots::layer_of(p.pool, p.layer), grid, copy);
   check_launch(kWrite ? "write_kv" : "read_kv");
 }
 

@@ -109,6 +109,17 @@ __device__ __forceinline__ uint4 load_once_16(const void* source) {
   return words;
 }
 
+// Loads without allocating in L1. Unlike loads of read-only memory, which the compiler moves behind stores to save
+// registers, this load is in flight before the stores that follow it.
+__device__ __forceinline__ uint4 load_early_16(const void* source) {
+  uint4 words;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(source)
+               : "memory");
+  return words;
+}
+
 // Waits for `threads` threads of the block at the named barrier, 1 to 15.
 __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from kvservice.bench import lane_cuda, transports
+from kvservice.bench import cuda_slots, lane_cuda, transports
 from kvservice.bench.cuda_layouts import LAYOUTS
 
 
@@ -39,6 +39,15 @@ def test_attention() -> None:
     decode = next(shape for shape in results["shapes"] if shape["kind"] == "decode")
     # A rate above twice that of a device copy cannot come from memory: the caches would not have been cold.
     assert decode["gb_per_s"] < 2 * results["ceilings"]["device_copy_gb_per_s"]
+
+
+def test_slots() -> None:
+    results = kvservice("bench", "slots", "--quick")
+    assert len(results["shapes"]) == len(cuda_slots.SHAPES)
+    for shape in results["shapes"]:
+        assert shape["write_us"] > 0
+        # A write much faster than a copy of as many bytes would not have reached memory.
+        assert 0 < shape["share_of_copy"] < 1.5 or not shape["is_prompt"]
 
 
 def test_swap() -> None:

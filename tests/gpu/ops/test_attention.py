@@ -59,16 +59,18 @@ def test_contexts_at_every_edge(kernel: Kernel, dtype: str, pool_dtype: str | No
     run_cases(cases, kernel)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
-def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None, invariant: bool) -> None:
     """Each case is compared with float64."""
     contexts = (4095, 4096, 4097, 1, 2049)
     lens = {"decode": (1, 1, 1, 1, 0), "extend": (65, 128, 3, 1, 0)}.get(kernel, (1, 128, 3, 1, 0))
     base = Case(
         lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, num_kv_heads=1, num_layers=1, layer=0
     )
-    run_cases([base, replace(base, sliding_window=1000), replace(base, group=8, alibi=True)], kernel)
+    cases = [base, replace(base, sliding_window=1000), replace(base, group=8, alibi=True)]
+    run_cases(cases, kernel, batch_invariant=invariant)
 
 
 SOFT_CAPS = (0.01, 200.0, 1024.0, 1025.0, 30_000.0, 1e30)
@@ -219,39 +221,81 @@ INVARIANT = {
 }
 
 
+class Invariance:
+    """A batch, with its batch-invariant results, of which any selection must have the same bits."""
+
+    def __init__(self, memory: GpuMemory, case: Case, kernel: Kernel) -> None:
+        self.case, self.kernel, self.batch = case, kernel, make_trapped(case)
+        self.device = OnDevice(memory, self.batch)
+        self.out, self.lse = self.device.attend(kernel=kernel, batch_invariant=True)
+
+    def check(self, chosen: list[int]) -> None:
+        """Run these sequences, which may repeat."""
+        case, batch, kernel = self.case, self.batch, self.kernel
+        ends = np.cumsum(case.query_lens)
+        rows = np.concatenate([np.arange(ends[seq] - case.query_lens[seq], ends[seq]) for seq in chosen])
+        width = -(-max(case.context_lens[seq] for seq in chosen) // case.block_size)
+        changed: dict[str, Any] = {
+            "query": batch.query[rows],
+            "query_lens": batch.query_lens[chosen],
+            "block_tables": batch.block_tables[chosen, :width],
+            "context_lens": batch.context_lens[chosen],
+        }
+        alone = copy.copy(self.device)
+        alone.case = replace(case, query_lens=tuple(case.query_lens[seq] for seq in chosen))
+        alone.batch = replace(batch, case=alone.case, query=batch.query[rows])
+        out, lse = alone.attend(kernel=kernel, batch_invariant=True, **changed)
+        assert out.tobytes() == self.out[rows].tobytes(), f"{chosen[:9]} of {len(chosen)} differ"
+        assert lse.tobytes() == self.lse[rows].tobytes(), f"log-sum-exp of {chosen[:9]} of {len(chosen)} differ"
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
 def test_results_do_not_depend_on_the_batch(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
     lens, contexts = INVARIANT[kernel]
     case = Case(lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, group=4)
-    batch = make_trapped(case)
-    ends = np.cumsum(lens)
     with GpuMemory() as memory:
-        device = OnDevice(memory, batch)
-        together, together_lse = device.attend(kernel=kernel, batch_invariant=True)
-
-        def some(sequences: list[int], copies: int = 1) -> None:
-            """Run these sequences, repeated `copies` times: the result of each must not change."""
-            chosen = sequences * copies
-            rows = np.concatenate([np.arange(ends[seq] - lens[seq], ends[seq]) for seq in chosen])
-            width = -(-max(contexts[seq] for seq in chosen) // case.block_size)
-            changed: dict[str, Any] = {
-                "query": batch.query[rows],
-                "query_lens": batch.query_lens[chosen],
-                "block_tables": batch.block_tables[chosen, :width],
-                "context_lens": batch.context_lens[chosen],
-            }
-            alone = copy.copy(device)
-            alone.case = replace(case, query_lens=tuple(lens[seq] for seq in chosen))
-            alone.batch = replace(batch, case=alone.case, query=batch.query[rows])
-            out, lse = alone.attend(kernel=kernel, batch_invariant=True, **changed)
-            assert out.tobytes() == together[rows].tobytes(), f"{chosen} differ"
-            assert lse.tobytes() == together_lse[rows].tobytes(), f"log-sum-exp of {chosen} differ"
-
+        results = Invariance(memory, case, kernel)
         for seq in range(len(lens)):
-            some([seq])
-        some([4, 2, 0])
-        some([3, 1, 4, 2, 0], copies=9)
+            results.check([seq])
+        results.check([4, 2, 0])
+        results.check([3, 1, 4, 2, 0] * 9)
+
+
+# Lengths around those at which the number of chunks changes.
+CHUNK_EDGES = (1, 512, 1023, 1024, 1025, 1088, 1537, 4096, 8191, 8192, 8193, 20_000)
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("sliding_window", [0, 1500])
+@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
+def test_chunks_do_not_depend_on_the_batch(
+    dtype: str, pool_dtype: str | None, sliding_window: int, query_len: int
+) -> None:
+    """A thread block has, of a sequence and head, a part of a chunk, some of the chunks, or many sequences whole."""
+    lens = tuple(min(query_len, context) for context in CHUNK_EDGES)
+    case = Case(
+        lens,
+        CHUNK_EDGES,
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        head_size=128,
+        group=4,
+        num_kv_heads=1,
+        num_layers=1,
+        layer=0,
+        sliding_window=sliding_window,
+    )
+    everything = list(range(len(CHUNK_EDGES)))
+    rng = np.random.default_rng(0)
+    with GpuMemory() as memory:
+        results = Invariance(memory, case, "decode")
+        for seq in everything:
+            results.check([seq])
+        for count in (2, 7, 40, 200):
+            results.check(rng.choice(everything, count).tolist())
+        results.check([2, 3, 4, 5, 6] * 160)
+        results.check([7] * 600)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -96,6 +98,75 @@ def test_write_puts_each_element_where_the_layout_says(pool_dtype: str, dtype: s
                 assert_same(got, expected)
             except AssertionError as error:
                 raise AssertionError(f"{name}, head size {head_size}: {error}") from None
+
+
+def random_slots(rng: np.random.Generator, num_blocks: int, block_size: int) -> Array:
+    """Return the slots of blocks in random order, from a random token on, with a disturbance: none, padding, slots
+    outside the pool, exchanged slots, a part backwards, or everything in random order."""
+    num_slots = num_blocks * block_size
+    slots = (rng.permutation(num_blocks)[:, None] * block_size + np.arange(block_size)).ravel()
+    slots = slots[rng.integers(0, min(num_slots, 20)) * rng.integers(0, 2) :][: rng.integers(1, num_slots + 1)]
+    some = rng.random(len(slots)) < rng.choice([0.01, 0.3])
+    match rng.integers(0, 6):
+        case 1:
+            slots[some] = -1
+        case 2:
+            slots[some] = rng.choice([-(2**40), num_slots, num_slots + 3, 2**40], int(some.sum()))
+        case 3:
+            slots[some] = rng.permutation(slots[some])
+        case 4:
+            begin, end = np.sort(rng.integers(0, len(slots) + 1, 2))
+            slots[begin:end] = slots[begin:end][::-1].copy()
+        case 5:
+            slots = rng.permutation(slots)
+    return slots
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_shapes(memory: GpuMemory, seed: int) -> None:
+    """Write, then read. From a few tokens to more patches than fit on the device at once."""
+    rng = np.random.default_rng(seed)
+    pool_dtype, dtype = PAIRS[seed % len(PAIRS)]
+    scaled = pool_dtype.startswith("float8")
+    step = 16 if scaled else 8
+    head_size = int(rng.choice([64, 128, step * int(rng.integers(32 // step, 256 // step + 1))]))
+    num_kv_heads, block_size = int(rng.integers(1, 10)), int(2 ** rng.integers(0, 9))
+    num_blocks = max(2, int(rng.choice([100, 1000, 4000])) // block_size)
+    pool_shape = (num_blocks, 2, 2, num_kv_heads, head_size * block_size)
+    pool = rng.standard_normal(pool_shape, np.float32).astype(POOL_DTYPES[pool_dtype])
+    slots = random_slots(rng, num_blocks, block_size)
+    shape = (len(slots), num_kv_heads, head_size)
+    tokens = rng.standard_normal((2, *shape), np.float32).astype(DTYPES[dtype])
+    scales = rng.uniform(0.2, 3.0, (2, num_kv_heads)).astype(np.float32) if scaled and seed % 3 else None
+
+    inside = (slots >= 0) & (slots < num_blocks * block_size)
+    block, offset = slots[inside] // block_size, slots[inside] % block_size
+    x = 16 // pool.itemsize
+    written = [stored(tokens[side], None if scales is None else scales[side], pool_dtype)[inside] for side in (0, 1)]
+    expected = pool.copy()
+    keys = expected[:, 1, 0].reshape(num_blocks, num_kv_heads, head_size // x, block_size, x)
+    keys[block, :, :, offset] = written[0].reshape(-1, num_kv_heads, head_size // x, x)
+    expected[:, 1, 0] = keys.reshape(num_blocks, num_kv_heads, -1)
+    values = expected[:, 1, 1].reshape(num_blocks, num_kv_heads, head_size, block_size)
+    values[block, :, :, offset] = written[1]
+    expected[:, 1, 1] = values.reshape(num_blocks, num_kv_heads, -1)
+
+    there, slots_there = memory.upload(pool), memory.upload(slots)
+    k_scale, v_scale = (None, None) if scales is None else (memory.upload(scale) for scale in scales)
+    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "stream": memory.stream}
+    cuda.write_kv(there, 1, slots_there, memory.upload(tokens[0]), memory.upload(tokens[1]), **options)
+    assert_same(memory.download(there), expected)
+    back = memory.poisoned(shape, dtype), memory.poisoned(shape, dtype)
+    cuda.read_kv(there, 1, slots_there, key=back[0], value=back[1], **options)
+    for side in (0, 1):
+        want = np.full(shape, np.nan, DTYPES[dtype])
+        if scaled:
+            factor = 1 if scales is None else scales[side][:, None]
+            want[inside] = (written[side].astype(np.float32) * np.float32(factor)).astype(DTYPES[dtype])
+        else:
+            want[inside] = written[side]
+        assert_same(memory.download(back[side]), want)
+    memory.check_guards()
 
 
 @pytest.mark.parametrize(("pool_dtype", "dtype"), PAIRS)
