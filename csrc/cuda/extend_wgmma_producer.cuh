@@ -58,6 +58,10 @@ class WgmmaProducer {
           return load_copying(Loader<4>(a_, tile), tile, late);
         case 5:
           return load_copying(Loader<5>(a_, tile), tile, late);
+        case 6:
+          return load_copying(Loader<6>(a_, tile), tile, late);
+        case 7:
+          return load_copying(Loader<7>(a_, tile), tile, late);
         default:
           return load_copying(Loader<0>(a_, tile), tile, late);
       }
