@@ -26,13 +26,15 @@ static_assert(kWgmmaRows == 2 * kWarpgroupRows, "there are two consumer warpgrou
 static_assert(kStages % 2 == 0, "warpgroups that take every second step use separate stages");
 
 // Registers per producer thread and per consumer thread. Together they fit into the register file of an SM. A producer
-// that converts needs more, because loaded data waits in registers.
+// that converts needs more, because loaded data waits in registers, and consumers of small heads need fewer.
 template <int kHead, bool kFloat8>
-constexpr int kProducerRegisters = !kFloat8      ? (kHead > 64 ? 56 : 104)
+constexpr int kProducerRegisters = kHead <= 64   ? 104
+                                   : !kFloat8    ? 56
                                    : kHead > 128 ? 72
                                                  : 104;
 template <int kHead, bool kFloat8>
-constexpr int kConsumerRegisters = !kFloat8      ? (kHead > 64 ? 224 : 200)
+constexpr int kConsumerRegisters = kHead <= 64   ? 200
+                                   : !kFloat8    ? 224
                                    : kHead > 128 ? 216
                                                  : 200;
 
