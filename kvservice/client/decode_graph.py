@@ -39,19 +39,24 @@ class DecodeGraph:
     a replay calls the step. Everything else is the same. FP8 pools are refused, because only the daemon knows their
     scales.
 
-    All methods are for one thread. Kernels and copies run on its current stream, which must be the same for all calls
-    from `begin` to `end`. Calls of the session wait for replays, as they wait for kernels of its transport. After a
-    restart of the daemon a graph is of no use: `begin` raises StaleStepError, and another must be made.
+    All methods are for one thread at a time. Kernels and copies run on its current stream, which must be the same for
+    all calls from `begin` to `end`. Calls of the session wait for replays, as they wait for kernels of its transport.
+    After a restart or an upgrade of the daemon a graph is of no use: `begin` raises StaleStepError, and another must be
+    made.
     """
 
     def __init__(self, session: Session, max_sequences: int, max_tokens: int) -> None:
         info = session.info
         if info.kv_cache_dtype != info.dtype:
             raise FailedPreconditionError("the scales of an FP8 pool are known only to the daemon")
-        if max_sequences < 1:
-            raise InvalidArgumentError("is less than 1", field="max_sequences")
-        if max_tokens < 1:
-            raise InvalidArgumentError("is less than 1", field="max_tokens")
+        for name, value in {"max_sequences": max_sequences, "max_tokens": max_tokens}.items():
+            if not isinstance(value, int) or value < 1:
+                raise InvalidArgumentError(f"{value} is not a whole number from 1 on", field=name)
+        if max_tokens > info.max_sequence_tokens:
+            raise InvalidArgumentError(
+                f"{max_tokens} is more than the {info.max_sequence_tokens} tokens of the daemon's longest sequence",
+                field="max_tokens",
+            )
         self.session, self.max_sequences, self.max_tokens = session, max_sequences, max_tokens
         self._mapped = session.map_pool(writable=True)
         session._core.calls.watch(self._mapped.kernels)
@@ -65,7 +70,7 @@ class DecodeGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._step: Callable[[], Any] | None = None
         self._output: Any = None
-        self._attended: list[int] = []
+        self._attended: list[int] | None = None  # layers, while the step runs
         self._commits = ThreadPoolExecutor(1, "kvservice-commits")
         self.steps: StepsAhead | None = None
         """The steps since `begin`; None after `end`."""
@@ -94,6 +99,9 @@ class DecodeGraph:
         pool's dtype and on its device. The options are those of `kvservice.ops.attention`; alibi_slopes: float32
         [num_heads], on the pool's device. Returns `out` if given, else a new tensor.
         """
+        if self._attended is None:
+            raise FailedPreconditionError("only the step of capture() attends in a graph")
+        self._check_tensors(query, key, value, out)
         tables = self._tables
         self._attended.append(layer)
         options: dict[str, Any] = {
@@ -123,8 +131,8 @@ class DecodeGraph:
         few times before, without sequences. What it reads must be at fixed addresses, and what it returns is what
         `replay` returns.
 
-        Raises FailedPreconditionError between `begin` and `end`, if the step does not attend in each layer once, in
-        order, or in another way in each call; and what torch raises for a step that cannot be captured.
+        Raises FailedPreconditionError between `begin` and `end`, or if the step does not attend in each layer once and
+        in order; and what torch raises for a step that cannot be captured. There is no step then.
         """
         if self.steps is not None:
             raise FailedPreconditionError("its sequences are in use: end() first")
@@ -155,14 +163,45 @@ class DecodeGraph:
         self._graph, self._output = graph, output
 
     def _run(self, step: Callable[[], Any]) -> Any:
-        self._attended.clear()
-        self._tables.advance()
-        output = step()
-        if self._attended != list(range(self.session.info.num_layers)):
+        num_layers = self.session.info.num_layers
+        attended = self._attended = []
+        try:
+            self._tables.advance()
+            output = step()
+        finally:
+            self._attended = None
+        if attended != list(range(num_layers)):
             raise FailedPreconditionError(
-                f"the step attends in layers {self._attended}, the pool has {self.session.info.num_layers}"
+                f"the step attends in layers {attended}, must in each of 0 to {num_layers - 1}, once and in order"
             )
         return output
+
+    def _check_tensors(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None
+    ) -> None:
+        info, rows = self.session.info, self.max_sequences
+        of_kv = rows, info.num_kv_heads, info.head_size
+        dtype = self._pool.dtype
+        for name, tensor in {"query": query, "key": key, "value": value, "out": out}.items():
+            if tensor is None and name == "out":
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgumentError(f"is not a tensor but {type(tensor).__name__}", field=name)
+            shape = tuple(tensor.shape)
+            heads = shape[1] if len(shape) == 3 else 0
+            wanted = of_kv if name in ("key", "value") else (rows, heads, info.head_size)
+            if shape != wanted or heads == 0 or heads % info.num_kv_heads:
+                raise InvalidArgumentError(
+                    f"has shape {list(shape)}, must be [{rows}, heads, {info.head_size}], "
+                    f"with {info.num_kv_heads} heads of keys and values, and a multiple of that of queries",
+                    field=name,
+                )
+            if tensor.dtype != dtype or tensor.device != self.device:
+                raise InvalidArgumentError(
+                    f"is {tensor.dtype} on {tensor.device}, must be {dtype} on {self.device}", field=name
+                )
+        if out is not None and out.shape != query.shape:
+            raise InvalidArgumentError(f"has shape {list(out.shape)}, query has {list(query.shape)}", field="out")
 
     def begin(self, sequences: Batch[Sequence], num_steps: int = 16) -> None:
         """Take other sequences, after an `end` of the last ones. All their tokens must be computed. Row i of the graph
@@ -186,7 +225,8 @@ class DecodeGraph:
         """Compute the next token of each sequence. Returns the step's output, which the next replay overwrites. Before
         it is believed, `written` or `check` must not raise.
 
-        Raises the errors of `StepsAhead.take`. Then nothing was computed.
+        Raises the errors of `StepsAhead.take`: then nothing was computed. After an error of the step itself, the
+        sequences have the tokens before it, and must be begun again.
         """
         steps = self._begun()
         if steps.take():
@@ -198,6 +238,9 @@ class DecodeGraph:
                 assert self._step is not None, "begin has checked it"
                 with torch.no_grad():
                     self._output = self._run(self._step)
+        except BaseException:
+            steps.fail()
+            raise
         finally:
             self._mapped.kernels.mark_launch()
         return self._output
@@ -215,8 +258,13 @@ class DecodeGraph:
         """Commit the tokens that are known, after the replays. The daemon forgets those of other replays. Does nothing
         without sequences. Raises the errors of `StepsAhead.close`; the sequences' lengths say what was committed."""
         steps, self.steps = self.steps, None
-        if steps is not None:
+        if steps is None:
+            return
+        try:
             steps.close()
+        except BaseException:
+            steps.wait()
+            raise
 
     def _begun(self) -> StepsAhead:
         if self.steps is None:

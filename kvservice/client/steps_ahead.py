@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from kvservice.client.blocking import Session, Step
 from kvservice.client.pools.mapped import MappedPool
 from kvservice.client.pools.tables import MappedStep
-from kvservice.client.sequences import token_list
+from kvservice.client.requests import int_list
 from kvservice.client.values import Sequence
-from kvservice.errors import ConnectionLostError, FailedPreconditionError, InvalidArgumentError
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PoolNotSharedError,
+    StaleStepError,
+)
+
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class StepsAhead:
@@ -23,8 +32,8 @@ class StepsAhead:
     There are slots for twice `num_steps` tokens. When `num_steps` of them are known, a thread commits them, and the
     answer brings slots for the next ones. So `take` waits only if the commit takes longer than `num_steps` steps.
 
-    Raises the errors of `Session.open_ahead`, PoolNotSharedError among them, and InvalidArgumentError if a sequence
-    would have more than `max_tokens` tokens.
+    Raises the errors of `Session.open_ahead`, InvalidArgumentError if a sequence would have more than `max_tokens`
+    tokens, and StaleStepError if the daemon was restarted since the pool was mapped.
     """
 
     def __init__(
@@ -36,8 +45,8 @@ class StepsAhead:
         num_steps: int,
         max_tokens: int,
     ) -> None:
-        if num_steps < 1:
-            raise InvalidArgumentError("is less than 1", field="num_steps")
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise InvalidArgumentError(f"{num_steps} is not a whole number from 1 on", field="num_steps")
         self.sequences = tuple(sequences)
         self._session, self._pool, self._commits = session, pool, commits
         self._num_steps, self._max_tokens = num_steps, max_tokens
@@ -46,10 +55,14 @@ class StepsAhead:
         self._tokens: list[list[int]] = []
         self._pending: Future[Step | None] | None = None
         self._num_pending = 0
+        # A step failed: nobody knows which of its layers were written.
+        self._has_failed = False
         room = self._room(0)
-        if room == 0:
-            raise InvalidArgumentError(f"one has {max_tokens} tokens, the most of this graph", field="sequences")
-        self._use(session.open_ahead(sequences, room))
+        if room <= 0:
+            raise InvalidArgumentError(
+                f"one has {max_tokens} tokens or more, the most of this graph", field="sequences"
+            )
+        self._use(self._asked(session.open_ahead, sequences, room))
         self._changed = False  # whoever begins has these tables
 
     def _use(self, step: Step) -> None:
@@ -73,6 +86,8 @@ class StepsAhead:
         FailedPreconditionError if the tokens of too many steps are unknown; and the error of a commit that failed. Then
         nothing has changed, and the commit is made again with the next call that needs it.
         """
+        if self._has_failed:
+            raise FailedPreconditionError("an earlier step failed: end this run, and begin another")
         self._adopt(wait=False)
         if self._num_taken == self.num_slots:
             self._commit_known()
@@ -86,10 +101,17 @@ class StepsAhead:
         changed, self._changed = self._changed, False
         return changed
 
+    def fail(self) -> None:
+        """Say that the step that was taken last failed. Its tokens are not committed, and no other step is taken."""
+        self._num_taken -= 1
+        self._has_failed = True
+
     def written(self, token_ids: Iterable[int]) -> None:
         """Say which tokens the oldest step wrote whose tokens are not known yet: one of each sequence. Raises
         InvalidArgumentError, and the errors of `take`."""
-        tokens = list(token_list(token_ids, self._session.info))
+        tokens = int_list(np.array(token_ids if isinstance(token_ids, np.ndarray) else list(token_ids)), "token_ids")
+        if any(not 0 <= token <= MAX_TOKEN_ID for token in tokens):
+            raise InvalidArgumentError(f"has tokens that are not from 0 to {MAX_TOKEN_ID}", field="token_ids")
         if len(tokens) != len(self.sequences):
             raise InvalidArgumentError(
                 f"has {len(tokens)} tokens for {len(self.sequences)} sequences", field="token_ids"
@@ -102,9 +124,13 @@ class StepsAhead:
             self._commit_known()
 
     def _check_now(self) -> None:
-        """Check the step, except while a commit is on its way: that ends the step before its answer is here."""
-        if self._pending is None:
+        """Check the step. A commit on its way ends it before its answer is here: the answer is waited for then."""
+        try:
             self.tables.check()
+        except StaleStepError:
+            if self._pending is None:
+                raise
+            self.check()
 
     def check(self) -> None:
         """Raise StaleStepError or ConnectionLostError if the results of the steps until now may be wrong. Waits for a
@@ -113,14 +139,14 @@ class StepsAhead:
         self.tables.check()
 
     def close(self) -> None:
-        """Commit the tokens that are known, and end the step. Raises StaleStepError, and the
-        errors of `Session.commit_ahead`."""
+        """Commit the tokens that are known, and end the step. Raises StaleStepError, and the errors of
+        `Session.commit_ahead`."""
         if self._pending is not None and self._pending.exception() is not None:
             self._pending = None  # the commit below raises its error, if there still is one
         # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
         with contextlib.suppress(ConnectionLostError):
             self.check()
-        self._session.commit_ahead(self._step, self._by_sequence(len(self._tokens)))
+        self._asked(self._session.commit_ahead, self._step, self._by_sequence(len(self._tokens)))
 
     def _commit_known(self) -> None:
         """Begin to commit the known tokens, unless a commit is on its way or no sequence can grow after them."""
@@ -131,8 +157,20 @@ class StepsAhead:
         self.tables.check()
         step, tokens = self._step, self._by_sequence(count)
         # All tokens with slots in flight have them after the commit too: `room` is at least as many.
-        self._pending = self._commits.submit(self._session.commit_ahead, step, tokens, num_steps=room)
+        self._pending = self._commits.submit(self._asked, self._session.commit_ahead, step, tokens, num_steps=room)
         self._num_pending = count
+
+    @staticmethod
+    def _asked(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make a call of the session, which had mapped the pool."""
+        try:
+            return call(*args, **options)
+        except PoolNotSharedError as error:
+            raise StaleStepError("the daemon was restarted, and its pool is another", field="step_id") from error
+
+    def wait(self) -> None:
+        """Wait for a commit that is on its way, whatever comes of it. It changes the lengths of the sequences."""
+        self._commits.submit(int).result()
 
     def _by_sequence(self, count: int) -> list[int]:
         return np.array(self._tokens[:count], np.int64).reshape(count, len(self.sequences)).T.ravel().tolist()

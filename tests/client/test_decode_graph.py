@@ -3,6 +3,7 @@ commits beside the steps, and what is refused."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, state_of  # noqa: E402  torch may be missing
+from kept_daemon import next_process  # noqa: E402
 from small_daemons import OpenDaemon  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
@@ -187,6 +189,100 @@ def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy, end: Any) -> No
     graph.graph.end()
 
 
+def test_a_step_that_fails_is_not_committed(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of its layers were written, so that nobody may find its K/V."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    attend = graph.graph.attend
+    graph.graph.begin(sequences, 4)
+    graph.replay([4])
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.graph, "attend", lambda layer, *rest: attend(layer, *rest) if layer == 0 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            graph.replay([5])
+    with pytest.raises(FailedPreconditionError, match="failed"):
+        graph.replay([5])
+    graph.graph.written([4])
+    with pytest.raises(FailedPreconditionError, match="already"):
+        graph.graph.written([5])
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 4)
+    graph.graph.begin(sequences, 4)
+    graph.replay([5])
+    graph.graph.written([5])
+    graph.graph.end()
+    expected = toy.compute([1, 2, 3, 4])
+    toy.decode(expected, [5])
+    assert state_of(kv, sequences) == state_of(kv, expected)
+
+
+def test_a_step_that_ends_beside_a_commit_is_refused(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks may be others' before the answer to the commit is here."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    go_on, commit = threading.Event(), kv.commit_ahead
+    monkeypatch.setattr(kv, "commit_ahead", lambda *args, **kwargs: (go_on.wait(20), commit(*args, **kwargs))[1])
+    graph.graph.begin(sequences, 2)
+    for number in range(2):
+        graph.replay([number])
+        graph.graph.written([number])
+    kv.append(sequences, [9])
+    threading.Timer(0.1, go_on.set).start()
+    with pytest.raises(StaleStepError):
+        graph.replay([2])
+
+
+@pytest.mark.parametrize("wrong", [[1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]]])
+def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy, wrong: list[Any]) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 2)
+    graph.replay([4])
+    with pytest.raises(InvalidArgumentError) as raised:
+        graph.graph.written(wrong)
+    assert raised.value.field == "token_ids"
+    graph.graph.written([4])
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 4)
+
+
+WRONG_TENSORS: dict[str, Any] = {
+    "query": lambda query, key, value: {"query": query[:1]},
+    "key": lambda query, key, value: {"key": query},
+    "value": lambda query, key, value: {"value": value.half()},
+    "out": lambda query, key, value: {"out": torch.empty(3, *query.shape)},
+}
+
+
+@pytest.mark.parametrize("field", WRONG_TENSORS)
+def test_wrong_tensors_are_named(toy: Toy, field: str) -> None:
+    graph = DecodeGraph(toy.kv, 2, MAX_TOKENS)
+
+    def step() -> None:
+        query, key, value = toy.tensors(torch.zeros(2, dtype=torch.int64), graph.positions, 0)
+        tensors = {"query": query, "key": key, "value": value}
+        graph.attend(0, **tensors | WRONG_TENSORS[field](**tensors))
+
+    with pytest.raises(InvalidArgumentError) as raised:
+        graph.capture(step)
+    assert raised.value.field == field
+
+
+def test_a_graph_of_a_daemon_that_was_restarted() -> None:
+    """The session goes on, and needs another graph."""
+    with Daemon(keeper=True, **SMALL_POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        toy = Toy(kv, "cpu")
+        graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+        graph.graph.begin(sequences, 2)
+        graph.graph.end()
+        next_process(daemon, signal.SIGKILL)
+        with pytest.raises(StaleStepError):
+            graph.graph.begin(sequences, 2)
+        again = GraphToy(toy, 1)
+        again.graph.begin(sequences, 2)
+        again.replay([4])
+        again.graph.written([4])
+        again.graph.end()
+        assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 4)
+
+
 def test_a_commit_without_blocks_changes_nothing(kv: Session, toy: Toy) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 4)
@@ -220,10 +316,13 @@ def test_a_commit_without_blocks_changes_nothing(kv: Session, toy: Toy) -> None:
 
 
 def test_wrong_arguments(kv: Session, toy: Toy) -> None:
-    for sizes in ((0, 9), (1, 0)):
+    sizes: Any
+    for sizes in ((0, 9), (1, 0), (1, 1.5), (1, kv.info.max_sequence_tokens + 1)):
         with pytest.raises(InvalidArgumentError):
             DecodeGraph(kv, *sizes)
     graph, sequences = GraphToy(toy, 2), toy.compute(*PROMPTS)
+    with pytest.raises(FailedPreconditionError, match="capture"):
+        graph.graph.attend(0, *toy.tensors(graph.tokens, graph.tokens, 0))
     with pytest.raises(InvalidArgumentError) as raised:
         graph.graph.begin(sequences)
     assert raised.value.field == "sequences"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvservice.client import KVClient, Session
 from kvservice.client.decode_graph import DecodeGraph
+from kvservice.client.steps_ahead import StepsAhead
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StaleStepError
 from kvservice.integrations.transformers import DecodeGraphs, KVServiceCache, install, pool_options, uninstall
 from kvservice.launch import Daemon
@@ -197,6 +199,47 @@ def test_a_step_that_has_ended_takes_columns_along(make: MakeRig) -> None:
     assert torch.equal(rig.generate(cache, input_ids=prompt, max_new_tokens=20), expected)
 
 
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_sequences_that_were_changed_elsewhere_are_refused(make: MakeRig, batch: Any, with_graphs: bool) -> None:
+    rig = make()
+    cache = rig.cache() if with_graphs else KVServiceCache(rig.kv)
+    tokens = rig.generate(cache, **batch, max_new_tokens=5)
+    changed = cache._rows.held()[0]
+    rig.kv.truncate(changed, changed.length - 2)
+    with pytest.raises(FailedPreconditionError, match="changed elsewhere"):
+        rig.generate(cache, input_ids=tokens, max_new_tokens=5)
+
+
+def test_an_interrupt_beside_a_commit(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit ends first: the cache then has the tokens that the daemon knows."""
+    rig = make()
+    prompt = torch.randint(1, 97, (1, 9))
+    expected = rig.expected(input_ids=prompt, max_new_tokens=20)
+    go_on, commit, num_commits = threading.Event(), rig.kv.commit_ahead, 0
+
+    def slow_commit(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_commits
+        num_commits += 1
+        if num_commits == 2:
+            go_on.wait(20)
+        return commit(*arguments, **options)
+
+    def interrupt(_: StepsAhead) -> None:
+        threading.Timer(0.1, go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rig.kv, "commit_ahead", slow_commit)
+    cache = rig.cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(StepsAhead, "close", interrupt)
+        rig.generate(cache, input_ids=prompt, max_new_tokens=8)
+        with pytest.raises(KeyboardInterrupt):
+            _ = cache.sequences  # ends the run
+    known = cache.get_seq_length()
+    assert known == cache._rows.held()[0].length
+    assert torch.equal(rig.generate(cache, input_ids=expected[:, : known + 1], max_new_tokens=28 - known), expected)
+
+
 def test_sequences_outgrow_the_graph(make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, replays = make(max_tokens=25), num_replays(monkeypatch)
     arguments = {**batch, "max_new_tokens": 20}
@@ -247,5 +290,11 @@ def test_wrong_arguments(make: MakeRig) -> None:
     rig, other = make(), make()
     with pytest.raises(InvalidArgumentError):
         KVServiceCache(rig.kv, graphs=other.graphs)
+    with pytest.raises(InvalidArgumentError):
+        KVServiceCache(rig.kv, graphs="yes")  # type: ignore[arg-type]
+    sizes: Any
+    for sizes in ({"max_tokens": 0}, {"max_tokens": 9, "num_steps": 0}, {"max_tokens": 9, "num_steps": 2.5}):
+        with pytest.raises(InvalidArgumentError):
+            DecodeGraphs(rig.model, rig.kv, **sizes)
     with pytest.raises(FailedPreconditionError, match="install"):
         DecodeGraphs(rig.reference, rig.kv, max_tokens=9)

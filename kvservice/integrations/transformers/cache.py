@@ -90,6 +90,8 @@ class KVServiceCache(Cache):
         self.kv = kv
         self._extra_keys = _checked_keys(extra_keys)
         self._share = share
+        if graphs is not None and not isinstance(graphs, DecodeGraphs):
+            raise InvalidArgumentError(f"must be DecodeGraphs, not {type(graphs).__name__}", field="graphs")
         if graphs is not None and graphs.kv is not kv:
             raise InvalidArgumentError("are of another session", field="graphs")
         self._graphs = graphs
@@ -127,6 +129,7 @@ class KVServiceCache(Cache):
             raise FailedPreconditionError("a forward pass is running already in this thread")
         if self._rows.run is not None and not self._rows.run.is_open:
             self._settle()
+        self._check_lengths()
         batch = columns.read_batch(inputs, self._mask)
         plain = columns.has_plain_positions(inputs, batch, takes_position_ids)
         identity = self._check_identity(model, _unusual(inputs, plain), batch)
@@ -140,12 +143,26 @@ class KVServiceCache(Cache):
         if output is not None:
             yield lambda _: output
 
+    def _check_lengths(self) -> None:
+        """Check that the sequences are as the last pass left them. In a run, the daemon checks it."""
+        if self._mask is None or self._rows.run is not None:
+            return
+        for row, (sequence, count) in enumerate(zip(self._rows.sequences, self._mask.sum(1), strict=True)):
+            length = 0 if sequence is None else sequence.length
+            if length != count:
+                raise FailedPreconditionError(
+                    f"the sequence of row {row} has {length} tokens, and the cache {count}: it was changed elsewhere"
+                )
+
     def _run(
         self, model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, identity: keys.ModelIdentity, every: bool
     ) -> DecodeRun | None:
         """Return the run in which to compute a pass, or None if it must be computed layer by layer."""
         rows, graphs = self._rows, self._graphs
-        if graphs is None or identity.private_because or every or not graphs.takes(model, inputs, batch):
+        if graphs is None or every or not graphs.takes(model, inputs, batch):
+            return None
+        if identity.private_because:
+            graphs.explain(f"its K/V are not shared: {identity.private_because}")
             return None
         if rows.run is None and rows.sequences and None not in rows.sequences and not columns.holed_span(batch.mask):
             rows.run = graphs.begin(rows.held())

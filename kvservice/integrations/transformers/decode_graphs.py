@@ -58,6 +58,11 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, kv: Session, *, max_tokens: int, num_steps: int = 16) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidArgumentError(f"must be a model of the library, not {type(model).__name__}", field="model")
+        for name, value in {"max_tokens": max_tokens, "num_steps": num_steps}.items():
+            if not isinstance(value, int) or value < 1:
+                raise InvalidArgumentError(f"{value} is not a whole number from 1 on", field=name)
         if model.config._attn_implementation != ATTENTION_NAME:
             raise FailedPreconditionError("the model computes its attention itself: install() it first")
         self.model, self.kv = model, kv
@@ -65,15 +70,24 @@ class DecodeGraphs:
         self._identity: keys.ModelIdentity | None = None
         # By number of rows; None: it cannot be captured.
         self._graphs: dict[int, _ModelGraph | None] = {}
+        self._said: set[str] = set()
+
+    def explain(self, reason: str) -> None:
+        """Log once why passes are computed layer by layer."""
+        if reason not in self._said:
+            self._said.add(reason)
+            _logger.warning("decode passes of %s are computed layer by layer: %s", type(self.model).__name__, reason)
 
     def takes(self, model: PreTrainedModel, inputs: dict[str, Any], batch: Batch) -> bool:
         """Return whether a pass may be one of a run: it has one token in each row, plain inputs, and needs no
         gradients. Its positions must be plain, too."""
+        if model is not self.model:
+            self.explain(f"the graphs are of another model than {type(model).__name__}")
+            return False
         given = {name for name, value in inputs.items() if value is not None and value is not False}
         num_logits = inputs.get("logits_to_keep") or 0
         return (
-            model is self.model
-            and batch.num_columns == 1
+            batch.num_columns == 1
             and bool(batch.tokens.all())
             and given <= _INPUTS
             and isinstance(num_logits, int)
@@ -93,8 +107,10 @@ class DecodeGraphs:
         try:
             graph.decode.begin(sequences, self._num_steps)
         except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError) as error:
-            if isinstance(error, StaleStepError):  # the daemon was restarted
+            if isinstance(error, StaleStepError):  # the daemon was restarted: the next pass captures another graph
                 self._graphs.clear()
+            else:
+                self.explain(str(error))
             return None
         return DecodeRun(graph)
 

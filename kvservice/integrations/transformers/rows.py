@@ -38,9 +38,16 @@ class Rows:
     def settle(self) -> None:
         """End the run. The lengths of sequences say which tokens were committed: all, unless their step had ended."""
         run, self.run = self.run, None
-        if run is not None:
+        if run is None:
+            return
+        try:
             with contextlib.suppress(StaleStepError):
                 run.end()
+        except BaseException:
+            # After an interrupted commit the daemon's sequences may be longer than the client's objects say.
+            for sequence in self.held():
+                self.kv.truncate(sequence, sequence.length)
+            raise
 
     def held(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence is not None]
