@@ -204,7 +204,8 @@ def test_sequences_that_were_changed_elsewhere_are_refused(make: MakeRig, batch:
     rig = make()
     cache = rig.cache() if with_graphs else KVServiceCache(rig.kv)
     tokens = rig.generate(cache, **batch, max_new_tokens=5)
-    changed = cache._rows.held()[0]
+    changed = cache.sequences[0]
+    assert changed is not None
     rig.kv.truncate(changed, changed.length - 2)
     with pytest.raises(FailedPreconditionError, match="changed elsewhere"):
         rig.generate(cache, input_ids=tokens, max_new_tokens=5)
