@@ -252,6 +252,7 @@ class Invariance:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
 def test_results_do_not_depend_on_the_batch(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+    """The bits of a sequence are the same alone, in part of the batch, and many times over."""
     lens, contexts = INVARIANT[kernel]
     case = Case(lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, group=4)
     with GpuMemory() as memory:
