@@ -64,6 +64,11 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_RETRY_S", 3600.0)
 
 
+@pytest.fixture(autouse=True)
+def _engines_of_tests_before() -> None:
+    until(lambda: not engines_of(os.getpid()))
+
+
 @pytest.fixture(scope="module")
 def daemon_of() -> Iterator[Callable[[str], tuple[Daemon, Address]]]:
     """Return the daemon whose pool has this dtype. Each is started once."""
@@ -323,14 +328,24 @@ async def test_the_engine_starts_beside_the_first_large_calls(
     face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = around_calls(monkeypatch, "", -1, nothing, nothing)
+    # Not those of this process: one that a test before has begun to start ends a while after its session.
+    started, start = 0, remote._start
+
+    def count(*arguments: Any) -> Any:
+        nonlocal started
+        started += 1
+        return start(*arguments)
+
+    monkeypatch.setattr(remote, "_start", count)
     async with session_of(face, daemon[1], "auto") as kv:
         assert kv.transport == "transfer"
-        assert not engines_of(os.getpid()), "a session that moves little needs no process"
+        assert started == 0, "a session that moves little needs no process"
         for seed in range(1000):
             await both_ways(kv, seed)
             if "write" in made and "read" in made:
                 break
         assert {"write", "read"} <= set(made)
+        assert started == 1
         assert kv.num_transfer_failures == 0
     until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 

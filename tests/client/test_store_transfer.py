@@ -54,6 +54,11 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_RETRY_S", 3600.0)
 
 
+@pytest.fixture(autouse=True)
+def _engines_of_tests_before() -> None:
+    until(lambda: not engines_of(os.getpid()))
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[tuple[Daemon, str]]:
     address = f"{LOOPBACK}:{free_port()}"
