@@ -47,7 +47,7 @@ class KvLoader {
     int bytes;
   };
 
-  // Of the step at `key`, after its lookup.
+  // Both return the source of the step at `key`. They are called after its lookup.
   __device__ Source keys_at(int key) const {
     const char* source = head() + thread() / kKeys * (16 << block_shift());
     if (key_block_ < 0) return {source, 0};

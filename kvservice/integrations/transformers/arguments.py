@@ -1,4 +1,4 @@
-"""The cache among the arguments of the library's models. Its name is `cache` from version 5.24 on. Models still take
+"""The arguments of the library's models. The cache's name is `cache` from version 5.24 on. Models still take
 `past_key_values`, the name before, with a warning."""
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ CACHE: Final = (
 )
 # Inputs of a pass may have either, as their caller wrote them.
 CACHE_NAMES: Final = ("cache", "past_key_values")
+# What `generate` gives a model for text. A pass with other inputs is computed in the general way.
+GENERATE_INPUTS: Final = frozenset(
+    ("attention_mask", "input_ids", "logits_to_keep", *CACHE_NAMES, "position_ids", "return_dict", "use_cache")
+)
 
 
 def given_cache(inputs: Mapping[str, Any]) -> tuple[str, Any]:

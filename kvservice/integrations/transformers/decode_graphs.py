@@ -24,21 +24,10 @@ from kvservice.errors import (
     StaleStepError,
 )
 from kvservice.integrations.transformers import attention, keys
-from kvservice.integrations.transformers.arguments import CACHE, CACHE_NAMES
+from kvservice.integrations.transformers.arguments import CACHE, GENERATE_INPUTS
 from kvservice.integrations.transformers.columns import Batch
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 from kvservice.integrations.transformers.probe import first_position
-
-# Inputs of `generate` in a decode pass.
-_INPUTS = {
-    "attention_mask",
-    "input_ids",
-    "logits_to_keep",
-    *CACHE_NAMES,
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +78,7 @@ class DecodeGraphs:
         return (
             batch.num_columns == 1
             and bool(batch.tokens.all())
-            and given <= _INPUTS
+            and given <= GENERATE_INPUTS
             and isinstance(num_logits, int)
             and num_logits <= 1
             and inputs.get("return_dict") is True

@@ -12,19 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvservice.integrations.transformers.arguments import CACHE_NAMES
+from kvservice.integrations.transformers.arguments import GENERATE_INPUTS
 from kvservice.integrations.transformers.columns import Mask
-
-# Inputs of `generate` for models whose positions are given. Others may depend on the shape of the batch.
-_INPUTS = {
-    "attention_mask",
-    "input_ids",
-    "logits_to_keep",
-    *CACHE_NAMES,
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
 
 
 def is_possible(model: PreTrainedModel, inputs: dict[str, Any], pending: Mask) -> bool:
@@ -39,7 +28,7 @@ def is_possible(model: PreTrainedModel, inputs: dict[str, Any], pending: Mask) -
     return (
         not pending.all()
         and bool(pending[:, -1].all())
-        and given <= _INPUTS
+        and given <= GENERATE_INPUTS
         and inputs.get("logits_to_keep") == 1
         and inputs.get("return_dict") is True
         and isinstance(position_ids, torch.Tensor)
