@@ -137,8 +137,9 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
 }  // namespace
 
 bool decode_supports(const AttentionParams& p) {
-  // Tile counts are 32-bit.
-  if (p.num_seqs * p.num_heads * p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1) > INT32_MAX) return false;
+  // Work is counted in 32 bits: of each sequence and head its tiles, and the cost of a work tile.
+  const int64_t most_tiles = p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1);
+  if (p.num_seqs * p.num_heads * (most_tiles + decode::kWorkTileCost) > INT32_MAX) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
   const Variant* variant = choose(p, 1);
   return variant != nullptr && shape_of(p, variant).has_value();

@@ -73,7 +73,7 @@ struct Kernel {
     alignas(16) float2 state[kTokenWarps][kColumns];
     union {
       alignas(16) float scratch[kTokenWarps][kColumns][kScratchRow];
-      float2 split_states[kColumns][kMaxSplits];
+      SplitFactors<kColumns> split_factors;
     };
     uint2 query[kColumnTiles > 1 ? kSteps * kColumns / 8 : 1][32];
   };

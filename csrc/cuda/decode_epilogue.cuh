@@ -125,7 +125,7 @@ class Epilogue {
       const auto source = [&](int k) { return partial(k == 0 ? first : 2 * (block + k * stride)); };
       reduce_partials<kHead, kColumns, kConsumerThreads>(
           block_.p, s, level == 0 ? split.group_size : split.groups, source,
-          final ? nullptr : partial(second + split.group_partial), shared_.split_states);
+          final ? nullptr : partial(second + split.group_partial), shared_.split_factors);
       if (final || !is_last(second + split.first_partial, 1, split.groups)) return;
     }
   }
@@ -136,7 +136,7 @@ class Epilogue {
     if (split.own_chunks < split.chunks && !is_last(split.counter, split.own_chunks, split.chunks)) return;
     const auto source = [&](int k) { return partial(split.first_chunk + k); };
     reduce_partials<kHead, kColumns, kConsumerThreads>(block_.p, s, split.chunks, source, nullptr,
-                                                       shared_.split_states);
+                                                       shared_.split_factors);
   }
 
   // Adds to a counter. Returns true in the thread block that brings it to `total`, which then sees everything that the

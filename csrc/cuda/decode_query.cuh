@@ -34,16 +34,15 @@ class Query {
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = block_.first_column + n * 8 + g;
       const int64_t row = column < used_columns(p, s) ? output_row(p, s, column) : -1;
+      uint32_t pairs[kSteps][2];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_pairs(row, step, t, pairs[step]);
       float factor = 1.0F;
-      if constexpr (kFp8) factor = query_factor(row, t);
+      if constexpr (kFp8) factor = scale_to_half(pairs);
       if (kColumnTiles == 1 || n == block_.token_warp) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          uint32_t pair[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            pair[half] = row < 0 ? 0U : load_pair(row * kHead + dimension(step, half, t), factor);
-          }
+          const uint32_t(&pair)[2] = pairs[step];
           if constexpr (kColumnTiles == 1) {
             columns.query[step][0] = pair[0];
             columns.query[step][1] = pair[1];
@@ -57,43 +56,60 @@ class Query {
         const float others = __shfl_sync(~0U, factor, (2 * t + j) * 4);
         const int index = s.first_query + block_.first_column + n * 8 + 2 * t + j;
         columns.scale[n][j] = base / others;
-        columns.limit[n][j] = first_limit + min(index / p.group, s.query_len - 1);
+        columns.limit[n][j] = first_limit + (s.query_len == 1 ? 0 : min(index / p.group, s.query_len - 1));
       }
     }
     if constexpr (kColumnTiles > 1) ptx::named_barrier(1, K::kConsumerThreads);
   }
 
  private:
-  // Returns the first of two adjacent dimensions that a lane holds in half `half` of step `step`. The order matches the
+  // Loads the elements of a step: two pairs, which are zero if the lane's column has no query. Their order matches the
   // fragments of the keys: four bytes of an FP8 key are two halves of a step.
-  __device__ static int dimension(int step, int half, int t) {
-    return step * 16 + (kFp8 ? 4 * t + 2 * half : 2 * t + 8 * half);
-  }
-
-  __device__ uint32_t load_pair(int64_t index, float factor) const {
-    const Params& p = block_.p;
-    if constexpr (!kFp8) {
-      return *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.query) + index);
+  __device__ void load_pairs(int64_t row, int step, int t, uint32_t (&pair)[2]) const {
+    pair[0] = pair[1] = 0;
+    if (row < 0) return;
+    const auto* query = static_cast<const uint16_t*>(block_.p.query) + row * kHead + step * 16;
+    if constexpr (kFp8) {
+      const uint2 both = *reinterpret_cast<const uint2*>(query + 4 * t);
+      pair[0] = both.x;
+      pair[1] = both.y;
     } else {
-      return ptx::pack<half>(load_query(p, index) * factor, load_query(p, index + 1) * factor);
+      pair[0] = *reinterpret_cast<const uint32_t*>(query + 2 * t);
+      pair[1] = *reinterpret_cast<const uint32_t*>(query + 2 * t + 8);
     }
   }
 
-  // Returns the power of two that scales the largest element of a query into [1, 2), so that the query keeps its
-  // precision and range in float16.
-  __device__ float query_factor(int64_t row, int t) const {
+  // Converts a query to float16, scaled by the power of two that brings its largest element into [1, 2), so that it
+  // keeps its precision and range. Returns the power.
+  __device__ float scale_to_half(uint32_t (&pairs)[kSteps][2]) const {
     float largest = 0.0F;
-    if (row >= 0) {
-      for (int step = 0; step < kSteps; ++step) {
-        for (int i = 0; i < 4; ++i) {
-          largest = fmaxf(largest, fabsf(load_query(block_.p, row * kHead + step * 16 + 4 * t + i)));
-        }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 x = to_floats(pairs[step][i]);
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
     }
     largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2));
     const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-    return exponent < 1 || exponent > 253 ? 1.0F : __uint_as_float(static_cast<uint32_t>(254 - exponent) << 23);
+    const float factor =
+        exponent < 1 || exponent > 253 ? 1.0F : __uint_as_float(static_cast<uint32_t>(254 - exponent) << 23);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 x = to_floats(pairs[step][i]);
+        pairs[step][i] = ptx::pack<half>(x.x * factor, x.y * factor);
+      }
+    }
+    return factor;
+  }
+
+  __device__ float2 to_floats(uint32_t pair) const {
+    if (block_.p.query_is_bfloat16) return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+    return __half22float2(*reinterpret_cast<const half2*>(&pair));
   }
 
   const Block& block_;

@@ -55,6 +55,9 @@ struct Params {
 
 constexpr int kSplitsPerGroup = 16;
 
+// What a work tile costs beside its KV tiles (its queries and its epilogue), in units of a KV tile.
+constexpr int kWorkTileCost = 2;
+
 // The KV tiles of one (sequence, KV head, pass) that one thread block processes.
 struct WorkTile {
   int seq;  // -1: no more work
@@ -96,9 +99,10 @@ __device__ __forceinline__ int chunk_count(const Params& p, int num_tiles) {
   return (num_tiles + chunk - 1) / chunk;
 }
 
-// Divides all tiles into equal ranges. begin() is the range of a thread block, owner() is the inverse.
+// Divides all work into equal ranges. begin() is the range of a thread block, owner() is the inverse.
 class Ranges {
  public:
+  Ranges() = default;
   __device__ Ranges(int total, int blocks)
       : blocks_(min(total, blocks)), each_(total / max(blocks_, 1)), longer_(total - each_ * blocks_) {}
 
@@ -110,33 +114,42 @@ class Ranges {
   }
 
  private:
-  int blocks_, each_, longer_;  // the first longer_ ranges have one more
+  int blocks_ = 0, each_ = 0, longer_ = 0;  // the first longer_ ranges have one more
 };
 
 // Iterates over the work tiles of a thread block. All threads of a warp construct it together.
+//
+// The work of a sequence and head is its KV tiles, and before them kWorkTileCost units for what a work tile costs: a
+// thread block in whose range a sequence and head begins has one work tile more, and gets fewer KV tiles. With few
+// sequences and heads, or few KV tiles for each thread block, only KV tiles count.
 //
 // In batch-invariant mode a work tile is a whole chunk, and belongs to the thread block in whose range it begins. There
 // are no more ranges than chunks, so that few chunks are spread over as many SMs.
 class WorkTileScheduler {
  public:
-  __device__ WorkTileScheduler(const Params& p, int lane) : p_(p), ranges_(make_ranges(lane)) {
+  __device__ WorkTileScheduler(const Params& p, int lane) : p_(p) {
+    const Sums before = sum_lanes(lane);
     if (static_cast<int>(blockIdx.x) >= ranges_.blocks()) return;
     at_ = ranges_.begin(blockIdx.x);
     end_ = ranges_.begin(blockIdx.x + 1);
-    find(lane);
+    find(before, lane);
   }
 
   __device__ bool next(WorkTile& s) {
     const int heads = p_.num_kv_heads * p_.num_passes;
     while (at_ < end_) {
-      const int offset = at_ - base_;
-      if (offset >= tiles_ * heads) {
-        base_ += tiles_ * heads;
+      const int offset = at_ - base_, work = work_of(tiles_);
+      if (offset >= work * heads) {
+        base_ += work * heads;
         query_start_ += query_len_;
         load(++seq_);
         continue;
       }
-      const int head = offset / tiles_, tile = offset - head * tiles_;
+      const int head = offset / work, tile = offset - head * work - cost_;
+      if (tile < 0) {
+        at_ = min(at_ - tile, end_);
+        continue;
+      }
       int count = min(tiles_ - tile, end_ - at_);
       if (p_.batch_invariant) {
         const int chunk = chunk_tiles(p_, tiles_), into = tile % chunk;
@@ -172,7 +185,8 @@ class WorkTileScheduler {
     if (s.end_tile - s.tile == tiles_) return split;
     const int block = blockIdx.x;
     split.first_block = ranges_.owner(start_);
-    split.first_partial = 2 * split.first_block + (ranges_.begin(split.first_block) == start_ ? 0 : 1);
+    const int first_begin = ranges_.begin(split.first_block);
+    split.first_partial = 2 * split.first_block + (first_begin >= start_ - cost_ ? 0 : 1);
     if (p_.batch_invariant) {
       split_chunks(s, split);
       return split;
@@ -207,52 +221,92 @@ class WorkTileScheduler {
     tiles_ = tile_count(p_, query_len_, context_, first_);
   }
 
-  __device__ Ranges make_ranges(int lane) {
-    const int heads = p_.num_kv_heads * p_.num_passes;
-    int tiles = 0, chunks = 0;
-    for (int seq = lane; seq < p_.num_seqs; seq += 32) {
-      load(seq);
-      tiles += tiles_ * heads;
-      if (p_.batch_invariant) chunks += chunk_count(p_, tiles_) * heads;
+  // Work and query tokens of some sequences.
+  struct Sums {
+    int work, tokens;
+  };
+
+  // Returns the work of a sequence and head with so many tiles.
+  __device__ int work_of(int tiles) const { return tiles == 0 ? 0 : tiles + cost_; }
+
+  __device__ int seqs_per_lane() const { return (p_.num_seqs + 31) / 32; }
+
+  // Every lane takes as many neighbouring sequences. Computes the ranges, and returns the sums of the lanes before this
+  // one.
+  __device__ Sums sum_lanes(int lane) {
+    constexpr int kInFlight = 8;
+    const int heads = p_.num_kv_heads * p_.num_passes, each = seqs_per_lane();
+    int tiles = 0, tokens = 0, items = 0, chunks = 0;
+    for (int first = 0; first < each; first += kInFlight) {
+      int query_lens[kInFlight], contexts[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int seq = lane * each + first + i;
+        const bool has = first + i < each && seq < p_.num_seqs;
+        query_lens[i] = has ? p_.query_lens[seq] : 0;
+        contexts[i] = has ? p_.context_lens[seq] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        int skipped;
+        const int count = tile_count(p_, query_lens[i], contexts[i], skipped);
+        tiles += count * heads;
+        tokens += query_lens[i];
+        items += count > 0 ? heads : 0;
+        if (p_.batch_invariant) chunks += chunk_count(p_, count) * heads;
+      }
     }
-    tiles = __reduce_add_sync(~0U, tiles);
     const int blocks = gridDim.x;
-    return {tiles, p_.batch_invariant ? min(blocks, __reduce_add_sync(~0U, chunks)) : blocks};
+    const bool many = 8 * __reduce_add_sync(~0U, items) >= blocks && __reduce_add_sync(~0U, tiles) >= 2 * blocks;
+    cost_ = many && !p_.batch_invariant ? kWorkTileCost : 0;
+    const Sums own = {tiles + items * cost_, tokens}, all = sum_to(own, lane);
+    ranges_ = {__shfl_sync(~0U, all.work, 31),
+               p_.batch_invariant ? min(blocks, __reduce_add_sync(~0U, chunks)) : blocks};
+    return {all.work - own.work, all.tokens - own.tokens};
   }
 
-  // Finds the sequence in which the range begins, and the totals before it.
-  __device__ void find(int lane) {
-    const int heads = p_.num_kv_heads * p_.num_passes;
-    base_ = query_start_ = 0;
-    for (int first_seq = 0;; first_seq += 32) {
-      load(first_seq + lane);
-      int tiles = tiles_ * heads, tokens = query_len_;
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const int more_tiles = __shfl_up_sync(~0U, tiles, delta), more_tokens = __shfl_up_sync(~0U, tokens, delta);
-        if (lane >= delta) {
-          tiles += more_tiles;
-          tokens += more_tokens;
-        }
+  // Returns the sums up to and with this lane.
+  __device__ static Sums sum_to(Sums sums, int lane) {
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const int work = __shfl_up_sync(~0U, sums.work, delta), tokens = __shfl_up_sync(~0U, sums.tokens, delta);
+      if (lane >= delta) {
+        sums.work += work;
+        sums.tokens += tokens;
       }
-      const unsigned later = __ballot_sync(~0U, at_ < base_ + tiles);
-      if (later != 0) {
-        const int here = __ffs(static_cast<int>(later)) - 1;
-        seq_ = first_seq + here;
-        base_ += __shfl_sync(~0U, tiles - tiles_ * heads, here);
-        query_start_ += __shfl_sync(~0U, tokens - query_len_, here);
-        query_len_ = __shfl_sync(~0U, query_len_, here);
-        context_ = __shfl_sync(~0U, context_, here);
-        tiles_ = tile_count(p_, query_len_, context_, first_);
-        return;
-      }
-      base_ += __shfl_sync(~0U, tiles, 31);
-      query_start_ += __shfl_sync(~0U, tokens, 31);
     }
+    return sums;
+  }
+
+  // Finds the sequence in which the range begins, and the sums before it: the last lane that begins there or before,
+  // and then the sequence among that lane's.
+  __device__ void find(Sums before, int lane) {
+    const int heads = p_.num_kv_heads * p_.num_passes, each = seqs_per_lane();
+    const int owner = last_lane(before.work <= at_);
+    seq_ = owner * each;
+    base_ = __shfl_sync(~0U, before.work, owner);
+    query_start_ = __shfl_sync(~0U, before.tokens, owner);
+    for (int left = each; left > 1;) {
+      load(seq_ + lane);
+      const Sums own = {work_of(tiles_) * heads, query_len_}, all = sum_to(own, lane);
+      const bool here = at_ < base_ + __shfl_sync(~0U, all.work, 31);
+      const int last = here ? last_lane(base_ + all.work - own.work <= at_) : 31;
+      base_ += __shfl_sync(~0U, here ? all.work - own.work : all.work, last);
+      query_start_ += __shfl_sync(~0U, here ? all.tokens - own.tokens : all.tokens, last);
+      seq_ += here ? last : 32;
+      left = here ? 0 : left - 32;
+    }
+    load(seq_);
+  }
+
+  __device__ static int last_lane(bool condition) {
+    return 31 - __clz(static_cast<int>(__ballot_sync(~0U, condition)));
   }
 
   const Params& p_;
   int seq_ = 0, query_start_ = 0, query_len_ = 0, context_ = 0, tiles_ = 0, first_ = 0;
-  int base_ = 0;  // tiles of all sequences before seq_
+  int cost_ = 0;  // of a work tile
+  int base_ = 0;  // work of all sequences before seq_
   Ranges ranges_;
   int at_ = 0, end_ = 0;
   int start_ = -1;      // index of the first tile of the current sequence and head

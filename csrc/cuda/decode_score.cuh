@@ -96,19 +96,26 @@ class Score {
     const Params& p = block_.p;
     const int first_limit = s.context - s.query_len + 1;
     const bool whole = position + K::kRoundTokens <= first_limit &&
-                       (p.sliding_window == 0 || position >= s.context - p.sliding_window) && p.plain();
+                       (p.sliding_window == 0 || position >= s.context - p.sliding_window);
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
-      const int token = position + (sub * kTokenWarps + block_.token_warp) * 16 + token_of(block_.lane / 4, 0);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[sub][n][i] *= columns.scale[n][i % 2];
+      }
+    }
+    if (!p.plain()) apply_options(s, position, scores);
+    if (whole) return;
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float& score = scores[sub][n][i];
-          score *= columns.scale[n][i % 2];
-          if (!whole)
-            score = masked(s, columns.limit[n][i % 2], block_.first_column + n * 8 + 2 * (block_.lane % 4) + i % 2,
-                           token + i / 2 * 2, score);
+          const int token = token_at(position, sub, i), limit = columns.limit[n][i % 2];
+          const bool seen = token < limit && (p.sliding_window == 0 || token >= limit - p.sliding_window);
+          if (!seen) scores[sub][n][i] = -INFINITY;
         }
       }
     }
@@ -132,10 +139,28 @@ class Score {
     }
   }
 
-  __device__ float masked(const WorkTile& s, int limit, int column, int token, float score) const {
-    const Params& p = block_.p;
-    if (token >= limit || (p.sliding_window != 0 && token < limit - p.sliding_window)) return -INFINITY;
-    return p.plain() ? score : special_score(p, s.kv_head, s.first_query + column, limit - 1 - token, token, score);
+  // Returns the position of the token that score i of a lane belongs to, in round `position`.
+  __device__ int token_at(int position, int sub, int i) const {
+    return position + (sub * kTokenWarps + block_.token_warp) * 16 + token_of(block_.lane / 4, 0) + i / 2 * 2;
+  }
+
+  // Applies the options of a call to all scores of a lane. One piece of code for all of them, with the scores in local
+  // memory: unrolled, it would be most of the kernel, and calls without options would wait for its instructions.
+  __device__ void apply_options(const WorkTile& s, int position, Scores& scores) const {
+    constexpr int kScores = kSubs * kColumnTiles * 4;
+    float local[kScores];
+#pragma unroll
+    for (int at = 0; at < kScores; ++at) local[at] = scores[at / (kColumnTiles * 4)][at / 4 % kColumnTiles][at % 4];
+#pragma unroll 1
+    for (int at = 0; at < kScores; ++at) {
+      const int n = at / 4 % kColumnTiles, i = at % 4;
+      const int index = s.first_query + block_.first_column + n * 8 + 2 * (block_.lane % 4) + i % 2;
+      const int query = s.context - s.query_len + min(index / block_.p.group, s.query_len - 1);
+      const int token = token_at(position, at / (kColumnTiles * 4), i);
+      local[at] = special_score(block_.p, s.kv_head, index, query - token, token, local[at]);
+    }
+#pragma unroll
+    for (int at = 0; at < kScores; ++at) scores[at / (kColumnTiles * 4)][at / 4 % kColumnTiles][at % 4] = local[at];
   }
 
   const Block& block_;

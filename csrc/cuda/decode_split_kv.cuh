@@ -6,11 +6,6 @@
 
 namespace kvservice::decode {
 
-__device__ __forceinline__ float load_query(const Params& p, int64_t index) {
-  return p.query_is_bfloat16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.query)[index])
-                             : __half2float(static_cast<const half*>(p.query)[index]);
-}
-
 __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x) {
   uint2 packed;
   if (p.query_is_bfloat16) {
@@ -49,58 +44,106 @@ __device__ __forceinline__ void write_output(const Params& p, const WorkTile& s,
   }
 }
 
+// What a reduction needs of the states of its partial results, in shared memory.
+template <int kColumns>
+struct SplitFactors {
+  float2 total[kColumns];               // the state of all partial results together
+  float factor[kColumns][kMaxSplits];  // of each partial result's values
+};
+
+// Computes the factors of `count` partial results. Each warp takes some columns, with a partial result in each lane.
+template <int kHead, int kColumns, int kThreads, typename Source>
+__device__ __forceinline__ void write_factors(int columns, int count, Source&& source, SplitFactors<kColumns>& factors) {
+  static_assert(kMaxSplits == 32);
+  constexpr int kWarps = kThreads / 32, kEach = (kColumns + kWarps - 1) / kWarps;
+  const int lane = threadIdx.x % 32;
+  float2 states[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int column = threadIdx.x / 32 + i * kWarps;
+    states[i] = {-INFINITY, 0.0F};
+    if (column < columns && lane < count) {
+      states[i] = __ldcg(Partial<kHead, kColumns>{source(lane)}.state(column));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int column = threadIdx.x / 32 + i * kWarps;
+    float maximum = states[i].x;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0U, maximum, delta));
+    const float factor = ptx::exp2_fast(states[i].x - (maximum == -INFINITY ? 0.0F : maximum));
+    float sum = states[i].y * factor;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) sum += __shfl_xor_sync(~0U, sum, delta);
+    if (column >= columns) continue;
+    factors.factor[column][lane] = factor;
+    if (lane == 0) factors.total[column] = {maximum, sum};
+  }
+}
+
 // Loads in flight per thread.
-constexpr int kInFlight = 8;
+constexpr int kInFlight = 16;
 
 // Reduces `count` partial results in order, and writes the output or, if `to` is not null, another partial result. All
-// kThreads threads take part, each with 16 bytes of a column at a time. `states` is in shared memory. The code is short
-// on purpose: it runs once, and fetching its instructions dominates its time.
+// kThreads threads take part, each with 16 bytes of kPlaces columns at a time. What it loads is in L2, so it waits for
+// loads most of the time: the first values travel together with the states.
 template <int kHead, int kColumns, int kThreads, typename Source>
 __device__ __forceinline__ void reduce_partials(const Params& p, const WorkTile& s, int count, Source&& source,
-                                                float* to, float2 (&states)[kColumns][kMaxSplits]) {
+                                                float* to, SplitFactors<kColumns>& factors) {
   using Part = Partial<kHead, kColumns>;
   constexpr int kVectors = kHead / 4;
-  const int columns = used_columns(p, s);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < columns * count; i += kThreads) {
-    const int column = i / count, k = i - column * count;
-    states[column][k] = __ldcg(Part{source(k)}.state(column));
-  }
-  ptx::named_barrier(1, kThreads);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < columns * kVectors; i += kThreads) {
-    const int column = i / kVectors, vector = i - column * kVectors;
-    float maximum = -INFINITY, total = 0.0F;
-#pragma unroll 4
-    for (int k = 0; k < count; ++k) maximum = fmaxf(maximum, states[column][k].x);
-    const float origin = maximum == -INFINITY ? 0.0F : maximum;
-    float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
-#pragma unroll 1
-    for (int first = 0; first < count; first += kInFlight) {
-      float4 values[kInFlight];
+  constexpr int kPlaces = (kColumns * kVectors + kThreads - 1) / kThreads;
+  constexpr int kDepth = kInFlight / kPlaces;
+  static_assert(kDepth > 0);
+  const int columns = used_columns(p, s), places = columns * kVectors;
+  float4 values[kDepth][kPlaces];
+  const auto load_values = [&](int first) {
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        // Past the end, the last partial result is loaded again with weight 0.
-        values[j] = __ldcg(Part{source(min(first + j, count - 1))}.values(column) + vector);
-      }
+    for (int j = 0; j < kDepth; ++j) {
+      // Past the end, the last partial result is loaded again, with factor 0.
+      const float4* from = Part{source(min(first + j, count - 1))}.values(0);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const float2 state = states[column][min(first + j, count - 1)];
-        const float factor = first + j < count ? ptx::exp2_fast(state.x - origin) : 0.0F;
-        total += state.y * factor;
-        sum.x += values[j].x * factor;
-        sum.y += values[j].y * factor;
-        sum.z += values[j].z * factor;
-        sum.w += values[j].w * factor;
+      for (int i = 0; i < kPlaces; ++i) {
+        values[j][i] = __ldcg(from + min(static_cast<int>(threadIdx.x) + i * kThreads, places - 1));
       }
     }
+  };
+  load_values(0);
+  write_factors<kHead, kColumns, kThreads>(columns, count, source, factors);
+  ptx::named_barrier(1, kThreads);
+  float4 sum[kPlaces] = {};
+#pragma unroll 1
+  for (int first = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const int column = min(static_cast<int>(threadIdx.x) + i * kThreads, places - 1) / kVectors;
+#pragma unroll
+      for (int j = 0; j < kDepth; ++j) {
+        const float factor = first + j < count ? factors.factor[column][first + j] : 0.0F;
+        sum[i].x += values[j][i].x * factor;
+        sum[i].y += values[j][i].y * factor;
+        sum[i].z += values[j][i].z * factor;
+        sum[i].w += values[j][i].w * factor;
+      }
+    }
+    first += kDepth;
+    if (first >= count) break;
+    load_values(first);
+  }
+  const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    const int place = threadIdx.x + i * kThreads;
+    if (place >= places) break;
+    const int column = place / kVectors, vector = place - column * kVectors;
+    const float2 total = factors.total[column];
     if (to != nullptr) {
       const Part part{to};
-      if (vector == 0) __stcg(part.state(column), {maximum, total});
-      __stcg(part.values(column) + vector, sum);
+      if (vector == 0) __stcg(part.state(column), total);
+      __stcg(part.values(column) + vector, sum[i]);
     } else {
-      const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
-      write_output<kHead>(p, s, column, vector, sum, {maximum, total}, v_scale);
+      write_output<kHead>(p, s, column, vector, sum[i], total, v_scale);
     }
   }
 }

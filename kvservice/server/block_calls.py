@@ -18,6 +18,7 @@ from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.pool_tier import PoolTier
 from kvservice.server.server_session import ServerSession
 from kvservice.server.slices import After, Finished
+from kvservice.server.step_tables import Run
 from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import Array, to_ints, token_array
 
@@ -113,12 +114,13 @@ class BlockCalls:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         if request.token_ids and request.step_id in session.namespace.steps:
             session.access.check_in_tables(request.step_id)
+        run = session.access.run_of(request.step_id)
         step = self._engine.commit_ahead(
             session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
         )
         if step is None:
             return blocks_pb2.StepResponse()
-        return _opened(session, step, return_slot_mapping=False, to_lane=False)
+        return _opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
@@ -291,9 +293,9 @@ def _own_ids(
 
 
 def _opened(
-    session: ServerSession, step: StepPlan, return_slot_mapping: bool, *, to_lane: bool = True
+    session: ServerSession, step: StepPlan, return_slot_mapping: bool, *, to_lane: bool = True, run: Run | None = None
 ) -> Finished[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
-    mapped, published = session.access.publish(step, to_lane=to_lane)
+    mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
     response = codec.step_response(step, return_slot_mapping, mapped)
     return response if published is None else After(response, published)

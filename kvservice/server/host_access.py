@@ -25,7 +25,7 @@ from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import FdServer, OnFetch
 from kvservice.server.lanes import Lanes
 from kvservice.server.session_user import SessionUser, Trust
-from kvservice.server.step_tables import TABLE_BYTES, StepTables
+from kvservice.server.step_tables import TABLE_BYTES, Run, StepTables
 from kvservice.server.transfers import Transfers
 from kvservice.telemetry.sessions import LANE, SessionRow
 
@@ -221,8 +221,15 @@ class HostAccess:
                 field="step_id", step_id=step_id,
             )  # fmt: skip
 
-    def publish(self, step: StepPlan, *, to_lane: bool = True) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
-        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables.
+    def run_of(self, step_id: int) -> Run | None:
+        """Return the run of a step in the step tables, or None if it is not there."""
+        return None if self._tables is None else self._tables.run_of(step_id)
+
+    def publish(
+        self, step: StepPlan, *, to_lane: bool = True, run: Run | None = None
+    ) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
+        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables. `run` is
+        that of the step ahead that it follows.
 
         Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
         may work on the step, or None if it may at once.
@@ -235,7 +242,7 @@ class HostAccess:
             return None, None  # the step stays open, and the client sends its layers in messages
         if prepared is None and to_lane:
             self._publish_to_lane(step)
-        mapped = None if self._tables is None else self._tables.publish(step)
+        mapped = None if self._tables is None else self._tables.publish(step, run)
         if prepared is not None and to_lane:
             prepared = self._publish_when(prepared, step)
         return mapped, prepared

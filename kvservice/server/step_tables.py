@@ -1,16 +1,21 @@
 """The live steps of a session in shared memory, for a client that works in the mapped pool.
 
     int64[NUM_SLOTS]     word `slot` is the id of the step while it is live, else 0
+    int64[NUM_SLOTS]     word `slot` is the id of the first step of its run
     then, at the offset of each step, with every array aligned to ALIGNMENT bytes:
     slot_mapping int64[num_tokens], query_lens int32[n], context_lens int32[n], block_tables int32[n][max_blocks]
 
 The client checks the word before and after its work on a step. If the step ended in between, its blocks may already
 belong to other sequences, so the result is invalid. Step ids are never reused, so comparing the word is sufficient.
+
+The steps ahead that follow one another by commits are a run, and have one slot. While any of them is live, the slots of
+those before it are still those of their sequences. So a client with an answer on its way need not wait for it to know
+that its work is good.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,19 +28,32 @@ TABLE_BYTES = 16 << 20
 NOT_LIVE = 0
 
 
+class Run(NamedTuple):
+    """Steps ahead that follow one another: their slot, and the id of the first."""
+
+    slot: int
+    first_id: int
+
+
 class StepTables:
     """The step tables of one session. The daemon writes them, and the client maps them read-only."""
 
     def __init__(self, memory: SealedMemory) -> None:
         """`memory` must be read-only for clients."""
         self.memory = memory
-        self._words = np.frombuffer(self.memory.map, np.int64, NUM_SLOTS)
+        self._words, self._runs = np.frombuffer(self.memory.map, np.int64, 2 * NUM_SLOTS).reshape(2, NUM_SLOTS)
         # Live steps: id → (slot, first byte, end byte).
         self._extents: dict[int, tuple[int, int, int]] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
 
-    def publish(self, step: StepPlan) -> tuple[int, int] | None:
-        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it."""
+    def run_of(self, step_id: int) -> Run | None:
+        """Return the run of a step, or None if the step is not live."""
+        extent = self._extents.get(step_id)
+        return None if extent is None else Run(extent[0], int(self._runs[extent[0]]))
+
+    def publish(self, step: StepPlan, run: Run | None = None) -> tuple[int, int] | None:
+        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it. `run` is that of
+        the step ahead that it follows, which has just ended."""
         if (known := self._extents.get(step.step_id)) is not None:
             return known[:2]
         parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
@@ -46,10 +64,14 @@ class StepTables:
         for part in parts:
             self._put(at, part)
             at += _aligned(part.nbytes)
-        slot = self._free_slots.pop()
-        self._extents[step.step_id] = (slot, begin, at)
-        self._words[slot] = step.step_id
-        return slot, begin
+        if run is not None and run.slot in self._free_slots:
+            self._free_slots.remove(run.slot)
+        else:
+            run = Run(self._free_slots.pop(), step.step_id)
+        self._extents[step.step_id] = (run.slot, begin, at)
+        self._runs[run.slot] = run.first_id  # before the word: who sees the step sees its run
+        self._words[run.slot] = step.step_id
+        return run.slot, begin
 
     def __contains__(self, step_id: int) -> bool:
         return step_id in self._extents
@@ -69,7 +91,7 @@ class StepTables:
     def _find_room(self, num_bytes: int) -> int | None:
         """Return the offset of the first gap that is large enough, or None. A linear search is sufficient, because few
         steps are live at a time."""
-        begin = NUM_SLOTS * 8
+        begin = self._words.nbytes + self._runs.nbytes
         for _, first, end in sorted(self._extents.values(), key=lambda extent: extent[1]):
             if first - begin >= num_bytes:
                 return begin

@@ -249,6 +249,28 @@ def test_what_ends_it(kv: Session, name: str) -> None:
         kv.commit_ahead(step, [1])
 
 
+@pytest.mark.parametrize("name", ENDS)
+def test_a_step_lasts_until_the_end_of_those_that_follow_it(kv: Session, name: str) -> None:
+    pool = kv.map_pool(writable=True)
+    (sequence,) = computed(kv, PROMPTS[0])
+    steps = [kv.open_ahead([sequence], 3)]
+    found = [pool.step(steps[0])]
+    for token in range(3):
+        step = kv.commit_ahead(steps[-1], [token], num_steps=3)
+        assert step is not None
+        steps.append(step)
+        found.append(pool.step(step))
+        for tables in found:
+            tables.check()
+    with pytest.raises(StaleStepError):
+        kv.commit_ahead(steps[0], [1])
+    ENDS[name](kv, sequence)
+    kv.open_ahead(computed(kv, PROMPTS[1]), 3)  # may have the same place in the tables
+    for tables in found:
+        with pytest.raises(StaleStepError):
+            tables.check()
+
+
 def test_a_commit_that_fails_changes_nothing(kv: Session) -> None:
     (sequence,) = computed(kv, PROMPTS[0])
     step = kv.open_ahead([sequence], 3)

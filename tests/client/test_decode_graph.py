@@ -127,6 +127,37 @@ def test_nobody_waits_for_a_commit(kv: Session, toy: Toy, monkeypatch: pytest.Mo
     assert found.token_ids == (1, 2, 3, *range(20))
 
 
+def test_nobody_waits_for_the_answer_to_a_commit(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on after the daemon has ended the last step ahead, and before its answer with the next one is here."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    committed, go_on, commit = threading.Event(), threading.Event(), kv.commit_ahead
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        step = commit(*args, **kwargs)
+        committed.set()
+        go_on.wait(20)
+        return step
+
+    monkeypatch.setattr(kv, "commit_ahead", late)
+    graph.graph.begin(sequences, 3)
+    for number in range(3):
+        graph.replay([number])
+        graph.graph.written([number])
+    assert committed.wait(20)
+    for number in range(3, 6):
+        graph.replay([number])
+        graph.graph.written([number])
+    steps = graph.graph.steps
+    assert steps is not None and steps._pending is not None and not steps._pending.done()
+    go_on.set()
+    for number in range(6, 20):
+        graph.replay([number])
+        graph.graph.written([number])
+    graph.graph.end()
+    (found,) = kv.describe(sequences, token_ids=True)
+    assert found.token_ids == (1, 2, 3, *range(20))
+
+
 def test_too_many_steps_with_unknown_tokens(kv: Session, toy: Toy) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 2)

@@ -13,7 +13,7 @@ from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
 
-WORD_BYTES = 8 * NUM_SLOTS
+WORD_BYTES = 16 * NUM_SLOTS
 
 
 def in_memory(num_bytes: int) -> StepTables:
@@ -91,6 +91,31 @@ def test_all_slots_are_taken() -> None:
     tables.retire(17)
     tables.retire(17)
     assert tables.publish(ones[-1]) == found[16]
+    tables.close()
+
+
+def test_steps_that_follow_one_another_have_one_slot() -> None:
+    tables = in_memory(WORD_BYTES + 4096)
+    other, first = tables.publish(step(1, 1, 1)), tables.publish(step(2, 1, 1))
+    assert other is not None and first is not None
+    place = first
+    for step_id in range(3, 6):
+        run = tables.run_of(step_id - 1)
+        assert run == (first[0], 2)
+        tables.retire(step_id - 1)
+        assert word(tables, first[0]) == 0
+        place = tables.publish(step(step_id, 1, 1), run)
+        assert place is not None and place[0] == first[0]
+        assert (word(tables, first[0]), word(tables, NUM_SLOTS + first[0])) == (step_id, 2)
+    assert tables.run_of(2) is None
+    run = tables.run_of(5)
+    tables.retire(5)
+    assert tables.publish(step(6, 1, 1)) == place  # the slot goes to another step: its run begins with it
+    assert (word(tables, place[0]), word(tables, NUM_SLOTS + place[0])) == (6, 6)
+    found = tables.publish(step(7, 1, 1), run)
+    assert found is not None and found[0] != place[0]
+    assert word(tables, NUM_SLOTS + found[0]) == 7
+    assert word(tables, NUM_SLOTS + other[0]) == 1
     tables.close()
 
 

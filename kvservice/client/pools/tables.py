@@ -13,6 +13,7 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError, Stal
 from kvservice.wire.tensors import Array
 
 ALIGNMENT = 64
+NUM_SLOTS = 1024
 
 
 class OneStep(NamedTuple):
@@ -47,6 +48,9 @@ class MappedStep:
         self.written: set[int] = set()  # layers that the session's transport has written here
         self.max_query_len = int(step.query_lens.max())
         self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
+        self._run_word: Array = np.frombuffer(tables, np.int64, 1, 8 * (NUM_SLOTS + slot))
+        run = int(self._run_word[0])
+        self._run = run if self._word[0] == self.step_id else self.step_id
         num_seqs = len(step.query_lens)
         max_blocks = -(-int(step.context_lens.max()) // block_size)
         parts = (
@@ -80,8 +84,10 @@ class MappedStep:
 
     def check(self) -> None:
         """Raise StaleStepError if the step is over, since its blocks may have been reallocated; after a restart of the
-        daemon, too. Raise ConnectionLostError if the connection is broken, since the daemon may have ended."""
-        if self._word[0] != self.step_id:
+        daemon, too. A step ahead is not over while one that follows it is live. Raise ConnectionLostError if the
+        connection is broken, since the daemon may have ended."""
+        word = self._word[0]  # before the run, because the daemon writes the run first
+        if word != self.step_id and (word == 0 or self._run_word[0] != self._run):
             raise StaleStepError(
                 f"step {self.step_id} ended with a newer operation on one of its sequences, or with the mapping",
                 field="step_id",
