@@ -219,6 +219,22 @@ def copy_blocks(
 ) -> None:
     """Copy blocks. `src_ids` and `dst_ids` are NumPy int32 arrays in host memory."""
 
+def advance_tables(
+    positions: int,
+    growth: int,
+    shift: int,
+    block_tables: int,
+    context_lens: int,
+    slot_mapping: int,
+    num_rows: int,
+    max_blocks: int,
+    block_size: int,
+    stream: int,
+) -> None:
+    """Move the tables of a decode step on to the next token of each row: positions, growth and shift int64[num_rows],
+    block_tables int32[num_rows, max_blocks], context_lens int32[num_rows], slot_mapping int64[num_rows]. The slot of a
+    position outside the block tables is -1."""
+
 def load_blocks(
     pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
 ) -> None:

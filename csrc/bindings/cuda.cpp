@@ -10,6 +10,7 @@
 #include "bindings/exceptions.h"
 #include "cuda/attention.h"
 #include "cuda/copy_blocks.h"
+#include "cuda/decode_tables.h"
 #include "cuda/kv_slots.h"
 #include "cuda/move_blocks.h"
 #include "cuda/runtime.h"
@@ -174,6 +175,23 @@ void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t n
   copy_blocks_cuda(p, stream_at(stream));
 }
 
+void advance_tables(uintptr_t positions, uintptr_t growth, uintptr_t shift, uintptr_t block_tables,
+                    uintptr_t context_lens, uintptr_t slot_mapping, int64_t num_rows, int64_t max_blocks,
+                    int64_t block_size, uintptr_t stream) {
+  DecodeTables t;
+  t.positions = at<int64_t>(positions);
+  t.growth = at<int64_t>(growth);
+  t.shift = at<int64_t>(shift);
+  t.block_tables = at<int32_t>(block_tables);
+  t.context_lens = at<int32_t>(context_lens);
+  t.slot_mapping = at<int64_t>(slot_mapping);
+  t.num_rows = num_rows;
+  t.max_blocks = max_blocks;
+  t.block_size = block_size;
+  const py::gil_scoped_release release;
+  advance_tables_cuda(t, stream_at(stream));
+}
+
 template <class T>
 py::array_t<T, py::array::c_style> numbers_of(const py::object& object, const char* field) {
   using Numbers = py::array_t<T, py::array::c_style>;
@@ -306,4 +324,7 @@ PYBIND11_MODULE(_cuda, m) {
         py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"));
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
         py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
+  m.def("advance_tables", &advance_tables, py::arg("positions"), py::arg("growth"), py::arg("shift"),
+        py::arg("block_tables"), py::arg("context_lens"), py::arg("slot_mapping"), py::arg("num_rows"),
+        py::arg("max_blocks"), py::arg("block_size"), py::arg("stream"));
 }

@@ -42,7 +42,7 @@ class Query {
       if (kColumnTiles == 1 || n == block_.token_warp) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const uint32_t(&pair)[2] = pairs[step];
+          const uint32_t (&pair)[2] = pairs[step];
           if constexpr (kColumnTiles == 1) {
             columns.query[step][0] = pair[0];
             columns.query[step][1] = pair[1];

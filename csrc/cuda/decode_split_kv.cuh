@@ -47,13 +47,14 @@ __device__ __forceinline__ void write_output(const Params& p, const WorkTile& s,
 // What a reduction needs of the states of its partial results, in shared memory.
 template <int kColumns>
 struct SplitFactors {
-  float2 total[kColumns];               // the state of all partial results together
+  float2 total[kColumns];              // the state of all partial results together
   float factor[kColumns][kMaxSplits];  // of each partial result's values
 };
 
 // Computes the factors of `count` partial results. Each warp takes some columns, with a partial result in each lane.
 template <int kHead, int kColumns, int kThreads, typename Source>
-__device__ __forceinline__ void write_factors(int columns, int count, Source&& source, SplitFactors<kColumns>& factors) {
+__device__ __forceinline__ void write_factors(int columns, int count, Source&& source,
+                                              SplitFactors<kColumns>& factors) {
   static_assert(kMaxSplits == 32);
   constexpr int kWarps = kThreads / 32, kEach = (kColumns + kWarps - 1) / kWarps;
   const int lane = threadIdx.x % 32;

@@ -72,6 +72,7 @@ class DecodeGraph:
         self._output: Any = None
         self._attended: list[int] | None = None  # layers, while the step runs
         self._commits = ThreadPoolExecutor(1, "kvservice-commits")
+        self._commits.submit(int)  # starts the thread, which takes longer than a step
         self.steps: StepsAhead | None = None
         """The steps since `begin`; None after `end`."""
 

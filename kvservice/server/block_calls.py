@@ -114,13 +114,13 @@ class BlockCalls:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         if request.token_ids and request.step_id in session.namespace.steps:
             session.access.check_in_tables(request.step_id)
-        run = session.access.run_of(request.step_id)
-        step = self._engine.commit_ahead(
-            session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
-        )
-        if step is None:
-            return blocks_pb2.StepResponse()
-        return _opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
+        with session.access.following(request.step_id) as run:
+            step = self._engine.commit_ahead(
+                session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
+            )
+            if step is None:
+                return blocks_pb2.StepResponse()
+            return _opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))

@@ -6,6 +6,7 @@ open_step ─▶ publish ─▶ the client works on the step in the mapped pool 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -221,15 +222,15 @@ class HostAccess:
                 field="step_id", step_id=step_id,
             )  # fmt: skip
 
-    def run_of(self, step_id: int) -> Run | None:
-        """Return the run of a step in the step tables, or None if it is not there."""
-        return None if self._tables is None else self._tables.run_of(step_id)
+    def following(self, step_id: int) -> contextlib.AbstractContextManager[Run | None]:
+        """See StepTables.following."""
+        return contextlib.nullcontext() if self._tables is None else self._tables.following(step_id)
 
     def publish(
         self, step: StepPlan, *, to_lane: bool = True, run: Run | None = None
     ) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
         """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables. `run` is
-        that of the step ahead that it follows.
+        what `following` has yielded.
 
         Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
         may work on the step, or None if it may at once.

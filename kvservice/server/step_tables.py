@@ -15,6 +15,8 @@ that its work is good.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,16 +46,28 @@ class StepTables:
         self._words, self._runs = np.frombuffer(self.memory.map, np.int64, 2 * NUM_SLOTS).reshape(2, NUM_SLOTS)
         # Live steps: id → (slot, first byte, end byte).
         self._extents: dict[int, tuple[int, int, int]] = {}
-        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+        self._free_slots = dict.fromkeys(range(NUM_SLOTS - 1, -1, -1))
+        self._kept_slot: int | None = None
 
-    def run_of(self, step_id: int) -> Run | None:
-        """Return the run of a step, or None if the step is not live."""
+    @contextlib.contextmanager
+    def following(self, step_id: int) -> Iterator[Run | None]:
+        """A context in which a step ahead is committed, and the one that follows it is opened and published. Yields its
+        run, or None if the step is not in the tables. In between, clients see the run as live."""
         extent = self._extents.get(step_id)
-        return None if extent is None else Run(extent[0], int(self._runs[extent[0]]))
+        if extent is None:
+            yield None
+            return
+        slot = self._kept_slot = extent[0]
+        try:
+            yield Run(slot, int(self._runs[slot]))
+        finally:
+            self._kept_slot = None
+            if slot in self._free_slots:
+                self._words[slot] = NOT_LIVE
 
     def publish(self, step: StepPlan, run: Run | None = None) -> tuple[int, int] | None:
-        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it. `run` is that of
-        the step ahead that it follows, which has just ended."""
+        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it. `run` is what
+        `following` has yielded."""
         if (known := self._extents.get(step.step_id)) is not None:
             return known[:2]
         parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
@@ -65,9 +79,9 @@ class StepTables:
             self._put(at, part)
             at += _aligned(part.nbytes)
         if run is not None and run.slot in self._free_slots:
-            self._free_slots.remove(run.slot)
+            del self._free_slots[run.slot]
         else:
-            run = Run(self._free_slots.pop(), step.step_id)
+            run = Run(self._free_slots.popitem()[0], step.step_id)
         self._extents[step.step_id] = (run.slot, begin, at)
         self._runs[run.slot] = run.first_id  # before the word: who sees the step sees its run
         self._words[run.slot] = step.step_id
@@ -80,8 +94,9 @@ class StepTables:
         """Remove a step that is no longer live. Unknown ids are ignored."""
         extent = self._extents.pop(step_id, None)
         if extent is not None:
-            self._words[extent[0]] = NOT_LIVE
-            self._free_slots.append(extent[0])
+            if extent[0] != self._kept_slot:
+                self._words[extent[0]] = NOT_LIVE
+            self._free_slots[extent[0]] = None
 
     def close(self) -> None:
         """Remove all steps."""

@@ -8,19 +8,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, state_of  # noqa: E402  torch may be missing
+from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, check_tables, state_of  # noqa: E402  torch may be missing
 from kept_daemon import next_process  # noqa: E402
 from small_daemons import OpenDaemon  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
 from kvservice.client import KVClient, Session  # noqa: E402
 from kvservice.client.decode_graph import DecodeGraph  # noqa: E402
-from kvservice.client.pools.decode import DecodeTables  # noqa: E402
 from kvservice.client.threads import finish  # noqa: E402
 from kvservice.errors import (  # noqa: E402
     FailedPreconditionError,
@@ -65,28 +63,7 @@ def test_random_runs_give_what_appends_give(large: KVClient, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_tables_move_on(seed: int) -> None:
-    """Rows without a sequence stay where they are. Slots of new blocks are those of the tables that came last."""
-    random = np.random.default_rng(seed)
-    rows, max_blocks, block_size = 5, 7, 4
-    tables = DecodeTables(rows, max_blocks, block_size, torch.device("cpu"))
-    for _ in range(5):
-        num_seqs = int(random.integers(0, rows + 1))
-        blocks = random.integers(0, 1 << 30, (num_seqs, max_blocks), np.int32)
-        lengths = random.integers(0, 16, num_seqs)
-        known = int(lengths.max(initial=0)) // block_size + 1
-        tables.load(blocks[:, :known], lengths)
-        for number in range(max_blocks * block_size - int(lengths.max(initial=0))):
-            if random.random() < 0.2 or known * block_size == lengths.max(initial=0) + number:
-                known = max_blocks
-                tables.load_blocks(blocks)
-            tables.advance()
-            at = lengths + number
-            assert tables.positions.tolist() == [*at, *[0] * (rows - num_seqs)]
-            assert tables.context_lens.tolist() == [*(at + 1), *[1] * (rows - num_seqs)]
-            slots = blocks[np.arange(num_seqs), at // block_size].astype(np.int64) * block_size + at % block_size
-            assert tables.slot_mapping[:num_seqs].tolist() == slots.tolist()
-            assert (tables.slot_mapping[num_seqs:] < 0).all()
-    assert (tables.query_lens == 1).all()
+    check_tables(torch.device("cpu"), seed)
 
 
 def test_unknown_tokens_are_forgotten(kv: Session, toy: Toy) -> None:
@@ -148,7 +125,9 @@ def test_nobody_waits_for_the_answer_to_a_commit(kv: Session, toy: Toy, monkeypa
         graph.replay([number])
         graph.graph.written([number])
     steps = graph.graph.steps
-    assert steps is not None and steps._pending is not None and not steps._pending.done()
+    assert steps is not None
+    assert steps._pending is not None
+    assert not steps._pending.done()
     go_on.set()
     for number in range(6, 20):
         graph.replay([number])

@@ -97,26 +97,40 @@ def test_all_slots_are_taken() -> None:
 def test_steps_that_follow_one_another_have_one_slot() -> None:
     tables = in_memory(WORD_BYTES + 4096)
     other, first = tables.publish(step(1, 1, 1)), tables.publish(step(2, 1, 1))
-    assert other is not None and first is not None
-    place = first
+    assert other is not None
+    assert first is not None
+    slot = first[0]
+
+    def words(of: int) -> tuple[int, int]:
+        """The step and its run."""
+        return word(tables, of), word(tables, NUM_SLOTS + of)
+
     for step_id in range(3, 6):
-        run = tables.run_of(step_id - 1)
-        assert run == (first[0], 2)
-        tables.retire(step_id - 1)
-        assert word(tables, first[0]) == 0
-        place = tables.publish(step(step_id, 1, 1), run)
-        assert place is not None and place[0] == first[0]
-        assert (word(tables, first[0]), word(tables, NUM_SLOTS + first[0])) == (step_id, 2)
-    assert tables.run_of(2) is None
-    run = tables.run_of(5)
-    tables.retire(5)
-    assert tables.publish(step(6, 1, 1)) == place  # the slot goes to another step: its run begins with it
-    assert (word(tables, place[0]), word(tables, NUM_SLOTS + place[0])) == (6, 6)
-    found = tables.publish(step(7, 1, 1), run)
-    assert found is not None and found[0] != place[0]
-    assert word(tables, NUM_SLOTS + found[0]) == 7
-    assert word(tables, NUM_SLOTS + other[0]) == 1
+        with tables.following(step_id - 1) as run:
+            tables.retire(step_id - 1)
+            assert words(slot) == (step_id - 1, 2)  # as long as the next one is not there
+            found = tables.publish(step(step_id, 1, 1), run)
+        assert found is not None
+        assert found[0] == slot
+        assert words(slot) == (step_id, 2)
+    with tables.following(5) as run:
+        pass  # the commit failed
+    assert words(slot) == (5, 2)
+    with tables.following(2) as unknown:
+        assert unknown is None
+    with tables.following(5):
+        tables.retire(5)  # without one that follows
+    assert word(tables, slot) == 0
+    with tables.following(1) as run:
+        tables.retire(1)
+        assert tables.publish(step(6, 20, 1000), run) is None
+    assert word(tables, other[0]) == 0
+    for step_id in (7, 8):  # other steps take the slots: their runs begin with them
+        found = tables.publish(step(step_id, 1, 1))
+        assert found is not None
+        assert words(found[0]) == (step_id, step_id)
     tables.close()
+    assert word(tables, slot) == 0 == word(tables, other[0])
 
 
 def test_a_step_larger_than_all() -> None:

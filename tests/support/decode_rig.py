@@ -9,6 +9,7 @@ import torch
 
 from kvservice.client import Sequence, Session
 from kvservice.client.decode_graph import DecodeGraph
+from kvservice.client.pools.decode import DecodeTables
 
 NUM_HEADS, VOCABULARY, MAX_TOKENS = 4, 50, 200
 
@@ -110,3 +111,28 @@ def check_random_runs(kv: Session, other: Session, device: str, seed: int, bound
     kv.free(mine)
     other.free(theirs)
     kv.reset_prefix_cache()
+
+
+def check_tables(device: torch.device, seed: int) -> None:
+    """Rows without a sequence stay where they are. Slots of new blocks are those of the tables that came last."""
+    random = np.random.default_rng(seed)
+    rows, max_blocks, block_size = 5, 7, 4
+    tables = DecodeTables(rows, max_blocks, block_size, device)
+    for _ in range(5):
+        num_seqs = int(random.integers(0, rows + 1))
+        blocks = random.integers(0, 1 << 30, (num_seqs, max_blocks), np.int32)
+        lengths = random.integers(0, 16, num_seqs)
+        known = int(lengths.max(initial=0)) // block_size + 1
+        tables.load(blocks[:, :known], lengths)
+        for number in range(max_blocks * block_size - int(lengths.max(initial=0))):
+            if random.random() < 0.2 or known * block_size == lengths.max(initial=0) + number:
+                known = max_blocks
+                tables.load_blocks(blocks)
+            tables.advance()
+            at = lengths + number
+            assert tables.positions.tolist() == [*at, *[0] * (rows - num_seqs)]
+            assert tables.context_lens.tolist() == [*(at + 1), *[1] * (rows - num_seqs)]
+            slots = blocks[np.arange(num_seqs), at // block_size].astype(np.int64) * block_size + at % block_size
+            assert tables.slot_mapping[:num_seqs].tolist() == slots.tolist()
+            assert (tables.slot_mapping[num_seqs:] < 0).all()
+    assert (tables.query_lens == 1).all()

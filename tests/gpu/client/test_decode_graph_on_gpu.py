@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("kvservice._cuda", reason="kvservice was built without CUDA")
 
-from decode_rig import GraphToy, Toy, check_random_runs  # noqa: E402  torch may be missing
+from decode_rig import GraphToy, Toy, check_random_runs, check_tables  # noqa: E402  torch may be missing
 
 from kvservice.client import KVClient  # noqa: E402
 from kvservice.errors import FailedPreconditionError, StaleStepError  # noqa: E402
@@ -43,6 +43,11 @@ def test_random_runs_give_what_appends_give(client: KVClient, seed: int) -> None
     """The rig compares outputs, tokens and K/V."""
     with client.session() as kv, client.session() as other:
         check_random_runs(kv, other, "cuda:0", seed, BOUNDS[kv.info.dtype])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tables_move_on(seed: int) -> None:
+    check_tables(torch.device("cuda:0"), seed)
 
 
 def test_the_k_and_v_of_two_graphs_and_streams(client: KVClient) -> None:
