@@ -63,6 +63,7 @@ def test_random_runs_give_what_appends_give(large: KVClient, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_tables_move_on(seed: int) -> None:
+    """The rig compares positions, lengths and slots."""
     check_tables(torch.device("cpu"), seed)
 
 
