@@ -180,6 +180,7 @@ void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Va
 }  // namespace
 
 void decode_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
+  require(reinterpret_cast<uintptr_t>(p.query) % 8 == 0, "query", "is not aligned to 8 bytes");
   if (!launch.batch_invariant) {
     // With few tokens, two parallel passes of 8 columns finish sooner than one pass of 16.
     const bool halve = p.group_size() * lens.max <= 16 && has_few_tokens(p);

@@ -257,7 +257,7 @@ class WorkTileScheduler {
       }
     }
     const int blocks = gridDim.x;
-    const bool many = 8 * __reduce_add_sync(~0U, items) >= blocks && __reduce_add_sync(~0U, tiles) >= 2 * blocks;
+    const bool many = __reduce_add_sync(~0U, items) >= blocks / 8 && __reduce_add_sync(~0U, tiles) >= 2 * blocks;
     cost_ = many && !p_.batch_invariant ? kWorkTileCost : 0;
     const Sums own = {tiles + items * cost_, tokens}, all = sum_to(own, lane);
     ranges_ = {__shfl_sync(~0U, all.work, 31),

@@ -98,6 +98,7 @@ __device__ __forceinline__ void reduce_partials(const Params& p, const WorkTile&
   constexpr int kDepth = kInFlight / kPlaces;
   static_assert(kDepth > 0);
   const int columns = used_columns(p, s), places = columns * kVectors;
+  if (columns <= 0) return;  // a pass without queries
   float4 values[kDepth][kPlaces];
   const auto load_values = [&](int first) {
 #pragma unroll

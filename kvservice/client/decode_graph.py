@@ -138,6 +138,7 @@ class DecodeGraph:
         if self.steps is not None:
             raise FailedPreconditionError("its sequences are in use: end() first")
         self._step = self._graph = self._output = None
+        self._tables.clear()
         # Tensors made in inference mode could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             if self._on_gpu:

@@ -46,24 +46,29 @@ class StepTables:
         self._words, self._runs = np.frombuffer(self.memory.map, np.int64, 2 * NUM_SLOTS).reshape(2, NUM_SLOTS)
         # Live steps: id → (slot, first byte, end byte).
         self._extents: dict[int, tuple[int, int, int]] = {}
-        self._free_slots = dict.fromkeys(range(NUM_SLOTS - 1, -1, -1))
-        self._kept_slot: int | None = None
+        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+        # The step that `following` keeps, and whether it has ended.
+        self._kept: int | None = None
+        self._kept_ended = False
 
     @contextlib.contextmanager
     def following(self, step_id: int) -> Iterator[Run | None]:
         """A context in which a step ahead is committed, and the one that follows it is opened and published. Yields its
-        run, or None if the step is not in the tables. In between, clients see the run as live."""
+        run, or None if the step is not in the tables. Until the next one is there, clients see this one."""
         extent = self._extents.get(step_id)
         if extent is None:
             yield None
             return
-        slot = self._kept_slot = extent[0]
+        self._kept, self._kept_ended = step_id, False
         try:
-            yield Run(slot, int(self._runs[slot]))
+            yield Run(extent[0], int(self._runs[extent[0]]))
         finally:
-            self._kept_slot = None
-            if slot in self._free_slots:
-                self._words[slot] = NOT_LIVE
+            self._release_kept()
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and self._kept_ended:
+            self.retire(kept)
 
     def publish(self, step: StepPlan, run: Run | None = None) -> tuple[int, int] | None:
         """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it. `run` is what
@@ -71,32 +76,35 @@ class StepTables:
         if (known := self._extents.get(step.step_id)) is not None:
             return known[:2]
         parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
-        begin = self._find_room(sum(_aligned(part.nbytes) for part in parts))
-        if begin is None or not self._free_slots:
+        num_bytes = sum(_aligned(part.nbytes) for part in parts)
+        begin = self._find_room(num_bytes)
+        if begin is None and run is not None:
+            self._release_kept()
+            begin, run = self._find_room(num_bytes), None
+        if begin is None or (run is None and not self._free_slots):
             return None
         at = begin
         for part in parts:
             self._put(at, part)
             at += _aligned(part.nbytes)
-        if run is not None and run.slot in self._free_slots:
-            del self._free_slots[run.slot]
-        else:
-            run = Run(self._free_slots.popitem()[0], step.step_id)
-        self._extents[step.step_id] = (run.slot, begin, at)
-        self._runs[run.slot] = run.first_id  # before the word: who sees the step sees its run
-        self._words[run.slot] = step.step_id
-        return run.slot, begin
+        slot, first_id = run or Run(self._free_slots.pop(), step.step_id)
+        self._extents[step.step_id] = (slot, begin, at)
+        self._runs[slot] = first_id  # before the word: who sees the step sees its run
+        self._words[slot] = step.step_id
+        return slot, begin
 
     def __contains__(self, step_id: int) -> bool:
         return step_id in self._extents
 
     def retire(self, step_id: int) -> None:
         """Remove a step that is no longer live. Unknown ids are ignored."""
+        if step_id == self._kept:
+            self._kept_ended = True
+            return
         extent = self._extents.pop(step_id, None)
-        if extent is not None:
-            if extent[0] != self._kept_slot:
-                self._words[extent[0]] = NOT_LIVE
-            self._free_slots[extent[0]] = None
+        if extent is not None and self._words[extent[0]] == step_id:  # else the slot is that of one that follows
+            self._words[extent[0]] = NOT_LIVE
+            self._free_slots.append(extent[0])
 
     def close(self) -> None:
         """Remove all steps."""

@@ -138,6 +138,20 @@ def test_nobody_waits_for_the_answer_to_a_commit(kv: Session, toy: Toy, monkeypa
     assert found.token_ids == (1, 2, 3, *range(20))
 
 
+def test_a_capture_writes_nowhere(kv: Session, toy: Toy) -> None:
+    """Also after other sequences were in the tables, whose blocks may be others' since."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 2)
+    graph.replay([4])
+    graph.graph.written([4])
+    graph.graph.end()
+    toy.decode(sequences, [5])
+    before = state_of(kv, sequences)
+    assert graph.graph._step is not None
+    graph.graph.capture(graph.graph._step)
+    assert state_of(kv, sequences) == before
+
+
 def test_too_many_steps_with_unknown_tokens(kv: Session, toy: Toy) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 2)

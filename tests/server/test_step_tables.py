@@ -155,3 +155,19 @@ def test_two_steps_of_the_same_sequence_are_live_at_once() -> None:
     check(tables, live)
     manager.truncate(space, [1], [8])
     check(tables, {})
+
+
+def test_a_step_that_follows_one_as_large_as_the_tables() -> None:
+    """Without room for both, the one before is over first."""
+    tables = in_memory(WORD_BYTES + 16 * ALIGNMENT)
+    first = tables.publish(step(1, 16, 4))
+    assert first is not None
+    with tables.following(1) as run:
+        tables.retire(1)
+        found = tables.publish(step(2, 16, 4), run)
+    assert found == first
+    assert (word(tables, found[0]), word(tables, NUM_SLOTS + found[0])) == (2, 2)
+    tables.retire(2)
+    assert word(tables, found[0]) == 0
+    assert tables.publish(step(3, 16, 4)) == first
+    tables.close()

@@ -38,7 +38,7 @@ class DecodeTables:
         self.query_lens = torch.ones(max_sequences, dtype=torch.int32, device=device)
         self.context_lens = self.query_lens.clone()
         self.slot_mapping = torch.full((max_sequences,), -1, dtype=torch.int64, device=device)
-        self.load(np.zeros((0, 0), np.int32), np.zeros(0, np.int64))
+        self.clear()
 
     def _parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, max_blocks = self._shape
@@ -59,6 +59,10 @@ class DecodeTables:
         shift.fill_(_NOWHERE)
         shift[:num_seqs] = 0
         self._memory.copy_(memory, non_blocking=True)
+
+    def clear(self) -> None:
+        """Set no sequences: `advance` moves nothing on, and its slots are nowhere."""
+        self.load(np.zeros((0, 0), np.int32), np.zeros(0, np.int64))
 
     def load_blocks(self, block_tables: Array) -> None:
         """Set the block tables only, int32[n, blocks]. Raises InvalidArgumentError."""

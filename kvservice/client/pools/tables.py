@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,7 +38,7 @@ class MappedStep:
 
     def __init__(self, tables: mmap.mmap, step: StepInfo, block_size: int, check_process: Callable[[], None]) -> None:
         """`check_process` raises an error unless the process of the daemon that writes the tables is there. Raises
-        FailedPreconditionError if the step is not in the tables."""
+        FailedPreconditionError if the step is not in the tables, and StaleStepError if it is over."""
         if step.mapped is None:
             raise FailedPreconditionError(
                 f"step {step.step_id} is not in the tables: they were full, or not mapped yet"
@@ -49,26 +50,31 @@ class MappedStep:
         self.max_query_len = int(step.query_lens.max())
         self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
         self._run_word: Array = np.frombuffer(tables, np.int64, 1, 8 * (NUM_SLOTS + slot))
-        run = int(self._run_word[0])
-        self._run = run if self._word[0] == self.step_id else self.step_id
+        self._run = int(self._run_word[0])
         num_seqs = len(step.query_lens)
         max_blocks = -(-int(step.context_lens.max()) // block_size)
-        parts = (
+        parts: tuple[tuple[tuple[int, ...], type], ...] = (
             ((step.num_tokens,), np.int64),
             ((num_seqs,), np.int32),
             ((num_seqs,), np.int32),
             ((num_seqs, max_blocks), np.int32),
         )
-        offset = begin
-        # The arrays with their byte offsets from the start of `bytes`.
-        self.arrays_and_offsets: list[tuple[Array, int]] = []
+        offsets, end = [], 0
         for shape, dtype in parts:
-            array: Array = np.ndarray(shape, dtype, tables, offset)
-            self.arrays_and_offsets.append((array.copy() if step.ahead else array, offset - begin))
-            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        self.bytes: Array = np.frombuffer(tables, np.uint8, offset - begin, begin)
+            offsets.append(end)
+            end += -(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        self.bytes: Array = np.frombuffer(tables, np.uint8, end, begin)
+        if step.ahead:
+            self.bytes = self.bytes.copy()
+        # The arrays with their byte offsets from the start of `bytes`.
+        self.arrays_and_offsets: list[tuple[Array, int]] = [
+            (np.ndarray(shape, dtype, self.bytes, offset), offset)
+            for (shape, dtype), offset in zip(parts, offsets, strict=True)
+        ]
         arrays = (array for array, _ in self.arrays_and_offsets)
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
+        if self._word[0] != self.step_id:  # a step that follows does not count here: it has other tables
+            raise self._over()
 
     def ahead(self, number: int) -> OneStep:
         """Return the tables for token `number`, from 0, of each sequence in a step ahead. Raises InvalidArgumentError,
@@ -88,8 +94,11 @@ class MappedStep:
         connection is broken, since the daemon may have ended."""
         word = self._word[0]  # before the run, because the daemon writes the run first
         if word != self.step_id and (word == 0 or self._run_word[0] != self._run):
-            raise StaleStepError(
-                f"step {self.step_id} ended with a newer operation on one of its sequences, or with the mapping",
-                field="step_id",
-            )
+            raise self._over()
         self._check_process()
+
+    def _over(self) -> StaleStepError:
+        return StaleStepError(
+            f"step {self.step_id} ended with a newer operation on one of its sequences, or with the mapping",
+            field="step_id",
+        )
