@@ -41,8 +41,9 @@ class Access:
     def __init__(self) -> None:
         self.published = asyncio.Event()
 
-    def publish(self, _: Any, *, to_lane: bool) -> Any:
+    def publish(self, _: Any, *, to_lane: bool, run: Any) -> Any:
         assert to_lane
+        assert run is None
         return None, self.published.wait()
 
 
@@ -101,7 +102,7 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
             await asyncio.sleep(0)
             done.append(True)
 
-        access = SimpleNamespace(publish=lambda _, to_lane: (None, publish()))
+        access = SimpleNamespace(publish=lambda _, to_lane, run: (None, publish()))
         session = session_with(namespace, access)
         allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1, 2])
         await dispatcher.call(
