@@ -55,7 +55,7 @@ struct Params {
 
 constexpr int kSplitsPerGroup = 16;
 
-// What a work tile costs beside its KV tiles (its queries and its epilogue), in units of a KV tile.
+// The queries and the epilogue of a work tile cost as much as this many KV tiles.
 constexpr int kWorkTileCost = 2;
 
 // The KV tiles of one (sequence, KV head, pass) that one thread block processes.
@@ -231,8 +231,8 @@ class WorkTileScheduler {
 
   __device__ int seqs_per_lane() const { return (p_.num_seqs + 31) / 32; }
 
-  // Every lane takes as many neighbouring sequences. Computes the ranges, and returns the sums of the lanes before this
-  // one.
+  // All lanes take equally many neighbouring sequences. Computes the ranges, and returns the sums of the lanes before
+  // this one.
   __device__ Sums sum_lanes(int lane) {
     constexpr int kInFlight = 8;
     const int heads = p_.num_kv_heads * p_.num_passes, each = seqs_per_lane();

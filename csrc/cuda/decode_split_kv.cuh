@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_output(const Params& p, const WorkTile& s,
   }
 }
 
-// What a reduction needs of the states of its partial results, in shared memory.
+// A reduction keeps here, in shared memory, what it has computed from the states of its partial results.
 template <int kColumns>
 struct SplitFactors {
   float2 total[kColumns];              // the state of all partial results together

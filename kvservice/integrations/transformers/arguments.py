@@ -16,7 +16,7 @@ CACHE: Final = (
 )
 # Inputs of a pass may have either, as their caller wrote them.
 CACHE_NAMES: Final = ("cache", "past_key_values")
-# What `generate` gives a model for text. A pass with other inputs is computed in the general way.
+# `generate` gives a model these for text. A pass with other inputs is computed in the general way.
 GENERATE_INPUTS: Final = frozenset(
     ("attention_mask", "input_ids", "logits_to_keep", *CACHE_NAMES, "position_ids", "return_dict", "use_cache")
 )
