@@ -9,8 +9,8 @@ namespace kvservice {
 
 enum class KernelChoice : int { kAuto = 0, kReference = 1, kDecode = 2, kExtend = 3, kCascade = 4 };
 
-// Scratch memory of launches, one per stream. The first kCounterBytes are zero before the first launch, and every
-// launch leaves them zero.
+// Scratch memory of launches, one per stream. The first kCounterBytes are zero before the first launch, and only
+// launches write them.
 struct Workspace {
   void* data = nullptr;
   int64_t bytes = 0;
@@ -43,11 +43,13 @@ bool attention_is_decode(const AttentionParams& params, const CudaLaunch& launch
 // small; CudaError if the launch fails.
 void attention_cuda(const AttentionParams& params, const CudaLaunch& launch);
 
-// Whether the block tables are so narrow that the latency of a launch dominates its work: measured on an H200 with 1 to
-// 256 sequences of one KV head.
-inline bool has_few_tokens(const AttentionParams& p) {
-  return p.num_seqs * p.max_blocks * p.pool.block_size * p.pool.num_kv_heads <= int64_t{1} << 17;
+// Tokens for which the block tables have room, times KV heads: what the host knows of the work.
+inline int64_t table_tokens(const AttentionParams& p) {
+  return p.num_seqs * p.max_blocks * p.pool.block_size * p.pool.num_kv_heads;
 }
+
+// Whether the latency of a launch dominates its work: measured on an H200 with 1 to 256 sequences of one KV head.
+inline bool has_few_tokens(const AttentionParams& p) { return table_tokens(p) <= int64_t{1} << 17; }
 
 // The kernels. `*_supports` returns whether shape, types and options are supported.
 //

@@ -11,15 +11,15 @@ namespace {
 using decode::Variant;
 
 constexpr int kMaxColumns = 32;
+constexpr int64_t kHalvedTokens = 1 << 14;  // measured on an H100
 // Bytes in flight per SM. More bytes lower the memory throughput (measured from 64 to 192 KiB on an H200).
 constexpr int kBytesInFlight = 96 << 10;
 constexpr int kReservedSharedBytes = 1024;  // the system's share of every thread block
 constexpr int kMaxBlocksInTile = 32;        // the producer warp has one lane per block
-// Split-KV reductions need two counters for each partial result of a thread block.
-constexpr int kMaxBlocks = std::min(kCounterBytes / 2 / static_cast<int64_t>(4 * sizeof(uint32_t)),
-                                    int64_t{decode::kSplitsPerGroup * decode::kMaxSplits});
+// A thread block has two partial results, each with a meeting.
+constexpr int kMaxBlocks = kCounterBytes / 2 / static_cast<int64_t>(2 * sizeof(decode::Meeting));
 
-const Variant* find(const AttentionParams& p, int columns) {
+const Variant* variant_of(const AttentionParams& p, int columns) {
   const int head_size = static_cast<int>(p.pool.head_size);
   switch (p.pool.dtype) {
     case DType::kFloat16:
@@ -33,17 +33,6 @@ const Variant* find(const AttentionParams& p, int columns) {
     default:
       return nullptr;
   }
-}
-
-// Returns the variant with the fewest columns that holds all queries of a KV head, or else the widest variant.
-const Variant* choose(const AttentionParams& p, int64_t query_len) {
-  const Variant* best = nullptr;
-  for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
-    const Variant* variant = find(p, columns);
-    if (variant != nullptr) best = variant;
-    if (best != nullptr && columns >= p.group_size() * query_len) break;
-  }
-  return best;
 }
 
 struct Shape {
@@ -75,10 +64,27 @@ std::optional<Shape> shape_of(const AttentionParams& p, const Variant* variant) 
   return std::nullopt;
 }
 
+// Returns null if there is no such variant, or if two of its pipeline stages do not fit into shared memory.
+const Variant* find(const AttentionParams& p, int columns) {
+  const Variant* variant = variant_of(p, columns);
+  return variant != nullptr && shape_of(p, variant).has_value() ? variant : nullptr;
+}
+
+// Returns the variant with the fewest columns that holds all queries of a KV head, or else the widest variant.
+const Variant* choose(const AttentionParams& p, int64_t query_len) {
+  const Variant* best = nullptr;
+  for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
+    const Variant* variant = find(p, columns);
+    if (variant != nullptr) best = variant;
+    if (best != nullptr && columns >= p.group_size() * query_len) break;
+  }
+  return best;
+}
+
 int64_t partial_bytes(const AttentionParams& p, const Shape& shape, bool batch_invariant, int64_t num_passes) {
   const int64_t one = shape.variant->partial_floats * static_cast<int64_t>(sizeof(float));
   if (batch_invariant) return p.num_seqs * p.pool.num_kv_heads * num_passes * decode::kMaxChunks * one;
-  return 4 * shape.blocks * one;
+  return 2 * shape.blocks * one;
 }
 
 int64_t num_passes_of(const AttentionParams& p, const Variant* variant, int64_t query_len) {
@@ -115,6 +121,7 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
   k.num_stages = shape.num_stages;
   k.stage_bytes = shape.stage_bytes;
   k.query = p.query;
+  k.query_bytes = static_cast<int32_t>(p.pool.head_size * item_size(p.dtype));
   k.query_lens = p.query_lens;
   k.block_tables = p.block_tables;
   k.context_lens = p.context_lens;
@@ -128,7 +135,7 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
   k.query_is_bfloat16 = p.dtype == DType::kBFloat16;
   k.out = p.out;
   k.lse = p.lse;
-  k.counters = static_cast<uint32_t*>(launch.workspace.data);
+  k.meetings = static_cast<decode::Meeting*>(launch.workspace.data);
   k.partials = reinterpret_cast<float*>(static_cast<char*>(launch.workspace.data) + kCounterBytes);
   k.batch_invariant = launch.batch_invariant;
   return k;
@@ -137,12 +144,11 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
 }  // namespace
 
 bool decode_supports(const AttentionParams& p) {
-  // Work is counted in 32 bits: of each sequence and head its tiles, and the cost of a work tile.
+  // Work is counted in 31 bits: of each sequence and head its tiles, and the cost of a work tile.
   const int64_t most_tiles = p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1);
-  if (p.num_seqs * p.num_heads * (most_tiles + decode::kWorkTileCost) > INT32_MAX) return false;
+  if (p.num_seqs * p.num_heads * (most_tiles + decode::kWorkTileCost) > INT32_MAX / 2) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
-  const Variant* variant = choose(p, 1);
-  return variant != nullptr && shape_of(p, variant).has_value();
+  return choose(p, 1) != nullptr;
 }
 
 int64_t decode_max_query_len(const AttentionParams& p) {
@@ -158,10 +164,8 @@ int64_t decode_workspace_bytes(const AttentionParams& p, bool batch_invariant) {
   for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
     const Variant* variant = find(p, columns);
     if (variant == nullptr) continue;
-    const std::optional<Shape> shape = shape_of(p, variant);
-    if (!shape) continue;
     const int64_t passes = num_passes_of(p, variant, std::min(decode_max_query_len(p), p.max_query_len));
-    most = std::max(most, partial_bytes(p, *shape, batch_invariant, passes));
+    most = std::max(most, partial_bytes(p, *shape_of(p, variant), batch_invariant, passes));
   }
   return kCounterBytes + most;
 }
@@ -180,10 +184,10 @@ void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Va
 }  // namespace
 
 void decode_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
-  require(reinterpret_cast<uintptr_t>(p.query) % 8 == 0, "query", "is not aligned to 8 bytes");
+  require(reinterpret_cast<uintptr_t>(p.query) % 16 == 0, "query", "is not aligned to 16 bytes");
   if (!launch.batch_invariant) {
-    // With few tokens, two parallel passes of 8 columns finish sooner than one pass of 16.
-    const bool halve = p.group_size() * lens.max <= 16 && has_few_tokens(p);
+    // With very few tokens, two parallel passes of 8 columns finish sooner than one pass of 16.
+    const bool halve = p.group_size() * lens.max <= 16 && table_tokens(p) <= kHalvedTokens;
     launch_variant(p, launch, halve ? find(p, 8) : choose(p, lens.max), lens);
     return;
   }

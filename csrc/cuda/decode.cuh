@@ -7,12 +7,12 @@
 // the end of a work tile.
 //
 // The KV tiles of all sequences and KV heads form one list, which is divided into equal ranges, one per thread block
-// (split-KV). A range may end in the middle of a sequence, so that unequal lengths cost nothing. The last thread block
-// to write a partial result of a sequence reduces them: first the results of kSplitsPerGroup neighbours, then the
-// results of these groups.
+// (split-KV). A range may end in the middle of a sequence, so that unequal lengths cost nothing. The thread blocks that
+// share a sequence write partial results and wait for each other (a meeting). Then each reduces a slice of the output:
+// one alone would load for longer than a short decode takes.
 //
 // Batch-invariant mode: a sequence is divided into at most kMaxChunks chunks, which depend on its own length alone. The
-// last thread block to finish a chunk of a sequence reduces all of them in order.
+// last thread block to finish a chunk of a sequence reduces all of them, in an order that depends on their number.
 #pragma once
 
 #include "cuda/decode_consumer.cuh"
@@ -27,8 +27,9 @@ template <typename K>
 class ThreadBlock : Producer {
  public:
   __device__ ThreadBlock(const Params& params, char* shared)
-      : Producer(params, *reinterpret_cast<typename K::Shared*>(shared), ptx::shared_address(shared + K::kStagesOffset),
-                 K::kColumnTiles),
+      : Producer(params, *reinterpret_cast<typename K::Shared*>(shared),
+                 ptx::shared_address(reinterpret_cast<typename K::Shared*>(shared)->rows),
+                 ptx::shared_address(shared + K::kStagesOffset), K::kColumnTiles),
         shared_(*reinterpret_cast<typename K::Shared*>(shared)) {}
 
   __device__ void run() {

@@ -8,9 +8,15 @@
 namespace kvservice::decode {
 
 constexpr int kMaxStages = 16;
-// The producer warp publishes work tiles to the consumers. It is ahead of them by at most the work tiles with a KV tile
-// in a pipeline stage, plus one that waits for a free stage, plus one that the consumers are finishing.
-constexpr int kMaxWorkTiles = kMaxStages / 2 + 2;
+
+// The producer copies the queries of a work tile while the consumers are busy with the one before.
+constexpr int kQuerySlots = 2;
+constexpr int kQueryPadding = 16;  // bytes after a row, which avoid bank conflicts
+
+// Work tiles that the producer has published and the consumers have not finished: the producer needs a slot for the
+// queries, so it is ahead by kQuerySlots, and the consumers are finishing another.
+constexpr int kMaxWorkTiles = 4;
+static_assert(kMaxWorkTiles > kQuerySlots);
 
 enum class Cache { kSame, kE4M3, kE5M2 };
 
@@ -45,9 +51,11 @@ struct PipelineStorage {
   uint64_t empty[kMaxStages];
   uint64_t work_ready[kMaxWorkTiles];
   uint64_t split_ready[kMaxWorkTiles];
+  uint64_t query_empty[kQuerySlots];
   WorkTile work_tiles[kMaxWorkTiles];
   SplitKv splits[kMaxWorkTiles];
-  int last;
+  Outcome outcome;
+  int taken_over;
 };
 
 // One instantiation of the kernel: its types, its sizes, and the layout of shared memory before the pipeline stages.
@@ -73,8 +81,10 @@ struct Kernel {
     alignas(16) float2 state[kTokenWarps][kColumns];
     union {
       alignas(16) float scratch[kTokenWarps][kColumns][kScratchRow];
-      SplitFactors<kColumns> split_factors;
+      LaneSum sums[kConsumerThreads];
     };
+    alignas(16) char rows[kQuerySlots][kColumns][kHead * 2 + kQueryPadding];  // queries as they are in memory
+    float query_factors[kColumns];
     uint2 query[kColumnTiles > 1 ? kSteps * kColumns / 8 : 1][32];
   };
 
@@ -87,14 +97,17 @@ struct Kernel {
 
 // The position of a thread in its thread block, and shared-memory addresses.
 struct Block {
-  __device__ Block(const Params& params, PipelineStorage& pipeline_storage, uint32_t stages_address, int column_tiles)
+  __device__ Block(const Params& params, PipelineStorage& pipeline_storage, uint32_t rows_address,
+                   uint32_t stages_address, int column_tiles)
       : p(params),
         storage(pipeline_storage),
+        rows(rows_address),
         stages(stages_address),
         full(ptx::shared_address(pipeline_storage.full)),
         empty(ptx::shared_address(pipeline_storage.empty)),
         work_ready(ptx::shared_address(pipeline_storage.work_ready)),
         split_ready(ptx::shared_address(pipeline_storage.split_ready)),
+        query_empty(ptx::shared_address(pipeline_storage.query_empty)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         token_warp(warp % kTokenWarps),
@@ -115,7 +128,8 @@ struct Block {
 
   const Params& p;
   PipelineStorage& storage;
-  const uint32_t stages, full, empty, work_ready, split_ready;  // shared addresses: of stages, then of mbarriers
+  // Shared addresses: of queries and stages, then of mbarriers.
+  const uint32_t rows, stages, full, empty, work_ready, split_ready, query_empty;
   const int warp, lane;
   const int token_warp, first_column;  // of a consumer warp
 };

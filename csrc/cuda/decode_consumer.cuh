@@ -38,9 +38,10 @@ class Consumer {
       ptx::mbarrier_init(block_.empty + threadIdx.x * 8, K::kConsumerWarps);
     }
     if (threadIdx.x < kMaxWorkTiles) {
-      ptx::mbarrier_init(block_.work_ready + threadIdx.x * 8, 1);
+      ptx::mbarrier_init(block_.work_ready + threadIdx.x * 8, 33);  // the copies of 32 lanes, and the work tile
       ptx::mbarrier_init(block_.split_ready + threadIdx.x * 8, 1);
     }
+    if (threadIdx.x < kQuerySlots) ptx::mbarrier_init(block_.query_empty + threadIdx.x * 8, K::kConsumerWarps);
     ptx::fence_mbarrier_init();
     // With little work, the chain of loads from lengths to block ids to queries and keys takes longest.
     const int at = threadIdx.x * 128;
@@ -57,7 +58,7 @@ class Consumer {
       const WorkTile& s = block_.storage.work_tiles[number % kMaxWorkTiles];
       if (s.seq < 0) return;
       Columns<K> columns;
-      Query<K>(block_, shared_).load(s, columns);
+      Query<K>(block_, shared_).load(s, number % kQuerySlots, columns);
       State state;
       clear(state);
       const int end_tile = s.end_tile;

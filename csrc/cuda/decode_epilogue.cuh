@@ -1,5 +1,5 @@
-// The epilogue of a work tile in the decode kernel: combines the warps' results, then the results of the thread blocks
-// that share a sequence (split-KV reduction).
+// The epilogue of a work tile in the decode kernel: combines the warps' results, then, after a meeting, those of the
+// thread blocks that share a sequence (split-KV reduction).
 #pragma once
 
 #include "cuda/decode_block.cuh"
@@ -15,7 +15,7 @@ struct State {
   float values[K::kSteps][K::kColumnTiles][4];
 };
 
-// Writes to the output, or to a partial result for the last of several thread blocks to reduce.
+// Writes to the output, or to a partial result if the work tile is one of several.
 template <typename K>
 class Epilogue {
   static constexpr int kHead = K::kHead;
@@ -33,8 +33,7 @@ class Epilogue {
     ptx::mbarrier_wait(block_.split_ready + number % kMaxWorkTiles * 8, number / kMaxWorkTiles % 2);
     const SplitKv& split = block_.storage.splits[number % kMaxWorkTiles];
     combine_warps(s, state, Partial{split.partial < 0 ? nullptr : partial(split.partial)});
-    if (split.groups != 0) reduce_splits(s, split);
-    if (split.chunks != 0) reduce_chunks(s, split);
+    if (split.members != 0) reduce(s, split);
   }
 
  private:
@@ -111,46 +110,75 @@ class Epilogue {
     }
   }
 
-  // Runs after the partial result of this work tile is written. The last thread block of a group reduces the group's
-  // partial results; the last group to finish reduces the results of all groups.
-  __device__ void reduce_splits(const WorkTile& s, const SplitKv& split) {
-    const int second = 2 * gridDim.x;  // partial results of groups follow those of thread blocks
-    if (!is_last(split.group_partial, 1, split.group_size)) return;
-#pragma unroll 1
-    for (int level = 0;; ++level) {
-      const bool final = level == 1 || split.groups == 1;
-      const int first = level == 0 ? split.group_partial : second + split.first_partial;
-      const int block = level == 0 ? split.group_block : gridDim.x + split.first_block,
-                stride = level == 0 ? 1 : kSplitsPerGroup;
-      const auto source = [&](int k) { return partial(k == 0 ? first : 2 * (block + k * stride)); };
-      reduce_partials<kHead, kColumns, kConsumerThreads>(
-          block_.p, s, level == 0 ? split.group_size : split.groups, source,
-          final ? nullptr : partial(second + split.group_partial), shared_.split_factors);
-      if (final || !is_last(second + split.first_partial, 1, split.groups)) return;
-    }
-  }
-
-  // Batch-invariant mode: runs after this thread block's last chunk of a sequence and head. The last thread block of
-  // these reduces all chunks in order. A thread block that has all of them does not need the counter.
-  __device__ void reduce_chunks(const WorkTile& s, const SplitKv& split) {
-    if (split.own_chunks < split.chunks && !is_last(split.counter, split.own_chunks, split.chunks)) return;
-    const auto source = [&](int k) { return partial(split.first_chunk + k); };
-    reduce_partials<kHead, kColumns, kConsumerThreads>(block_.p, s, split.chunks, source, nullptr,
-                                                       shared_.split_factors);
-  }
-
-  // Adds to a counter. Returns true in the thread block that brings it to `total`, which then sees everything that the
-  // others wrote before, and resets the counter.
-  __device__ bool is_last(int counter, int by, int total) {
-    const Params& p = block_.p;
-    ptx::named_barrier(1, kConsumerThreads);
+  // Split-KV: meets the other members, after this one has written its partial results, and reduces its slice.
+  __device__ void reduce(const WorkTile& s, const SplitKv& split) {
+    const int places = used_columns(block_.p, s) * (kHead / 4);
+    // With little to reduce, the last member to come is done before the others see that it has.
+    const bool alone = split.members * places <= kLoadsAlone * kConsumerThreads;
+    const int slices = alone ? 0 : min(split.slices, places / kLeastPlaces);
     if (threadIdx.x == 0) {
-      const bool last = ptx::add_acquire_release(p.counters + counter, by) + by == static_cast<uint32_t>(total);
-      if (last) p.counters[counter] = 0;
-      block_.storage.last = last ? 1 : 0;
+      // In batch-invariant mode, a thread block may have all chunks, and share the meeting's place with others.
+      block_.storage.outcome = split.own == split.members ? Outcome::kSlice : meet(split, slices);
     }
     ptx::named_barrier(1, kConsumerThreads);
-    return block_.storage.last != 0;
+    const Outcome outcome = block_.storage.outcome;
+    if (outcome == Outcome::kNothing) return;
+    const int each = slices == 0 ? places : divide(places + slices - 1, slices);
+    int slice = slices == 0 ? 0 : split.slice < slices ? split.slice : kNoSlice;
+    while (true) {
+      if (slice != kNoSlice) {
+        reduce_places<kHead, kColumns, kConsumerThreads>(block_.p, s, split, slice * each,
+                                                         min((slice + 1) * each, places), shared_.sums);
+      }
+      if (outcome != Outcome::kOthersGaveUp) return;
+      if (threadIdx.x == 0) block_.storage.taken_over = take_over(split, slices);
+      ptx::named_barrier(1, kConsumerThreads);
+      slice = block_.storage.taken_over;
+      ptx::named_barrier(1, kConsumerThreads);
+      if (slice == kNoSlice) return;
+    }
+  }
+
+  // Runs in one thread. A member with a slice of its own waits for the others, but not for ever: they may not be
+  // running yet, and need its place. Then it gives up, and the last one to come takes over its slice. The last one to
+  // come also makes the counts ready for the next meeting.
+  __device__ Outcome meet(const SplitKv& split, int slices) const {
+    uint64_t* counts = &block_.p.meetings[split.meeting].counts;
+    const bool waits = split.slice < slices;
+    const uint64_t own = split.own * kCame, members = split.members * kCame;
+    const uint64_t before = ptx::add_acquire_release(counts, own);
+    if (number_of(kCame, before + own) == split.members) {
+      const uint64_t gave_up = number_of(kGaveUp, before) * kGaveUp;
+      ptx::add_relaxed(counts, kMeeting - members - gave_up);
+      if (gave_up > 0) return Outcome::kOthersGaveUp;
+      return waits || slices == 0 ? Outcome::kSlice : Outcome::kNothing;
+    }
+    if (!waits) return Outcome::kNothing;
+    const auto all_came = [&](uint64_t now) {
+      return number_of(kCame, now) == split.members || now / kMeeting != before / kMeeting;
+    };
+#pragma unroll 1
+    for (int poll = 0; poll < kPolls; ++poll) {
+      if (all_came(ptx::load_acquire(counts))) return Outcome::kSlice;
+    }
+    uint32_t& given_up = block_.p.meetings[split.partial].given_up;
+    given_up = 1;
+    if (!all_came(ptx::add_acquire_release(counts, kGaveUp))) return Outcome::kNothing;
+    ptx::add_relaxed(counts, -kGaveUp);
+    given_up = 0;
+    return Outcome::kSlice;
+  }
+
+  // Returns a slice whose owner gave up. An owner that finds, as it gives up, that all have come takes its slice back;
+  // both may then write the same output.
+  __device__ int take_over(const SplitKv& split, int slices) const {
+    for (int slice = 0; slice < slices; ++slice) {
+      uint32_t& given_up = block_.p.meetings[split.partial_of(slice)].given_up;
+      if (slice == split.slice || __ldcg(&given_up) == 0) continue;
+      given_up = 0;
+      return slice;
+    }
+    return kNoSlice;
   }
 
   const Block& block_;

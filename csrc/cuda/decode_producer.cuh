@@ -37,9 +37,8 @@ class Producer : public Block {
     const WorkTile& s = tile.work;
     const int blocks = p.tile_tokens >> p.block_shift;
     if (++tile.index >= s.end_tile) {
-      const bool more = scheduler.next(tile.work);
-      publish_work(s, ++tile.number);
-      if (!more) return false;
+      ++tile.number;
+      if (!scheduler.next(tile.work)) return false;
       tile.index = s.tile;
       tile.first_id = tile.index * blocks;
       tile.ids = load_id(s, tile.first_id + lane);
@@ -57,10 +56,25 @@ class Producer : public Block {
     return true;
   }
 
+  // The queries are asked for right behind the first keys: behind the values, they would arrive long after the keys.
+  // They are few bytes, for which a bulk copy would take longer.
   __device__ void publish_work(const WorkTile& work, int number) {
+    const int slot = number % kQuerySlots, columns = work.seq < 0 ? 0 : max(used_columns(p, work), 0);
+    const uint32_t barrier = work_ready + number % kMaxWorkTiles * 8;
+    const uint32_t stride = p.query_bytes + kQueryPadding, to = rows + slot * p.columns * stride;
+    const char* source = static_cast<const char*>(p.query);
+    if (lane < columns) source += output_row(p, work, lane) * p.query_bytes;
+    ptx::mbarrier_wait(query_empty + slot * 8, number / kQuerySlots % 2 ^ 1);
+    const int pieces = p.query_bytes / 16;  // of a row
+    for (int first = 0, column = 0, piece = lane; first < columns * pieces; first += 32, piece += 32) {
+      for (; piece >= pieces; piece -= pieces) ++column;
+      const auto row = reinterpret_cast<const char*>(__shfl_sync(~0U, reinterpret_cast<uint64_t>(source), column % 32));
+      if (column < columns) ptx::copy_16_async(to + column * stride + piece * 16, row + piece * 16);
+    }
+    ptx::mbarrier_arrive_after_copies(barrier);
     if (lane != 0) return;
     storage.work_tiles[number % kMaxWorkTiles] = work;
-    ptx::mbarrier_arrive(work_ready + number % kMaxWorkTiles * 8);
+    ptx::mbarrier_arrive(barrier);
   }
 
   __device__ void publish_split(const WorkTileScheduler& scheduler, const KvTile& tile) {
@@ -71,22 +85,29 @@ class Producer : public Block {
   }
 
   __device__ void produce(WorkTileScheduler& scheduler) {
-    KvTile next;
+    KvTile tile{}, next{};
     next.number = -1;
-    next.index = next.work.end_tile = 0;
-    bool more = next_tile(scheduler, next);
     int stage = 0, parity = 1;
-    while (more) {
-      const KvTile tile = next;
-      const char* key = p.pool + int64_t{tile.block} * p.block_bytes + int64_t{tile.work.kv_head} * p.head_bytes;
-      for (int part = 0; part < 2; ++part) {
-        ptx::mbarrier_wait(empty + stage * 8, parity);
-        load_blocks(tile, key + part * int64_t{p.value_bytes}, stage);
-        advance(stage, parity);
-        if (part == 1) continue;
-        if (tile.index == tile.work.tile) publish_split(scheduler, tile);
-        more = next_tile(scheduler, next);  // its block ids arrive while this tile waits for a stage
+    const auto load = [&](bool values) {
+      const char* source = p.pool + int64_t{tile.block} * p.block_bytes + int64_t{tile.work.kv_head} * p.head_bytes;
+      ptx::mbarrier_wait(empty + stage * 8, parity);
+      load_blocks(tile, source + (values ? p.value_bytes : 0), stage);
+      advance(stage, parity);
+    };
+    for (bool needs_values = false;;) {
+      const bool more = next_tile(scheduler, next);  // its block ids arrive while the values wait for a stage
+      if (needs_values) load(true);
+      if (more) {
+        tile = next;
+        load(false);
+        needs_values = tile.index != tile.work.tile;
+        if (needs_values) continue;
       }
+      publish_work(next.work, next.number);
+      if (!more) return;
+      // A split takes long to compute, and the first values wait for nothing.
+      load(true);
+      publish_split(scheduler, tile);
     }
   }
 

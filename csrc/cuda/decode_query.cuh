@@ -13,7 +13,8 @@ struct Columns {
   uint32_t query[K::kColumnTiles == 1 ? K::kSteps : 1][2];
 };
 
-// Loads the queries of a work tile into registers or, if a warp has several column tiles, into shared memory.
+// Brings the queries of a work tile from shared memory into registers or, if a warp has several column tiles, into
+// shared memory.
 template <typename K>
 class Query {
   static constexpr bool kFp8 = K::kFp8;
@@ -24,58 +25,69 @@ class Query {
  public:
   __device__ Query(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
 
-  __device__ void load(const WorkTile& s, Columns<K>& columns) {
+  __device__ void load(const WorkTile& s, int slot, Columns<K>& columns) {
     const Params& p = block_.p;
     const int g = block_.lane / 4, t = block_.lane % 4;
     const float base = p.scale * (p.k_scale != nullptr ? p.k_scale[s.kv_head] : 1.0F) *
                        (p.soft_cap == 0.0F ? 1.4426950408889634F : 1.0F);
     const int first_limit = s.context - s.query_len + 1;
+    float factor = 1.0F;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
+      if (kColumnTiles > 1 && n != block_.token_warp) continue;  // each column tile is the work of one warp
       const int column = block_.first_column + n * 8 + g;
-      const int64_t row = column < used_columns(p, s) ? output_row(p, s, column) : -1;
+      const char* row = column < used_columns(p, s) ? shared_.rows[slot][column] : nullptr;
       uint32_t pairs[kSteps][2];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_pairs(row, step, t, pairs[step]);
-      float factor = 1.0F;
       if constexpr (kFp8) factor = scale_to_half(pairs);
-      if (kColumnTiles == 1 || n == block_.token_warp) {
+      if constexpr (kFp8 && kColumnTiles > 1) {
+        if (t == 0) shared_.query_factors[column] = factor;
+      }
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const uint32_t (&pair)[2] = pairs[step];
-          if constexpr (kColumnTiles == 1) {
-            columns.query[step][0] = pair[0];
-            columns.query[step][1] = pair[1];
-          } else {
-            shared_.query[(block_.first_column / 8 + n) * kSteps + step][block_.lane] = {pair[0], pair[1]};
-          }
+      for (int step = 0; step < kSteps; ++step) {
+        const uint32_t (&pair)[2] = pairs[step];
+        if constexpr (kColumnTiles == 1) {
+          columns.query[step][0] = pair[0];
+          columns.query[step][1] = pair[1];
+        } else {
+          shared_.query[(block_.first_column / 8 + n) * kSteps + step][block_.lane] = {pair[0], pair[1]};
         }
       }
+    }
+    __syncwarp();
+    if (block_.lane == 0) ptx::mbarrier_arrive(block_.query_empty + slot * 8);
+    if constexpr (kColumnTiles > 1) ptx::named_barrier(1, K::kConsumerThreads);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float others = __shfl_sync(~0U, factor, (2 * t + j) * 4);
-        const int index = s.first_query + block_.first_column + n * 8 + 2 * t + j;
+        const int column = block_.first_column + n * 8 + 2 * t + j;
+        float others = 1.0F;
+        if constexpr (kFp8) {
+          others = kColumnTiles > 1 ? shared_.query_factors[column] : __shfl_sync(~0U, factor, (2 * t + j) * 4);
+        }
         columns.scale[n][j] = base / others;
-        columns.limit[n][j] = first_limit + (s.query_len == 1 ? 0 : min(index / p.group, s.query_len - 1));
+        columns.limit[n][j] =
+            first_limit + (s.query_len == 1 ? 0 : min((s.first_query + column) / p.group, s.query_len - 1));
       }
     }
-    if constexpr (kColumnTiles > 1) ptx::named_barrier(1, K::kConsumerThreads);
   }
 
  private:
   // Loads the elements of a step: two pairs, which are zero if the lane's column has no query. Their order matches the
   // fragments of the keys: four bytes of an FP8 key are two halves of a step.
-  __device__ void load_pairs(int64_t row, int step, int t, uint32_t (&pair)[2]) const {
+  __device__ void load_pairs(const char* row, int step, int t, uint32_t (&pair)[2]) const {
     pair[0] = pair[1] = 0;
-    if (row < 0) return;
-    const auto* query = static_cast<const uint16_t*>(block_.p.query) + row * kHead + step * 16;
+    if (row == nullptr) return;
+    row += step * 32;
     if constexpr (kFp8) {
-      const uint2 both = *reinterpret_cast<const uint2*>(query + 4 * t);
+      const uint2 both = *reinterpret_cast<const uint2*>(row + 8 * t);
       pair[0] = both.x;
       pair[1] = both.y;
     } else {
-      pair[0] = *reinterpret_cast<const uint32_t*>(query + 2 * t);
-      pair[1] = *reinterpret_cast<const uint32_t*>(query + 2 * t + 8);
+      pair[0] = *reinterpret_cast<const uint32_t*>(row + 4 * t);
+      pair[1] = *reinterpret_cast<const uint32_t*>(row + 4 * t + 16);
     }
   }
 

@@ -14,6 +14,13 @@ constexpr int kMaxChunks = 16;
 constexpr int kMinChunkTokens = 512;
 constexpr int kMaxWholeTokens = 1024;
 
+// Where thread blocks wait until all of them have written their partial results.
+struct Meeting {
+  uint64_t counts;    // members that have come and that have given up, zero between launches; meetings so far
+  uint32_t given_up;  // whether the thread block with the partial result of this index has given up
+  uint32_t unused;
+};
+
 struct Params {
   const char* pool;  // of this layer
   int64_t block_bytes;
@@ -33,6 +40,7 @@ struct Params {
   int32_t num_stages;
   int32_t stage_bytes;
   const void* query;
+  int32_t query_bytes;  // of one head of one token
   const int32_t* query_lens;
   const int32_t* block_tables;
   const int32_t* context_lens;
@@ -46,17 +54,23 @@ struct Params {
   bool query_is_bfloat16;
   void* out;
   float* lse;
-  uint32_t* counters;
+  Meeting* meetings;
   float* partials;
   bool batch_invariant;
 
   __host__ __device__ bool plain() const { return soft_cap == 0.0F && alibi_slopes == nullptr && !sparse.on(); }
 };
 
-constexpr int kSplitsPerGroup = 16;
-
 // The queries and the epilogue of a work tile cost as much as this many KV tiles.
 constexpr int kWorkTileCost = 2;
+
+// A boundary between the ranges of two thread blocks moves by at most so many tiles, and by a part of a range, to avoid
+// a short work tile: that costs more than it relieves another thread block of.
+constexpr int kMostMoved = 2;
+constexpr int kMovedPart = 3;
+
+// With more sequences and heads for each thread block, some thread blocks without work cost more than short work tiles.
+constexpr int kMostEven = 8;
 
 // The KV tiles of one (sequence, KV head, pass) that one thread block processes.
 struct WorkTile {
@@ -67,16 +81,17 @@ struct WorkTile {
   int tile, end_tile;  // counted from position 0
 };
 
-// Where the result of a work tile goes. The thread blocks that share a (sequence, KV head, pass) reduce their partial
-// results in groups of kSplitsPerGroup neighbours. In batch-invariant mode, they reduce all chunks at once.
+// Where the result of a work tile goes. The thread blocks that share a (sequence, KV head, pass) are its members: each
+// writes a partial result, and reduces a slice of the output when all have written theirs.
 struct SplitKv {
-  int partial;                     // index of the partial result; -1: the output
-  int chunks, own_chunks;          // of all thread blocks, of this one; 0: no reduction here, or not batch-invariant
-  int first_chunk, counter;        // index of the partial result of the first chunk; counter of finished chunks
-  int groups;                      // 0: no reduction here
-  int group_block, group_size;     // the group of this thread block
-  int group_partial;               // of the group's first block; others use the first of their two
-  int first_block, first_partial;  // over all groups
+  int partial;              // index of the partial result; -1: the output
+  int members;              // partial results in all; 0: no reduction here
+  int own;                  // of these, those of this thread block
+  int slices, slice;        // slices of the output, and the one of this thread block, if less than slices
+  int meeting;              // index of the meeting of the members
+  int first, base, stride;  // indexes of the members' partial results
+
+  __device__ int partial_of(int member) const { return member == 0 ? first : base + member * stride; }
 };
 
 __device__ __forceinline__ int tile_count(const Params& p, int query_len, int context, int& first) {
@@ -99,6 +114,15 @@ __device__ __forceinline__ int chunk_count(const Params& p, int num_tiles) {
   return (num_tiles + chunk - 1) / chunk;
 }
 
+// Divides numbers that are not negative, in fewer instructions than a division takes: exact up to quotients of 2^22.
+__device__ __forceinline__ int divide(int number, int by) {
+  const int near = static_cast<int>(__fdividef(static_cast<float>(number), static_cast<float>(by)));
+  const int rest = number - near * by;
+  return near + (rest >= by ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
+
+__device__ __forceinline__ int divide_up(int number, int by) { return divide(number + by - 1, by); }
+
 // Divides all work into equal ranges. begin() is the range of a thread block, owner() is the inverse.
 class Ranges {
  public:
@@ -107,10 +131,12 @@ class Ranges {
       : blocks_(min(total, blocks)), each_(total / max(blocks_, 1)), longer_(total - each_ * blocks_) {}
 
   __device__ int blocks() const { return blocks_; }
+  __device__ int length() const { return each_; }
   __device__ int begin(int index) const { return index * each_ + min(index, longer_); }
   __device__ int owner(int tile) const {
     const int split = longer_ * (each_ + 1);
-    return tile < split ? tile / (each_ + 1) : longer_ + (tile - split) / each_;
+    const bool longer = tile < split;
+    return (longer ? 0 : longer_) + divide(longer ? tile : tile - split, longer ? each_ + 1 : each_);
   }
 
  private:
@@ -145,12 +171,15 @@ class WorkTileScheduler {
         load(++seq_);
         continue;
       }
-      const int head = offset / work, tile = offset - head * work - cost_;
-      if (tile < 0) {
-        at_ = min(at_ - tile, end_);
+      const int head = divide(offset, work), item = base_ + head * work;
+      const int from = moved(at_ - item), to = moved(end_ - item);
+      if (from >= to) {
+        at_ = from == work ? item + work : end_;
         continue;
       }
-      int count = min(tiles_ - tile, end_ - at_);
+      const int tile = max(from - cost_, 0);
+      int count = to - cost_ - tile;
+      at_ = item + cost_ + tile;
       if (p_.batch_invariant) {
         const int chunk = chunk_tiles(p_, tiles_), into = tile % chunk;
         count = min(tiles_ - tile, chunk - into);
@@ -161,7 +190,7 @@ class WorkTileScheduler {
         own_chunks_ = start_ == at_ - tile ? own_chunks_ + 1 : 1;
       }
       s.seq = seq_;
-      s.kv_head = head / p_.num_passes;
+      s.kv_head = p_.num_passes == 1 ? head : divide(head, p_.num_passes);
       s.first_query = (head - s.kv_head * p_.num_passes) * p_.columns;
       s.query_start = query_start_;
       s.query_len = query_len_;
@@ -181,38 +210,56 @@ class WorkTileScheduler {
   __device__ SplitKv split_of(const WorkTile& s) const {
     SplitKv split;
     split.partial = -1;
-    split.groups = split.chunks = 0;
+    split.members = 0;
     if (s.end_tile - s.tile == tiles_) return split;
     const int block = blockIdx.x;
-    split.first_block = ranges_.owner(start_);
-    const int first_begin = ranges_.begin(split.first_block);
-    split.first_partial = 2 * split.first_block + (first_begin >= start_ - cost_ ? 0 : 1);
+    const int first_block = ranges_.owner(start_ + most_before());
+    // A thread block has two partial results: one for the work tile at the beginning of its range, one for another at
+    // its end.
+    split.first = split.meeting = 2 * first_block + (ranges_.begin(first_block) >= start_ - cost_ ? 0 : 1);
     if (p_.batch_invariant) {
       split_chunks(s, split);
       return split;
     }
-    // A thread block has two partial results: one for the work tile at the beginning of its range, one for another at
-    // its end.
-    const int last_block = ranges_.owner(start_ + tiles_ - 1);
-    split.partial = block == split.first_block ? split.first_partial : 2 * block;
-    split.groups = (last_block - split.first_block) / kSplitsPerGroup + 1;
-    split.group_block = block - (block - split.first_block) % kSplitsPerGroup;
-    split.group_size = min(last_block - split.group_block + 1, kSplitsPerGroup);
-    split.group_partial = split.group_block == split.first_block ? split.first_partial : 2 * split.group_block;
+    const int end = start_ + tiles_, last_block = ranges_.owner(end - 1 - most_after());
+    split.partial = block == first_block ? split.first : 2 * block;
+    split.members = last_block - first_block + 1;
+    split.own = 1;
+    // The last member does not wait for the others if its range goes on.
+    split.slices = ranges_.begin(last_block + 1) > end ? split.members - 1 : split.members;
+    split.slice = block - first_block;
+    split.base = 2 * first_block;
+    split.stride = 2;
     return split;
   }
 
  private:
+  // A boundary between two ranges that leaves few tiles of a sequence and head on one side moves to its begin or its
+  // end. Returns the most tiles before a boundary that moves to the begin.
+  __device__ int most_before() const { return min(most_moved_, tiles_ / 2); }
+
+  // Returns the most tiles after a boundary that moves to the end.
+  __device__ int most_after() const { return min(most_moved_, (tiles_ - 1) / 2); }
+
+  // Returns where a boundary `at` units of work after the begin of the current sequence and head moves.
+  __device__ int moved(int at) const {
+    const int work = work_of(tiles_);
+    if (at - cost_ <= most_before() && cost_ > 0) return 0;
+    return work - at <= most_after() ? work : max(at, 0);
+  }
+
   // Every chunk has a partial result of its own. The thread blocks of a sequence and head count their chunks when they
-  // have finished the last of them; at most one sequence and head that spans several thread blocks has first_partial.
+  // have finished the last of them, and the last one reduces all; at most one sequence and head that spans several
+  // thread blocks has the meeting.
   __device__ void split_chunks(const WorkTile& s, SplitKv& split) const {
     const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.num_passes + s.first_query / p_.columns;
-    split.first_chunk = item * kMaxChunks;
-    split.partial = split.first_chunk + (s.tile - first_) / chunk_tiles(p_, tiles_);
-    split.counter = split.first_partial;
-    split.own_chunks = own_chunks_;
+    split.first = split.base = item * kMaxChunks;
+    split.stride = 1;
+    split.partial = split.first + (s.tile - first_) / chunk_tiles(p_, tiles_);
+    split.own = own_chunks_;
+    split.slices = split.slice = 0;
     const bool last_own = s.end_tile - first_ == tiles_ || at_ >= end_;
-    split.chunks = last_own ? chunk_count(p_, tiles_) : 0;
+    split.members = last_own ? chunk_count(p_, tiles_) : 0;
   }
 
   __device__ void load(int seq) {
@@ -231,38 +278,77 @@ class WorkTileScheduler {
 
   __device__ int seqs_per_lane() const { return (p_.num_seqs + 31) / 32; }
 
+  // What is counted of some sequences, for all KV heads and passes.
+  struct Counts {
+    int tiles = 0, tokens = 0, items = 0, chunks = 0;
+  };
+
+  // Counts the next kSeqs sequences of this lane, of which `left` exist. All their lengths are in flight at once.
+  template <int kSeqs>
+  __device__ void count(int seq, int left, Counts& counts) const {
+    const int heads = p_.num_kv_heads * p_.num_passes;
+    int query_lens[kSeqs], contexts[kSeqs];
+#pragma unroll
+    for (int i = 0; i < kSeqs; ++i) {
+      const bool has = i < left && seq + i < p_.num_seqs;
+      query_lens[i] = has ? p_.query_lens[seq + i] : 0;
+      contexts[i] = has ? p_.context_lens[seq + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kSeqs; ++i) {
+      int skipped;
+      const int tiles = tile_count(p_, query_lens[i], contexts[i], skipped);
+      counts.tiles += tiles * heads;
+      counts.tokens += query_lens[i];
+      counts.items += tiles > 0 ? heads : 0;
+      if (p_.batch_invariant) counts.chunks += chunk_count(p_, tiles) * heads;
+    }
+  }
+
   // All lanes take equally many neighbouring sequences. Computes the ranges, and returns the sums of the lanes before
   // this one.
   __device__ Sums sum_lanes(int lane) {
     constexpr int kInFlight = 8;
-    const int heads = p_.num_kv_heads * p_.num_passes, each = seqs_per_lane();
-    int tiles = 0, tokens = 0, items = 0, chunks = 0;
-    for (int first = 0; first < each; first += kInFlight) {
-      int query_lens[kInFlight], contexts[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int seq = lane * each + first + i;
-        const bool has = first + i < each && seq < p_.num_seqs;
-        query_lens[i] = has ? p_.query_lens[seq] : 0;
-        contexts[i] = has ? p_.context_lens[seq] : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        int skipped;
-        const int count = tile_count(p_, query_lens[i], contexts[i], skipped);
-        tiles += count * heads;
-        tokens += query_lens[i];
-        items += count > 0 ? heads : 0;
-        if (p_.batch_invariant) chunks += chunk_count(p_, count) * heads;
+    const int each = seqs_per_lane();
+    Counts counts;
+    if (each == 1) {
+      count<1>(lane, 1, counts);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < each; first += kInFlight) {
+        count<kInFlight>(lane * each + first, each - first, counts);
       }
     }
-    const int blocks = gridDim.x;
-    const bool many = __reduce_add_sync(~0U, items) >= blocks / 8 && __reduce_add_sync(~0U, tiles) >= 2 * blocks;
+    const int blocks = gridDim.x, items = __reduce_add_sync(~0U, counts.items);
+    const bool many = items >= blocks / 8 && __reduce_add_sync(~0U, counts.tiles) >= 2 * blocks;
     cost_ = many && !p_.batch_invariant ? kWorkTileCost : 0;
-    const Sums own = {tiles + items * cost_, tokens}, all = sum_to(own, lane);
-    ranges_ = {__shfl_sync(~0U, all.work, 31),
-               p_.batch_invariant ? min(blocks, __reduce_add_sync(~0U, chunks)) : blocks};
+    const Sums own = {counts.tiles + counts.items * cost_, counts.tokens}, all = sum_to(own, lane);
+    const int work = __shfl_sync(~0U, all.work, 31);
+    if (p_.batch_invariant) {
+      ranges_ = {work, min(blocks, __reduce_add_sync(~0U, counts.chunks))};
+    } else {
+      ranges_ = {work, work <= blocks ? blocks : even_ranges(work, items, blocks)};
+    }
+    if (cost_ > 0) most_moved_ = max(min(kMostMoved, ranges_.length() / kMovedPart - 1), 0);
     return {all.work - own.work, all.tokens - own.tokens};
+  }
+
+  // Returns how many ranges there are: perhaps a few less than thread blocks, so that equally long sequences and heads
+  // begin with a range, and a thread block has no work tile more than it needs. Of huge work the quotients are not
+  // exact, which does not matter here.
+  __device__ static int even_ranges(int work, int items, int blocks) {
+    const int most = divide_up(work, blocks);
+    int even;
+    if (items <= blocks) {
+      const int each = divide_up(work, items);
+      even = items * divide_up(each, divide_up(each, divide(blocks, items)));
+    } else {
+      const int each = divide_up(items, blocks);
+      if (each > kMostEven) return blocks;
+      even = divide_up(items, each);
+    }
+    const bool few_less = even >= blocks - blocks / 16 && even <= blocks;
+    return few_less && divide_up(work, even) <= most + most / 16 ? even : blocks;
   }
 
   // Returns the sums up to and with this lane.
@@ -305,8 +391,9 @@ class WorkTileScheduler {
 
   const Params& p_;
   int seq_ = 0, query_start_ = 0, query_len_ = 0, context_ = 0, tiles_ = 0, first_ = 0;
-  int cost_ = 0;  // of a work tile
-  int base_ = 0;  // work of all sequences before seq_
+  int cost_ = 0;        // of a work tile
+  int most_moved_ = 0;  // tiles that a boundary moves by
+  int base_ = 0;        // work of all sequences before seq_
   Ranges ranges_;
   int at_ = 0, end_ = 0;
   int start_ = -1;      // index of the first tile of the current sequence and head
@@ -321,9 +408,10 @@ __device__ __forceinline__ int used_columns(const Params& p, const WorkTile& s) 
 // Returns the output row of column `column` of a work tile.
 __device__ __forceinline__ int64_t output_row(const Params& p, const WorkTile& s, int column) {
   const int index = s.first_query + column;
-  const int token = s.query_len == 1 ? 0 : index / p.group;
-  const int head = s.kv_head * p.group + (index - token * p.group);
-  return static_cast<int64_t>(s.query_start + token) * p.num_heads + head;
+  const int64_t row = static_cast<int64_t>(s.query_start) * p.num_heads + s.kv_head * p.group + index;
+  if (s.query_len == 1) return row;
+  const int token = index / p.group;
+  return row + static_cast<int64_t>(token) * (p.num_heads - p.group);
 }
 
 }  // namespace kvservice::decode

@@ -16,8 +16,26 @@ __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + index) = packed;
 }
 
-// The most partial results that one reduction takes: neighbours, groups or chunks.
-constexpr int kMaxSplits = 32;
+constexpr int kNoSlice = -1;
+
+// What a thread block has to do when it has met the other members.
+enum class Outcome { kNothing, kSlice, kOthersGaveUp };
+
+// Units of a meeting's counts: members that have come, members that have given up, meetings so far.
+constexpr uint64_t kCame = 1, kGaveUp = uint64_t{1} << 20, kMeeting = uint64_t{1} << 40;
+
+__device__ __forceinline__ int number_of(uint64_t unit, uint64_t counts) {
+  return static_cast<int>(counts / unit % kGaveUp);
+}
+
+// The last member reduces everything if each of its threads loads so few values.
+constexpr int kLoadsAlone = 4;
+
+// Places of a slice, so that it loads whole cache lines of a partial result.
+constexpr int kLeastPlaces = 8;
+
+// So often a member looks whether all have come: for some 300 microseconds.
+constexpr int kPolls = 512;
 
 // An unnormalised sum of weighted values: the maximum (in log2 units) and the sum of each column, then the values.
 template <int kHead, int kColumns>
@@ -44,110 +62,108 @@ __device__ __forceinline__ void write_output(const Params& p, const WorkTile& s,
   }
 }
 
-// A reduction keeps here, in shared memory, what it has computed from the states of its partial results.
-template <int kColumns>
-struct SplitFactors {
-  float2 total[kColumns];              // the state of all partial results together
-  float factor[kColumns][kMaxSplits];  // of each partial result's values
+// Sums of a few partial results in one lane: values relative to the maximum of their columns.
+struct LaneSum {
+  float maximum, sum;
+  float4 values;
+
+  // Makes the values relative to a larger maximum.
+  __device__ void raise(float to) {
+    const float factor = maximum == -INFINITY ? 0.0F : ptx::exp2_fast(maximum - to);
+    maximum = to;
+    sum *= factor;
+    values = {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
+  }
+
+  __device__ void add(float2 state, float4 more) {
+    const float factor = state.x == -INFINITY ? 0.0F : ptx::exp2_fast(state.x - maximum);
+    sum += state.y * factor;
+    values.x += more.x * factor;
+    values.y += more.y * factor;
+    values.z += more.z * factor;
+    values.w += more.w * factor;
+  }
+
+  __device__ void add(const LaneSum& other) {
+    raise(fmaxf(maximum, other.maximum));
+    add({other.maximum, other.sum}, other.values);
+  }
+
+  // Adds up the lanes whose numbers differ in the bits from `step` on.
+  __device__ void add_lanes(int step) {
+    float largest = maximum;
+#pragma unroll 1
+    for (int delta = step; delta < 32; delta *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, delta));
+    raise(largest);
+#pragma unroll 1
+    for (int delta = step; delta < 32; delta *= 2) {
+      sum += __shfl_xor_sync(~0U, sum, delta);
+      values.x += __shfl_xor_sync(~0U, values.x, delta);
+      values.y += __shfl_xor_sync(~0U, values.y, delta);
+      values.z += __shfl_xor_sync(~0U, values.z, delta);
+      values.w += __shfl_xor_sync(~0U, values.w, delta);
+    }
+  }
 };
 
-// Computes the factors of `count` partial results. Each warp takes some columns, with a partial result in each lane.
-template <int kHead, int kColumns, int kThreads, typename Source>
-__device__ __forceinline__ void write_factors(int columns, int count, Source&& source,
-                                              SplitFactors<kColumns>& factors) {
-  static_assert(kMaxSplits == 32);
-  constexpr int kWarps = kThreads / 32, kEach = (kColumns + kWarps - 1) / kWarps;
-  const int lane = threadIdx.x % 32;
-  float2 states[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int column = threadIdx.x / 32 + i * kWarps;
-    states[i] = {-INFINITY, 0.0F};
-    if (column < columns && lane < count) {
-      states[i] = __ldcg(Partial<kHead, kColumns>{source(lane)}.state(column));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int column = threadIdx.x / 32 + i * kWarps;
-    float maximum = states[i].x;
-#pragma unroll
-    for (int delta = 1; delta < 32; delta *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0U, maximum, delta));
-    const float factor = ptx::exp2_fast(states[i].x - (maximum == -INFINITY ? 0.0F : maximum));
-    float sum = states[i].y * factor;
-#pragma unroll
-    for (int delta = 1; delta < 32; delta *= 2) sum += __shfl_xor_sync(~0U, sum, delta);
-    if (column >= columns) continue;
-    factors.factor[column][lane] = factor;
-    if (lane == 0) factors.total[column] = {maximum, sum};
-  }
-}
+// Reduces the partial results of all members at places `begin` to `end`, of 16 bytes each, and writes the output. All
+// kThreads threads take part. With few places, the members of a place are divided: first over warps, so that neighbours
+// in a warp load neighbouring places, then over lanes. What is loaded is in L2, so the time is that of loads that wait
+// for each other, and of the instructions, which run only once. `sums` is shared memory.
+constexpr int kInFlight = 4;  // members per lane
 
-// Loads in flight per thread.
-constexpr int kInFlight = 16;
-
-// Reduces `count` partial results in order, and writes the output or, if `to` is not null, another partial result. All
-// kThreads threads take part, each with 16 bytes of kPlaces columns at a time. What it loads is in L2, so it waits for
-// loads most of the time: the first values travel together with the states.
-template <int kHead, int kColumns, int kThreads, typename Source>
-__device__ __forceinline__ void reduce_partials(const Params& p, const WorkTile& s, int count, Source&& source,
-                                                float* to, SplitFactors<kColumns>& factors) {
+template <int kHead, int kColumns, int kThreads>
+__device__ __forceinline__ void reduce_places(const Params& p, const WorkTile& s, const SplitKv& split, int begin,
+                                              int end, LaneSum* sums) {
   using Part = Partial<kHead, kColumns>;
-  constexpr int kVectors = kHead / 4;
-  constexpr int kPlaces = (kColumns * kVectors + kThreads - 1) / kThreads;
-  constexpr int kDepth = kInFlight / kPlaces;
-  static_assert(kDepth > 0);
-  const int columns = used_columns(p, s), places = columns * kVectors;
-  if (columns <= 0) return;  // a pass without queries
-  float4 values[kDepth][kPlaces];
-  const auto load_values = [&](int first) {
-#pragma unroll
-    for (int j = 0; j < kDepth; ++j) {
-      // Past the end, the last partial result is loaded again, with factor 0.
-      const float4* from = Part{source(min(first + j, count - 1))}.values(0);
-#pragma unroll
-      for (int i = 0; i < kPlaces; ++i) {
-        values[j][i] = __ldcg(from + min(static_cast<int>(threadIdx.x) + i * kThreads, places - 1));
-      }
-    }
-  };
-  load_values(0);
-  write_factors<kHead, kColumns, kThreads>(columns, count, source, factors);
-  ptx::named_barrier(1, kThreads);
-  float4 sum[kPlaces] = {};
-#pragma unroll 1
-  for (int first = 0;;) {
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      const int column = min(static_cast<int>(threadIdx.x) + i * kThreads, places - 1) / kVectors;
-#pragma unroll
-      for (int j = 0; j < kDepth; ++j) {
-        const float factor = first + j < count ? factors.factor[column][first + j] : 0.0F;
-        sum[i].x += values[j][i].x * factor;
-        sum[i].y += values[j][i].y * factor;
-        sum[i].z += values[j][i].z * factor;
-        sum[i].w += values[j][i].w * factor;
-      }
-    }
-    first += kDepth;
-    if (first >= count) break;
-    load_values(first);
-  }
+  constexpr int kVectors = kHead / 4, kWarps = kThreads / 32, kWarpBits = kWarps == 4 ? 2 : 3;
+  static_assert(kWarps == 1 << kWarpBits);
+  if (begin >= end) return;
+  int bits = 0;  // 1 << bits threads share a place
+  while (1 << bits < split.members && (2 << bits) * (end - begin) <= kThreads) ++bits;
+  const int warp_bits = min(bits, kWarpBits), place_bits = 5 - (bits - warp_bits);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, places = 1 << place_bits;
+  const int member_warp = warp & ((1 << warp_bits) - 1);
   const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
+  int at = begin + (warp >> warp_bits) * places;
+  do {
+    const int place = at + (lane & (places - 1)), column = place / kVectors, vector = place % kVectors;
+    LaneSum all = {-INFINITY, 0.0F, {0.0F, 0.0F, 0.0F, 0.0F}};
+#pragma unroll 1
+    for (int first = ((lane >> place_bits) << warp_bits) + member_warp; first < split.members;
+         first += kInFlight << bits) {
+      float2 states[kInFlight];
+      float4 values[kInFlight];
 #pragma unroll
-  for (int i = 0; i < kPlaces; ++i) {
-    const int place = threadIdx.x + i * kThreads;
-    if (place >= places) break;
-    const int column = place / kVectors, vector = place - column * kVectors;
-    const float2 total = factors.total[column];
-    if (to != nullptr) {
-      const Part part{to};
-      if (vector == 0) __stcg(part.state(column), total);
-      __stcg(part.values(column) + vector, sum[i]);
-    } else {
-      write_output<kHead>(p, s, column, vector, sum[i], total, v_scale);
+      for (int i = 0; i < kInFlight; ++i) {
+        const int member = first + (i << bits);
+        states[i] = {-INFINITY, 0.0F};
+        values[i] = {0.0F, 0.0F, 0.0F, 0.0F};
+        if (member >= split.members || place >= end) continue;
+        const Part part{p.partials + int64_t{split.partial_of(member)} * Part::kFloats};
+        states[i] = __ldcg(part.state(column));
+        values[i] = __ldcg(part.values(column) + vector);
+      }
+      float largest = all.maximum;
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) largest = fmaxf(largest, states[i].x);
+      all.raise(largest);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) all.add(states[i], values[i]);
     }
-  }
+    all.add_lanes(places);
+    if (warp_bits > 0) {  // then this loop runs once
+      if (lane < places) sums[warp * 32 + lane] = all;
+      ptx::named_barrier(1, kThreads);
+      if (member_warp != 0) return;
+#pragma unroll 1
+      for (int other = 1; other < 1 << warp_bits; ++other) all.add(sums[(warp + other) * 32 + (lane & (places - 1))]);
+    }
+    if (lane < places && place < end) {
+      write_output<kHead>(p, s, column, vector, all.values, {all.maximum, all.sum}, v_scale);
+    }
+    at += (kWarps >> warp_bits) * places;
+  } while (at < end);
 }
 
 }  // namespace kvservice::decode

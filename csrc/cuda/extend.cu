@@ -121,6 +121,7 @@ int64_t extend_workspace_bytes(const AttentionParams& p) { return kCounterBytes 
 void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
   require(extend_supports(p), "kernel", "the extend kernel does not support these shapes, types or options");
   require(launch.workspace.bytes >= extend_workspace_bytes(p), "workspace", "too small for the extend kernel");
+  require(reinterpret_cast<uintptr_t>(p.query) % 16 == 0, "query", "is not aligned to 16 bytes");
   if (p.num_tokens == 0 || p.num_seqs == 0) return;
   const extend::Args args = extend::make_args(p, launch, lens);
   if (extend::launch_wgmma(args, launch.stream, extend::max_tiles(p, extend::kWgmmaRows))) return;

@@ -136,12 +136,30 @@ __device__ __forceinline__ int add_relaxed(int* counter, int by) {
   return before;
 }
 
+__device__ __forceinline__ uint64_t add_relaxed(uint64_t* counter, uint64_t by) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(by) : "memory");
+  return before;
+}
+
 // Adds with acquire-release semantics: a thread that sees the sum also sees the earlier writes of all threads that
 // added before.
 __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter, uint32_t by) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
   return before;
+}
+
+__device__ __forceinline__ uint64_t add_acquire_release(uint64_t* counter, uint64_t by) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(by) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* counter) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
 }
 
 // Returns the same number, of which the compiler knows nothing. It would otherwise compute what depends on it once

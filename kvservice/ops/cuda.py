@@ -58,7 +58,7 @@ __all__ = [
     "write_kv",
 ]
 
-# Leading bytes of a workspace that are zero before its first launch, and again after every launch.
+# Leading bytes of a workspace that are zero before its first launch. Only launches write them.
 COUNTER_BYTES = 1 << 16
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]

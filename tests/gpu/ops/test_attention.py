@@ -143,6 +143,47 @@ def test_more_sequences_than_threads_of_a_block(kernel: Kernel) -> None:
     run_case(Case(lens, contexts, dtype="float16", head_size=64, num_kv_heads=1, num_layers=1, layer=0), kernel)
 
 
+def batch_that_fills_the_device(seed: int) -> Case:
+    """Between a few KV tiles and several for each thread block: sequences alike, or of any lengths."""
+    rng = np.random.default_rng(seed)
+    dtype, pool_dtype = DTYPES[seed % 4]
+    num_kv_heads, group = int(rng.choice([1, 2, 4])), int(rng.choice([1, 3, 4, 8, 12, 16]))
+    tokens = int(np.exp(rng.uniform(np.log(2_000), np.log(500_000)))) // num_kv_heads
+    count = int(min(np.exp(rng.uniform(0, np.log(600))), tokens))
+    mean = tokens // count
+    contexts = np.full(count, mean) if rng.random() < 0.5 else rng.integers(1, 2 * mean + 1, count)
+    lens = np.minimum(rng.integers(0, 3, count) if group <= 4 and rng.random() < 0.3 else 1, contexts)
+    return Case(
+        tuple(int(length) for length in lens),
+        tuple(int(context) for context in contexts),
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        head_size=128,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        num_layers=1,
+        layer=0,
+        sliding_window=int(rng.choice([0, 0, 0, 700])),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_how_work_is_divided(part: int) -> None:
+    """Each call finds what the last one left in the workspace, and gives the same bits."""
+    for seed in range(10 * part, 10 * part + 10):
+        case = batch_that_fills_the_device(seed)
+        batch = make_trapped(case)
+        with GpuMemory() as memory:
+            device = OnDevice(memory, batch)
+            out, lse = device.attend(kernel="decode")
+            compare(case, reference(batch), out, lse, **bounds(case, "decode"))
+            for _ in range(5):
+                again, again_lse = device.attend(kernel="decode")
+                assert again.tobytes() == out.tobytes(), seed
+                assert again_lse.tobytes() == lse.tobytes(), seed
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tables_far_wider_than_the_contexts(kernel: Kernel) -> None:
     """The case is compared with float64."""
@@ -374,6 +415,16 @@ def test_what_a_kernel_does_not_take_is_named(memory: GpuMemory, wrong: str) -> 
     with pytest.raises(InvalidArgumentError) as raised:
         device.attend(kernel=kernel)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("kernel", FAST)
+def test_queries_that_are_not_aligned_are_refused(memory: GpuMemory, kernel: Kernel) -> None:
+    device = OnDevice(memory, make_trapped(Case((1, 1), (20, 20), dtype="bfloat16")))
+    query = device.arrays["query"]
+    device.arrays["query"] = replace(query, pointer=query.pointer + 8)
+    with pytest.raises(InvalidArgumentError) as raised:
+        device.attend(kernel=kernel)
+    assert raised.value.field == "query"
 
 
 def test_queries_longer_than_said_are_refused_where_the_host_can_tell(memory: GpuMemory) -> None:
