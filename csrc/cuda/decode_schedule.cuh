@@ -171,7 +171,7 @@ class WorkTileScheduler {
         load(++seq_);
         continue;
       }
-      const int head = divide(offset, work), item = base_ + head * work;
+      const int head = divide(offset, work), item = base_ + head * work;  // where the work of this head begins
       const int from = moved(at_ - item), to = moved(end_ - item);
       if (from >= to) {
         at_ = from == work ? item + work : end_;

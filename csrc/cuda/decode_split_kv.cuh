@@ -18,12 +18,14 @@ __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x
 
 constexpr int kNoSlice = -1;
 
-// What a thread block has to do when it has met the other members.
+// What a thread block has to do when it has met the other members: nothing, its slice, or also the slices of those that
+// gave up.
 enum class Outcome { kNothing, kSlice, kOthersGaveUp };
 
 // Units of a meeting's counts: members that have come, members that have given up, meetings so far.
 constexpr uint64_t kCame = 1, kGaveUp = uint64_t{1} << 20, kMeeting = uint64_t{1} << 40;
 
+// Returns how many members the counts have of a unit.
 __device__ __forceinline__ int number_of(uint64_t unit, uint64_t counts) {
   return static_cast<int>(counts / unit % kGaveUp);
 }
