@@ -1,7 +1,7 @@
 // Split-KV: the partial results of thread blocks, and their reduction.
 #pragma once
 
-#include "cuda/decode_schedule.cuh"
+#include "cuda/decode_params.cuh"
 #include "cuda/ptx.cuh"
 
 namespace kvservice::decode {
@@ -18,8 +18,8 @@ __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x
 
 constexpr int kNoSlice = -1;
 
-// What a thread block has to do when it has met the other members: nothing, its slice, or also the slices of those that
-// gave up.
+// A thread block that has met the other members has nothing to do, or its slice, or also the slices of those that gave
+// up.
 enum class Outcome { kNothing, kSlice, kOthersGaveUp };
 
 // Units of a meeting's counts: members that have come, members that have given up, meetings so far.
