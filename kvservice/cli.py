@@ -469,7 +469,11 @@ def bench_limits(quick: bool, as_json: bool) -> None:
 @bench.command("attention")
 @_device_option
 @click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: also measure this library, if it is installed.")
-@click.option("--shapes", default="", help="cuda: only shapes whose name contains one of these comma-separated words.")
+@click.option(
+    "--shapes",
+    default="",
+    help="cuda: only these families, and shapes with these words in their names; comma-separated.",
+)
 @click.option("--random", type=click.IntRange(1, 10000), metavar="N", help="cuda: N shapes drawn at random.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="cuda: another seed draws other shapes.")
 @click.option("--kernel", type=click.Choice(["auto", "reference", "decode", "extend"]), default="auto", help="cuda.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ SHORT_NAMES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 
 @dataclass(frozen=True)
 class Shape:
-    """`contexts` are the lengths of the sequences, including the last `query_len` tokens. `dtype` is the pool's."""
+    """`contexts` are the lengths of the sequences, including the last `query_len` tokens. `dtype` is the pool's. All
+    shapes of a `family` can be selected by its name."""
 
     kind: Literal["decode", "extend"]
     dtype: str
@@ -34,6 +36,7 @@ class Shape:
     head_size: int = 128
     query_len: int = 1
     block_size: int = BLOCK_SIZE
+    family: str = "grid"
 
     @property
     def name(self) -> str:
@@ -91,23 +94,65 @@ DECODE_BATCHES = ((1, 1024), (1, 8192), (1, 131072), (4, 2048), (8, 32768), (16,
 DECODE_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 1, 128), (32, 4, 64))
 EXTEND_BATCHES = ((1, 0, 8192), (8, 7680, 512), (64, 1920, 128), (64, 4088, 8))  # sequences, prefix, new tokens
 
+# Shapes of servers that the grid has not: family, pool types, heads, batches.
+_16_BIT, _BOTH = ("bfloat16",), tuple(SHORT_NAMES)
+DECODE_FAMILIES = (
+    ("few-kv-heads", _BOTH, ((16, 1, 128),), ((32, 512), (400, 160))),
+    ("few-kv-heads", _BOTH, ((32, 2, 128),), ((1, 8192), (16, 1024), (32, 512), (64, 4096), (256, 1024), (400, 160))),
+    ("short-sequences", _BOTH, ((16, 2, 128), (32, 8, 128), (128, 8, 128), (32, 8, 256)), ((400, 160),)),
+    ("head-256", _16_BIT, ((32, 8, 256),), ((1, 8192), (16, 1024), (64, 4096))),
+)
+EXTEND_FAMILIES = (
+    ("short-prompts", _16_BIT, ((32, 8, 128), (32, 32, 128), (16, 1, 128), (32, 8, 64)), ((256, 0, 100), (400, 0, 40))),
+    ("prompts", _16_BIT, ((32, 8, 128),), ((2, 0, 2048), (1, 0, 16384), (16, 5, 1000))),
+    ("no-groups", _16_BIT, ((32, 32, 128),), ((17, 2011, 65),)),
+    ("head-64", _16_BIT, ((32, 8, 64),), ((1, 0, 8192), (8, 0, 1000), (16, 1024, 512), (64, 1920, 128))),
+    ("head-256", _16_BIT, ((32, 8, 256),), ((1, 0, 8192), (8, 7680, 512), (64, 1920, 128))),
+    (
+        "8-bit-extend",
+        ("float8_e4m3fn",),
+        ((32, 8, 128),),
+        ((1, 0, 4096), (8, 7680, 512), (64, 1920, 128), (256, 0, 100)),
+    ),
+)
 
-def _shapes() -> Iterator[Shape]:
+
+def _decode(dtype: str, heads: tuple[int, int, int], num_seqs: int, context: int, family: str = "grid") -> Shape:
+    return Shape("decode", dtype, (context,) * num_seqs, f"{num_seqs}x{context}", *heads, family=family)
+
+
+def _extend(
+    dtype: str, heads: tuple[int, int, int], num_seqs: int, prefix: int, query_len: int, family: str = "grid"
+) -> Shape:
+    contexts, lengths = (prefix + query_len,) * num_seqs, f"{num_seqs}x{query_len} on {prefix}"
+    return Shape("extend", dtype, contexts, lengths, *heads, query_len=query_len, family=family)
+
+
+def _grid() -> Iterator[Shape]:
     for num_seqs, prefix, query_len in EXTEND_BATCHES:
-        lengths = f"{num_seqs}x{query_len} on {prefix}"
-        yield Shape("extend", "bfloat16", (prefix + query_len,) * num_seqs, lengths, query_len=query_len)
+        yield _extend("bfloat16", (32, 8, 128), num_seqs, prefix, query_len)
     for dtype in SHORT_NAMES:
         for heads in DECODE_HEADS:
             for num_seqs, context in DECODE_BATCHES:
-                yield Shape("decode", dtype, (context,) * num_seqs, f"{num_seqs}x{context}", *heads)
+                yield _decode(dtype, heads, num_seqs, context)
             yield Shape("decode", dtype, unequal(), "64x1..16384", *heads)
 
 
-SHAPES = tuple(_shapes())
+def _families() -> Iterator[Shape]:
+    for family, dtypes, all_heads, decodes in DECODE_FAMILIES:
+        for dtype, heads, decode in itertools.product(dtypes, all_heads, decodes):
+            yield _decode(dtype, heads, *decode, family=family)
+    for family, dtypes, all_heads, extends in EXTEND_FAMILIES:
+        for dtype, heads, extend in itertools.product(dtypes, all_heads, extends):
+            yield _extend(dtype, heads, *extend, family=family)
+
+
+SHAPES = (*_grid(), *_families())
 QUICK = ("extend bf16 32/8x128 64x8 on 4088", "decode bf16 32/8x128 16x1024", "decode e4m3 32/8x128 16x1024")
 
 
 def select(wanted: str, shapes: tuple[Shape, ...] = SHAPES) -> tuple[Shape, ...]:
-    """Return the shapes whose name contains one of the comma-separated words, all for the empty string."""
+    """Return the shapes of which a comma-separated word is the family, or a part of the name; all for the
+    empty string."""
     words = [word.strip() for word in wanted.split(",")]
-    return tuple(shape for shape in shapes if any(word in shape.name for word in words))
+    return tuple(shape for shape in shapes if any(word == shape.family or word in shape.name for word in words))

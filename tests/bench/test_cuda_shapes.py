@@ -14,9 +14,16 @@ def test_every_shape_has_a_name_of_its_own() -> None:
 
 
 def test_names_are_selected_by_any_of_the_words() -> None:
-    chosen = select("bf16 32/8x128 64x4096, 8x512 on")
+    chosen = select("bf16 32/8x128 64x4096, bf16 32/8x128 8x512 on")
     assert [shape.name for shape in chosen] == ["extend bf16 32/8x128 8x512 on 7680", "decode bf16 32/8x128 64x4096"]
     assert select("no such") == ()
+
+
+def test_a_family_is_selected_by_its_name() -> None:
+    chosen = select("head-64, no-groups")
+    assert {shape.family for shape in chosen} == {"head-64", "no-groups"}
+    assert {shape.family for shape in SHAPES} > {"head-64", "no-groups", "grid"}
+    assert select("head") == ()
 
 
 def test_unequal_lengths_are_the_same_every_time() -> None:
