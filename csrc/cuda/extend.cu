@@ -22,6 +22,12 @@ int log2_of(int64_t power) {
   return shift;
 }
 
+// Returns 2^31 / group, rounded up: row * this >> 31 is row / group if row * group < 2^31. 0 if rows may be too many.
+uint32_t reciprocal_of(int64_t group, int64_t max_query_len) {
+  constexpr int64_t kOne = int64_t{1} << 31;
+  return max_query_len < kOne / (group * group) ? static_cast<uint32_t>((kOne + group - 1) / group) : 0;
+}
+
 bool runs_wgmma() { return current_device_properties().major == 9; }
 
 // Partial results of split-KV chunks that wait for their reduction.
@@ -64,6 +70,7 @@ Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens len
   a.num_heads = static_cast<int>(p.num_heads);
   a.num_kv_heads = static_cast<int>(pool.num_kv_heads);
   a.group = static_cast<int>(p.group_size());
+  a.group_reciprocal = reciprocal_of(p.group_size(), std::min(p.max_query_len, lens.max));
   a.head_size = static_cast<int>(pool.head_size);
   a.block_shift = log2_of(pool.block_size);
   a.sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, std::numeric_limits<int>::max()));
@@ -103,6 +110,19 @@ bool launch_wgmma(const Args& args, cudaStream_t stream, int64_t tiles) {
                                              : launch_wgmma_half(args, stream, tiles);
 }
 
+// Whether all contexts are short, by the room in the block tables, because the host does not know the lengths: measured
+// on an H100. A batch-invariant launch does not choose by the batch.
+bool is_short(const AttentionParams& p, const CudaLaunch& launch) {
+  const int64_t head = p.pool.head_size, most = head > 64 && head <= 128 ? 256 : 512;
+  return runs_wgmma() && !launch.batch_invariant && p.max_blocks * p.pool.block_size <= most;
+}
+
+bool launch_short(const Args& args, cudaStream_t stream, int64_t tiles) {
+  if (is_float8(args.pool_dtype)) return launch_short_float8(args, stream, tiles);
+  return args.pool_dtype == DType::kBFloat16 ? launch_short_bfloat16(args, stream, tiles)
+                                             : launch_short_half(args, stream, tiles);
+}
+
 }  // namespace
 }  // namespace extend
 
@@ -124,6 +144,10 @@ void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryL
   require(reinterpret_cast<uintptr_t>(p.query) % 16 == 0, "query", "is not aligned to 16 bytes");
   if (p.num_tokens == 0 || p.num_seqs == 0) return;
   const extend::Args args = extend::make_args(p, launch, lens);
+  if (extend::is_short(p, launch) &&
+      extend::launch_short(args, launch.stream, extend::max_tiles(p, extend::kShortRows))) {
+    return;
+  }
   if (extend::launch_wgmma(args, launch.stream, extend::max_tiles(p, extend::kWgmmaRows))) return;
   extend::launch_mma(args, launch.stream, extend::max_tiles(p, extend::kMmaRows));
 }

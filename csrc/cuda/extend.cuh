@@ -38,6 +38,7 @@ struct Args {
   int num_heads;
   int num_kv_heads;
   int group;
+  uint32_t group_reciprocal;  // 2^31 / group, rounded up, if that is exact for all rows; or 0
   int head_size;
   int block_shift;  // log2 of the block size
   int sliding_window;
@@ -50,6 +51,12 @@ struct Args {
   int max_partials;  // 0: no split-KV
   int partial_rows;  // of each, 64 or 128
 };
+
+// Returns the token of a row, relative to its sequence's first new one: row / group.
+__device__ inline int token_of_row(const Args& a, int row) {
+  if (a.group_reciprocal == 0) return row / a.group;
+  return static_cast<int>(static_cast<uint64_t>(row) * a.group_reciprocal >> 31);
+}
 
 // Unpacks eight 16-bit numbers of either type to floats.
 __device__ inline void unpack_8(const uint4& raw, DType dtype, float (&values)[8]) {
@@ -118,7 +125,7 @@ struct LogitOptions {
 };
 
 // Rows per tile of each kernel.
-constexpr int kMmaRows = 64, kWgmmaRows = 128;
+constexpr int kMmaRows = 64, kShortRows = 64, kWgmmaRows = 128;
 
 // `tiles` is an upper bound. Each launcher has its own file, so that they compile in parallel.
 void launch_mma_half(const Args& args, cudaStream_t stream, int64_t tiles);
@@ -129,6 +136,9 @@ void launch_mma_float8(const Args& args, cudaStream_t stream, int64_t tiles);
 bool launch_wgmma_half(const Args& args, cudaStream_t stream, int64_t tiles);
 bool launch_wgmma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
 bool launch_wgmma_float8(const Args& args, cudaStream_t stream, int64_t tiles);
+bool launch_short_half(const Args& args, cudaStream_t stream, int64_t tiles);
+bool launch_short_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
+bool launch_short_float8(const Args& args, cudaStream_t stream, int64_t tiles);
 
 }  // namespace extend
 }  // namespace kvservice

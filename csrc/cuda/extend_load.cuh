@@ -27,6 +27,13 @@ __device__ __forceinline__ void copy_8(uint32_t dst, const void* src, int bytes)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // kHead is the number of rows of an octet of V in shared memory; the head size may be smaller. kShift is log2 of the
 // block size if the head size is kHead, which removes address arithmetic; 0 supports any block size.
 template <int kHead, int kKeys, bool kFloat8, int kShift = 0>

@@ -13,13 +13,6 @@ namespace extend {
 constexpr int kMmaWarps = kMmaRows / 16, kMmaThreads = 32 * kMmaWarps;
 static_assert(kMmaThreads == kLoadThreads, "all threads of the block load");
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // kHead is the head size, or a larger size to which loops are unrolled.
 template <int kHead, bool kFloat8>
 struct MmaShape {
@@ -351,8 +344,9 @@ __global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlock
     extend_mma(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Tile tile;
-  __shared__ ScheduledSequences sequences;
-  TileScheduler<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> scheduler(a, &sequences);
+  using Scheduler = TileScheduler<kMmaRows, MmaShape<kHead, kFloat8>::kKeys>;
+  __shared__ typename Scheduler::Sequences sequences;
+  Scheduler scheduler(a, &sequences);
   if (threadIdx.x < 32) scheduler.start();
   while (true) {
     if (threadIdx.x < 32) scheduler.next(&tile);

@@ -41,7 +41,7 @@ struct Tile {
   __device__ bool has_few_keys() const { return end - first_key <= kFewKeys; }
   // Returns the position of a row's token in its sequence. Rows past the last return the last position.
   __device__ int position(const Args& a, int row) const {
-    return context_len - query_len + min(row / a.group, query_len - 1);
+    return context_len - query_len + min(token_of_row(a, row), query_len - 1);
   }
   __device__ int first_visible(const Args& a, int position) const {
     return a.sliding_window > 0 ? max(0, position - a.sliding_window + 1) : 0;
@@ -55,37 +55,43 @@ struct Tile {
   __device__ const int32_t* table(const Args& a) const { return a.block_tables + seq * a.max_blocks; }
 };
 
-// 32 sequences, which a scheduler has at hand. In shared memory, because registers are scarce.
+// The sequences that a scheduler has at hand: up to kPerLane adjacent ones for each lane of its warp. Arrays are indexed
+// by number and lane. In shared memory, because registers are scarce.
+template <int kPerLane>
 struct ScheduledSequences {
-  struct One {
-    int64_t units_end;  // chunks of tiles of all sequences up to this one
-    int64_t tokens_end;
-    int32_t units;
-    int32_t partials_end;
-    int32_t query_len;
-    int32_t context_len;
-    int32_t row_tiles;  // per KV head
-    int32_t steps;      // of the last row tile
-    int32_t chunks;
-  } at[32];
+  // Of all sequences up to this one:
+  int64_t tokens_end[kPerLane][32];
+  int32_t units_end[kPerLane][32];  // chunks of tiles
+  int32_t partials_end[kPerLane][32];
+  int32_t query_len[kPerLane][32];
+  int32_t context_len[kPerLane][32];
+  int32_t row_tiles[kPerLane][32];  // per KV head
+  int32_t steps[kPerLane][32];      // of the last row tile
+  int32_t chunks[kPerLane][32];
   int32_t base;       // the first sequence
+  int32_t per_lane;   // how many each lane has
   int32_t min_steps;  // per chunk
 };
 
 // Numbers the chunks of all tiles of a launch: by sequence, then by head, then longest tile first, so that the last
 // tiles to run are short. The first chunk of a thread block is its own index; later ones are assigned in order of
 // request. All lanes of one warp call `start` and `next`; other warps may have the object.
-template <int kRows, int kKeys>
+//
+// kPerLane is how many sequences each lane has at hand: several if thread blocks go through many sequences of few
+// tiles. Without kSplits a tile is not divided.
+template <int kRows, int kKeys, int kPerLane = 1, bool kSplits = true>
 class TileScheduler {
  public:
-  __device__ TileScheduler(const Args& a, ScheduledSequences* sequences)
+  using Sequences = ScheduledSequences<kPerLane>;
+
+  __device__ TileScheduler(const Args& a, Sequences* sequences)
       : a_(a), sequences_(*sequences), next_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   __device__ void start() {
-    const int min_steps = a_.max_partials > 0 ? plan() : INT_MAX;
+    const int min_steps = kSplits && a_.max_partials > 0 ? plan() : INT_MAX;
     if (lane() == 0) sequences_.min_steps = min_steps;
     __syncwarp();
-    load(0);
+    load(0, {});
   }
 
   // Writes the next tile to shared memory, for the warp to see. Returns false, and a tile without steps, if there are
@@ -94,19 +100,25 @@ class TileScheduler {
     do {
       const int index = static_cast<int>(gridDim.x) + __shfl_sync(~0U, next_, 0);
       uint32_t after;
-      while ((after = __ballot_sync(~0U, index < sequences_.at[lane()].units_end)) == 0) {
-        const int base = sequences_.base + 32;
+      while ((after = __ballot_sync(~0U, index < sequences_.units_end[per_lane() - 1][lane()])) == 0) {
+        const int last = per_lane() - 1, base = sequences_.base + 32 * per_lane();
         if (base >= a_.num_seqs) {
           if (lane() == 0) tile->num_steps = 0;
           return false;
         }
-        load(base);
+        load(base,
+             {sequences_.units_end[last][31], sequences_.partials_end[last][31], sequences_.tokens_end[last][31]});
+      }
+      const int owner = __ffs(after) - 1;
+      int number = 0;
+      if (kPerLane > 1) {
+        const bool later = lane() < per_lane() && index < sequences_.units_end[lane() % kPerLane][owner];
+        number = __ffs(__ballot_sync(~0U, later)) - 1;
       }
       // Nothing waits for the answer before the next call.
       if (lane() == 0) {
-        next_ = ptx::add_relaxed(a_.counters, 1);
-        const int owner = __ffs(after) - 1;
-        make(sequences_.base + owner, sequences_.at[owner], index, tile);
+        next_ = ptx::increment_relaxed(a_.counters);
+        make(owner, number, index, tile);
       }
       __syncwarp();
     } while (tile->num_steps <= 0);
@@ -115,66 +127,14 @@ class TileScheduler {
 
  private:
   static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
-
-  using One = ScheduledSequences::One;
-
-  // Loads 32 sequences from `base` on.
-  __device__ void load(int base) {
-    const One before = base == 0 ? One{} : sequences_.at[31];
-    __syncwarp();
-    const Sequence s(a_, int64_t{base} + lane(), sequences_.min_steps);
-    const int units = s.row_tiles * s.chunks * a_.num_kv_heads;
-    One& one = sequences_.at[lane()];
-    one.units_end = before.units_end + sum_up_to(static_cast<int64_t>(units));
-    one.tokens_end = before.tokens_end + sum_up_to(static_cast<int64_t>(s.query_len));
-    one.partials_end = before.partials_end + sum_up_to(s.chunks > 1 ? units : 0);
-    one.units = units;
-    one.query_len = s.query_len;
-    one.context_len = s.context_len;
-    one.row_tiles = s.row_tiles;
-    one.steps = s.steps;
-    one.chunks = s.chunks;
-    if (lane() == 0) sequences_.base = base;
-    __syncwarp();
-  }
-
-  // A tile may have fewer chunks than others of its sequence: then some have no steps.
-  __device__ void make(int seq, const One& one, int index, Tile* tile) const {
-    const int within = static_cast<int>(index - (one.units_end - one.units)), chunks = one.chunks;
-    const int row_tile = chunks == 1 ? within : within / chunks;
-    tile->seq = seq;
-    tile->kv_head = row_tile / one.row_tiles;
-    tile->first_row = (one.row_tiles - 1 - (row_tile - tile->kv_head * one.row_tiles)) * kRows;
-    tile->query_len = one.query_len;
-    tile->context_len = one.context_len;
-    tile->first_token = one.tokens_end - one.query_len;
-    tile->begin = a_.sliding_window > 0 ? tile->first_visible(a_, tile->position(a_, tile->first_row)) : 0;
-    tile->end = tile->position(a_, tile->first_row + kRows - 1) + 1;
-    const int steps = (tile->end - 1) / kKeys - tile->begin / kKeys + 1;
-    int each = steps;
-    tile->chunk = 0;
-    tile->num_chunks = 1;
-    if (chunks > 1) {
-      each = max((one.steps + chunks - 1) / chunks, (steps + chunks - 1) / chunks);
-      tile->chunk = within - row_tile * chunks;
-      tile->num_chunks = (steps + each - 1) / each;
-    }
-    tile->first_key = (tile->begin / kKeys + tile->chunk * each) * kKeys;
-    tile->num_steps = min(each, steps - tile->chunk * each);
-    tile->partial = one.partials_end - one.units + within - tile->chunk;
-  }
+  __device__ int per_lane() const { return kPerLane > 1 ? sequences_.per_lane : 1; }
 
   struct Sequence {
-    int query_len = 0;
-    int context_len = 0;
     int row_tiles = 0;  // per KV head
     int steps = 0;      // of the last row tile
     int chunks = 0;
 
-    __device__ Sequence(const Args& a, int64_t seq, int min_steps) {
-      if (seq >= a.num_seqs) return;
-      query_len = a.query_lens[seq];
-      context_len = a.context_lens[seq];
+    __device__ Sequence(const Args& a, int query_len, int context_len, int min_steps) {
       if (query_len <= 0 || query_len < a.min_query_len || query_len > a.max_query_len) return;
       row_tiles = (query_len * a.group + kRows - 1) / kRows;
       Tile last;
@@ -182,9 +142,85 @@ class TileScheduler {
       last.context_len = context_len;
       const int begin = last.first_visible(a, last.position(a, (row_tiles - 1) * kRows));
       steps = (context_len - 1) / kKeys - begin / kKeys + 1;
-      chunks = max(1, min(kMaxChunks, steps / min_steps));
+      chunks = kSplits ? max(1, min(kMaxChunks, steps / min_steps)) : 1;
     }
+    __device__ int units(const Args& a) const { return row_tiles * chunks * a.num_kv_heads; }
+    __device__ int partials(const Args& a) const { return chunks > 1 ? units(a) : 0; }
   };
+
+  struct Ends {
+    int units;
+    int partials;
+    int64_t tokens;
+  };
+
+  // Loads the sequences from `base` on; `before` are the ends of the one before it.
+  __device__ void load(int base, const Ends& before) {
+    __syncwarp();
+    const int per_lane = static_cast<int>(min(int64_t{kPerLane}, (a_.num_seqs - base + 31) / 32));
+    const int64_t first = base + int64_t{per_lane} * lane();
+    int units = 0, partials = 0;
+    int64_t tokens = 0;
+#pragma unroll(kPerLane > 1 ? 4 : 1)
+    for (int i = 0; i < per_lane; ++i) {
+      const bool exists = first + i < a_.num_seqs;
+      const int query_len = exists ? a_.query_lens[first + i] : 0,
+                context_len = exists ? a_.context_lens[first + i] : 0;
+      sequences_.query_len[i][lane()] = query_len;
+      sequences_.context_len[i][lane()] = context_len;
+      const Sequence s(a_, query_len, context_len, sequences_.min_steps);
+      sequences_.row_tiles[i][lane()] = s.row_tiles;
+      sequences_.steps[i][lane()] = s.steps;
+      sequences_.chunks[i][lane()] = s.chunks;
+      sequences_.units_end[i][lane()] = units += s.units(a_);
+      sequences_.partials_end[i][lane()] = partials += s.partials(a_);
+      sequences_.tokens_end[i][lane()] = tokens += query_len;
+    }
+    // What the lanes before this one have.
+    units = before.units + sum_up_to(units) - units;
+    partials = before.partials + (kSplits ? sum_up_to(partials) - partials : 0);
+    tokens = before.tokens + sum_up_to(tokens) - tokens;
+#pragma unroll(kPerLane > 1 ? 4 : 1)
+    for (int i = 0; i < per_lane; ++i) {
+      sequences_.units_end[i][lane()] += units;
+      sequences_.partials_end[i][lane()] += partials;
+      sequences_.tokens_end[i][lane()] += tokens;
+    }
+    if (lane() == 0) {
+      sequences_.base = base;
+      sequences_.per_lane = per_lane;
+    }
+    __syncwarp();
+  }
+
+  // A tile may have fewer chunks than others of its sequence: then some have no steps.
+  __device__ void make(int owner, int number, int index, Tile* tile) const {
+    const int query_len = sequences_.query_len[number][owner], context_len = sequences_.context_len[number][owner];
+    const int row_tiles = sequences_.row_tiles[number][owner], chunks = kSplits ? sequences_.chunks[number][owner] : 1;
+    const int units = row_tiles * chunks * a_.num_kv_heads;
+    const int within = index - (sequences_.units_end[number][owner] - units);
+    const int row_tile = chunks == 1 ? within : within / chunks;
+    tile->seq = sequences_.base + owner * per_lane() + number;
+    tile->kv_head = row_tile / row_tiles;
+    tile->first_row = (row_tiles - 1 - (row_tile - tile->kv_head * row_tiles)) * kRows;
+    tile->query_len = query_len;
+    tile->context_len = context_len;
+    tile->first_token = sequences_.tokens_end[number][owner] - query_len;
+    tile->begin = a_.sliding_window > 0 ? tile->first_visible(a_, tile->position(a_, tile->first_row)) : 0;
+    tile->end = tile->position(a_, tile->first_row + kRows - 1) + 1;
+    const int steps = (tile->end - 1) / kKeys - tile->begin / kKeys + 1;
+    int each = steps;
+    tile->chunk = 0;
+    tile->num_chunks = 1;
+    if (kSplits && chunks > 1) {
+      each = max((sequences_.steps[number][owner] + chunks - 1) / chunks, (steps + chunks - 1) / chunks);
+      tile->chunk = within - row_tile * chunks;
+      tile->num_chunks = (steps + each - 1) / each;
+    }
+    tile->first_key = (tile->begin / kKeys + tile->chunk * each) * kKeys;
+    tile->num_steps = min(each, steps - tile->chunk * each);
+    tile->partial = sequences_.partials_end[number][owner] - units + within - tile->chunk;  // if there are chunks
+  }
 
   // The totals of all sequences if each chunk has at least min_steps steps.
   struct Work {
@@ -218,10 +254,9 @@ class TileScheduler {
     Work sum{};
 #pragma unroll 4
     for (int64_t seq = threadIdx.x % 32; seq < a.num_seqs; seq += 32) {
-      const Sequence s(a, seq, min_steps);
-      const int units = s.row_tiles * s.chunks * a.num_kv_heads;
-      sum.units += units;
-      sum.partials += s.chunks > 1 ? units : 0;
+      const Sequence s(a, a.query_lens[seq], a.context_lens[seq], min_steps);
+      sum.units += s.units(a);
+      sum.partials += s.partials(a);
       sum.longest = max(sum.longest, s.chunks > 1 ? (s.steps + s.chunks - 1) / s.chunks : s.steps);
       sum.steps += static_cast<float>(s.row_tiles * a.num_kv_heads) * s.steps;
     }
@@ -247,7 +282,7 @@ class TileScheduler {
   }
 
   const Args& a_;
-  ScheduledSequences& sequences_;
+  Sequences& sequences_;
   int next_;  // index of the next chunk past those of gridDim.x, in the first lane
 };
 

@@ -66,7 +66,7 @@ struct SharedStorage {
   // another.
   static constexpr int kTiles = kQueryStages + 2;
   Tile tiles[kTiles];
-  ScheduledSequences sequences;
+  ScheduledSequences<1> sequences;
   bool last[2];                                // per consumer warpgroup, in a reduction
   float row_scales[kQueryStages][kWgmmaRows];  // FP8 pools: query = shared memory times this
   float4 states[kWarpgroupThreads];            // maxima and sums that one warpgroup passes to the other

@@ -37,7 +37,7 @@ class WgmmaConsumer {
         shared_(shared),
         warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
         lane_(threadIdx.x % 32),
-        rows_(a, warpgroup_) {
+        rows_(a) {
     const uint32_t address = ptx::shared_address(shared);
     queries_tile_ = ptx::matrix_descriptor(address, kWgmmaRows * 16, 128);
     keys_tile_ = ptx::matrix_descriptor(address + Shape::kKeysOffset, kKeys * 16, 128);
@@ -99,7 +99,7 @@ class WgmmaConsumer {
     query_offset_ =
         uniform(queries_.stage() * (Shape::kQueryBytes / 16) + (shares_rows_ ? 0 : warpgroup_ * kWarpgroupRows));
     if (few_rows && !shares_rows_ && warpgroup_ == 1) return skip_step();
-    rows_.start(tile, shares_rows_, storage_->row_scales[queries_.stage()]);
+    rows_.start(tile, shares_rows_ ? 0 : warpgroup_ * kWarpgroupRows, storage_->row_scales[queries_.stage()]);
     const int count = tile.num_steps, first_key = tile.first_key;
     const uint32_t end = keys_.steps + count;
     const int skipped = shares_rows_ ? warpgroup_ : 0;

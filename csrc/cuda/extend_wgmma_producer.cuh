@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/extend_convert.cuh"
+#include "cuda/extend_queries.cuh"
 #include "cuda/extend_wgmma.cuh"
 
 namespace kvservice {
@@ -17,6 +18,7 @@ class WgmmaProducer {
   template <int kShift>
   using Loader = KvLoader<kHead, kKeys, false, kShift>;
   using Converter = KvConverter<kHead, kKeys>;
+  using Queries = QueryLoader<kHead, kWgmmaRows>;
   using Scheduler = TileScheduler<kWgmmaRows, kKeys>;
   using Storage = SharedStorage<kHead>;
 
@@ -74,19 +76,25 @@ class WgmmaProducer {
     int i = 1, key = tile.first_key;
     loader.look_up_keys(key);
     loader.look_up_values(key);
-    copy_keys(loader, key);
     const auto next = [&] {
       copy_keys(loader, key + kKeys);
       copy_values(loader, key);
       ++i;
       key += kKeys;
     };
-    if (late && tile.num_steps > 1) next();
-    wait_query_empty();
-    publish_tile();
-    copy_queries(tile);
-    arrive_when_copied(&storage_->query_full[queries_.stage()]);
-    ++queries_.steps;
+    const auto queries = [&] {
+      wait_query_empty();
+      publish_tile();
+      Queries::copy(a_, tile, query_address());
+      arrive_when_copied(&storage_->query_full[queries_.stage()]);
+      ++queries_.steps;
+    };
+    if (Shape::kQueryStages > 1) queries();
+    copy_keys(loader, key);
+    if (Shape::kQueryStages == 1) {
+      if (late && tile.num_steps > 1) next();
+      queries();
+    }
     while (i < tile.num_steps) next();
     copy_values(loader, key);
   }
@@ -117,7 +125,7 @@ class WgmmaProducer {
     converter.fetch_keys(key);
     wait_query_empty();
     publish_tile();
-    convert_queries(tile);
+    Queries::convert(a_, tile, query_address(), storage_->row_scales[queries_.stage()]);
     arrive_when_stored(&storage_->query_full[queries_.stage()]);
     ++queries_.steps;
     for (int i = 0; i < tile.num_steps; ++i, key += kKeys) {
@@ -154,68 +162,6 @@ class WgmmaProducer {
 
   __device__ void publish_tile() const {
     if (threadIdx.x == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_->query_full[queries_.stage()]));
-  }
-
-  // Calls body(row of the tile, its query or null) for this thread's rows. Eight lanes have adjacent rows, so that they
-  // store 128 contiguous bytes of the layout [head_size/8][128 rows][8].
-  template <typename Body>
-  __device__ void for_each_row(const Tile& tile, const Body& body) {
-    constexpr int kStride = kLoadThreads / 32 * 8;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = ptx::opaque(a_.group);
-    const int rows = tile.num_rows(a_);
-    const int tokens_apart = kStride / group, heads_apart = kStride - tokens_apart * group;
-    int row = warp * 8 + lane % 8;
-    int token = (tile.first_row + row) / group, head = tile.first_row + row - token * group;
-    const int64_t first = tile.first_token * a_.num_heads + tile.kv_head * group;
-    for (; row < kWgmmaRows; row += kStride) {
-      const int64_t index = first + static_cast<int64_t>(token) * a_.num_heads + head;
-      const char* query = static_cast<const char*>(a_.query) + index * a_.head_size * 2;
-      body(row, tile.first_row + row < rows ? query : nullptr);
-      token += tokens_apart;
-      head += heads_apart;
-      if (head >= group) {
-        head -= group;
-        ++token;
-      }
-    }
-  }
-
-  __device__ void copy_queries(const Tile& tile) {
-    for_each_row(tile, [&](int row, const char* query) {
-      const int first = threadIdx.x % 32 / 8, pieces = a_.head_size / 8, bytes = query != nullptr ? 16 : 0;
-      const char* source = bytes != 0 ? query + first * 16 : static_cast<const char*>(a_.query);
-      const uint32_t dst = query_address() + (first * kWgmmaRows + row) * 16;
-#pragma unroll
-      for (int i = 0; i < kHead / 8; i += 4) {
-        if (first + i < pieces) copy_16(dst + i * kWgmmaRows * 16, source + i * bytes, bytes);
-      }
-    });
-  }
-
-  // In float16: a power of two scales each row into the range.
-  __device__ void convert_queries(const Tile& tile) {
-    for_each_row(tile, [&](int row, const char* query) {
-      constexpr int kPieces = kHead / 32;  // per lane
-      const int lane = threadIdx.x % 32;
-      const auto* source = reinterpret_cast<const uint4*>(query);
-      uint4 numbers[kPieces];
-      float largest = 0.0F;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int piece = lane / 8 + 4 * i;
-        numbers[i] = query != nullptr && piece < a_.head_size / 8 ? source[piece] : make_uint4(0, 0, 0, 0);
-        largest = fmaxf(largest, largest_of_8(numbers[i], a_.dtype));
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 8));
-      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 16));
-      const PowerOfTwo power(largest);
-      if (lane < 8) storage_->row_scales[queries_.stage()][row] = power.up;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const uint32_t dst = query_address() + ((lane / 8 + 4 * i) * kWgmmaRows + row) * 16;
-        ptx::store_shared_16(dst, scaled_halves(numbers[i], a_.dtype, power.down));
-      }
-    });
   }
 
   static __device__ void arrive_when_copied(uint64_t* barrier) {

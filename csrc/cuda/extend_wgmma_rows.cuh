@@ -17,14 +17,13 @@ class WgmmaRows {
   static constexpr int kScales = kFloat8 ? 2 : 1;  // one if all rows have the same scale
 
  public:
-  __device__ WgmmaRows(const Args& a, int warpgroup) : a_(a), warpgroup_(warpgroup), lane_(threadIdx.x % 32) {}
+  __device__ explicit WgmmaRows(const Args& a) : a_(a), lane_(threadIdx.x % 32) {}
 
-  // `shares_rows`: both warpgroups have the same rows. `row_scales`: of the rows of the tile, for FP8 pools.
-  // The tile is in shared memory and stays there until the rows are stored.
-  __device__ void start(const Tile& tile, bool shares_rows, const float* row_scales) {
+  // `first_row` of the warpgroup, within the tile. `row_scales`: of the rows of the tile, for FP8 pools.
+  // The tile stays where it is until the rows are stored.
+  __device__ void start(const Tile& tile, int first_row, const float* row_scales) {
     tile_ = &tile;
-    warp_row_ =
-        (shares_rows ? 0 : warpgroup_ * kWarpgroupRows) + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
+    warp_row_ = first_row + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) position_[i] = tile_->position(a_, row(i));
     const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_->kv_head] : 1.0F;
@@ -230,7 +229,6 @@ class WgmmaRows {
   }
 
   const Args& a_;
-  const int warpgroup_;
   const int lane_;
   const Tile* tile_;
   int warp_row_;  // first row of this warp, within the tile

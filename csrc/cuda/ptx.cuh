@@ -129,13 +129,15 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Adds without an order. The compiler would combine the additions of a warp, and wait for the sum to distribute it.
-__device__ __forceinline__ int add_relaxed(int* counter, int by) {
+// Adds one without an order, and returns the number before, below 2^31 - 1. ptxas combines additions of a warp, also of
+// one thread, and then waits for the answer to distribute it. It does not combine increments that can wrap around.
+__device__ __forceinline__ int increment_relaxed(int* counter) {
   int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
+// Adds without an order.
 __device__ __forceinline__ uint64_t add_relaxed(uint64_t* counter, uint64_t by) {
   uint64_t before;
   asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(by) : "memory");

@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE / "ops"), str(HERE.parent / "ops")]
 import numpy as np  # noqa: E402  the path comes first
 from attention_reference import Case, put_sequence  # noqa: E402
 from gpu_attention import run_cases  # noqa: E402
-from gpu_cases import sample_cases  # noqa: E402
+from gpu_cases import sample_cases, sample_short_cases  # noqa: E402
 from gpu_memory import GpuMemory, numpy_dtype  # noqa: E402
 from shared_prefix import run_shared_cases, sample_shared  # noqa: E402
 
@@ -41,6 +41,7 @@ def attention(kernel: Kernel) -> None:
     split = Case((1, 1), (2500, 700), dtype="float16", head_size=128, num_kv_heads=1, group=4, num_layers=1, layer=0)
     if kernel == "extend":
         split = replace(split, query_lens=(33, 20))
+        cases += sorted(sample_short_cases(CASES), key=work)[: CASES // 2]
     run_cases([*cases, split, replace(split, sliding_window=600)], kernel, trap=NOWHERE)
     run_cases([split, replace(split, sliding_window=600)], kernel, trap=NOWHERE, batch_invariant=True)
 

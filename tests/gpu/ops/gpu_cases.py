@@ -109,3 +109,34 @@ def sample_cases(kernel: str, count: int, *, seed: int = 0) -> list[Case]:
             )
         )
     return cases
+
+
+def sample_short_cases(count: int, *, seed: int = 0) -> list[Case]:
+    """Return batches whose tables have room for few tokens: from one sequence to hundreds, most of them prompts, some
+    without queries. Hopper has a kernel for them, whose limits, 256 and 512 tokens, are among the contexts."""
+    rng = random.Random(f"short {seed}")
+    cases = []
+    for index in range(count):
+        dtype, pool_dtype = DTYPES[index % len(DTYPES)]
+        head_size, block_size = rng.choice(HEAD_SIZES), rng.choice(BLOCK_SIZES)
+        num_kv_heads, group = rng.choice(HEADS)
+        longest = rng.choice([1, 40, 64, 65, 100, 128, 200, 256, 257, 512])
+        num_seqs = min(rng.choice([1, 3, 32, 33, 256, 257, 700]), 60_000 // (longest * num_kv_heads * group) + 1)
+        contexts = [longest, *(rng.randint(1, longest) for _ in range(num_seqs - 1))]
+        queries = [rng.choice([context, context, min(context, 17), rng.randint(0, context)]) for context in contexts]
+        cases.append(
+            Case(
+                tuple(queries),
+                tuple(contexts),
+                dtype=dtype,
+                pool_dtype=pool_dtype,
+                scaled=pool_dtype is not None and rng.random() < 0.7,
+                head_size=head_size,
+                block_size=block_size,
+                num_kv_heads=num_kv_heads,
+                group=group,
+                seed=index,
+                **rng.choice(OPTIONS),
+            )
+        )
+    return cases

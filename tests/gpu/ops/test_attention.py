@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attention_reference import Case, Sparse, compare, reference
 from gpu_attention import OnDevice, bounds, make_trapped, run_case, run_cases
-from gpu_cases import DTYPES, HEAD_SIZES, sample_cases
+from gpu_cases import DTYPES, HEAD_SIZES, sample_cases, sample_short_cases
 from gpu_memory import GpuMemory
 
 from kvservice.errors import InvalidArgumentError
@@ -92,6 +92,23 @@ def test_whole_prompts(kernel: Kernel) -> None:
     """Each case is compared with float64."""
     base = Case((1100, 513), (1100, 600), dtype="bfloat16", head_size=128, num_kv_heads=1, group=2)
     run_cases([base, replace(base, dtype="float16", head_size=64, block_size=64, sliding_window=300)], kernel)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_batches_of_short_prompts(part: int) -> None:
+    """Each case is compared with float64. Each call finds what the last one left in the workspace, and gives the same
+    bits."""
+    for case in sample_short_cases(16, seed=part):
+        batch = make_trapped(case)
+        with GpuMemory() as memory:
+            device = OnDevice(memory, batch)
+            out, lse = device.attend(kernel="extend")
+            memory.check_guards()
+            compare(case, reference(batch), out, lse, **bounds(case, "extend"))
+            for _ in range(3):
+                again, again_lse = device.attend(kernel="extend")
+                assert again.tobytes() == out.tobytes(), case
+                assert again_lse.tobytes() == lse.tobytes(), case
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
