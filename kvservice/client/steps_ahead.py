@@ -29,8 +29,9 @@ MAX_TOKEN_ID = 2**31 - 1
 class StepsAhead:
     """One run of decode steps of the same sequences, each of which gets one token in each step.
 
-    There are slots for twice `num_steps` tokens. When `num_steps` of them are known, a thread commits them, and the
-    answer brings slots for the next ones. So `take` waits only if the commit takes longer than `num_steps` steps.
+    There are slots for twice `num_steps` tokens. When `num_steps` of them are known, and another step is taken or none
+    can be, a thread commits them, and the answer brings slots for the next ones. So `take` waits only if the commit
+    takes longer than `num_steps` steps, and the end of a run is one call, not two.
 
     Raises the errors of `Session.open_ahead`, InvalidArgumentError if a sequence would have more than `max_tokens`
     tokens, and StaleStepError if the daemon was restarted since the pool was mapped.
@@ -89,8 +90,9 @@ class StepsAhead:
         if self._has_failed:
             raise FailedPreconditionError("an earlier step failed: end this run, and begin another")
         self._adopt(wait=False)
-        if self._num_taken == self.num_slots:
+        if len(self._tokens) >= self._num_steps or self._num_taken == self.num_slots:
             self._commit_known()
+        if self._num_taken == self.num_slots:
             self._adopt(wait=True)
         if self._num_taken == self.num_slots:
             if self._tokens:
@@ -120,7 +122,7 @@ class StepsAhead:
             raise FailedPreconditionError("all steps have their tokens already")
         self._check_now()
         self._tokens.append(tokens)
-        if len(self._tokens) >= self._num_steps:
+        if len(self._tokens) >= self._num_steps and self._num_taken == self.num_slots:
             self._commit_known()
 
     def _check_now(self) -> None:
