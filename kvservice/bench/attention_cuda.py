@@ -54,7 +54,10 @@ class DeviceBenchOptions:
         else:
             shapes = cuda_shapes.select(self.shapes or (",".join(cuda_shapes.QUICK) if self.quick else ""))
         if not shapes:
-            raise InvalidArgumentError(f"no shape's name contains {self.shapes!r}", field="shapes")
+            families = ", ".join(sorted({shape.family for shape in cuda_shapes.SHAPES}))
+            raise InvalidArgumentError(
+                f"{self.shapes!r} is in no shape's name, and no family: {families}", field="shapes"
+            )
         return shapes
 
 

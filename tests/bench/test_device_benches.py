@@ -99,6 +99,7 @@ def test_a_shape_that_does_not_exist_is_named() -> None:
     refused = kvservice("bench", "attention", "--device", "cuda", "--shapes", "13x7")
     assert refused.returncode == 1
     assert "13x7" in refused.stderr
+    assert "short-prompts" in refused.stderr
 
 
 @pytest.mark.parametrize(
