@@ -234,13 +234,15 @@ class WgmmaConsumer {
   }
 
   // Adds the sums of two warpgroups with the same rows, through the query memory. Returns true in the warpgroup that
-  // has the result.
+  // has the result. A quad takes the place of eight dimensions of queries: those past the head size have to stay zero.
   __device__ bool combine_warpgroups() {
     auto* values = reinterpret_cast<float4*>(shared_ + queries_.stage() * Shape::kQueryBytes);
     ptx::named_barrier(kConsumersBarrier, 2 * kWarpgroupThreads);
     if (warpgroup_ == 1) {
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) values[i * kWarpgroupThreads + thread()] = rows_.quad(i);
+      for (int i = 0; i < kHead / 8; ++i) {
+        if (8 * i < a_.head_size) values[i * kWarpgroupThreads + thread()] = rows_.quad(i);
+      }
       storage_->states[thread()] = make_float4(rows_.max[0], rows_.max[1], rows_.sum[0], rows_.sum[1]);
     }
     ptx::named_barrier(kConsumersBarrier, 2 * kWarpgroupThreads);
@@ -259,7 +261,9 @@ class WgmmaConsumer {
       }
       rows_.rescale(mine);
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, values[i * kWarpgroupThreads + thread()], others);
+      for (int i = 0; i < kHead / 8; ++i) {
+        if (8 * i < a_.head_size) rows_.add_quad(i, values[i * kWarpgroupThreads + thread()], others);
+      }
     }
     release(&storage_->query_empty[queries_.stage()], 1);
     return warpgroup_ == 0;
