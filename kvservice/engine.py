@@ -78,8 +78,10 @@ class CacheEngine:
         self._copy_on_write(step)
         return step
 
-    def open_ahead(self, namespace: SessionNamespace, sequence_ids: Array, num_steps: int) -> StepPlan:
-        step = self.manager.open_ahead(namespace, sequence_ids, num_steps)
+    def open_ahead(
+        self, namespace: SessionNamespace, sequence_ids: Array, num_steps: int, expected_lengths: Array | None
+    ) -> StepPlan:
+        step = self.manager.open_ahead(namespace, sequence_ids, num_steps, expected_lengths)
         self._copy_on_write(step)
         return step
 

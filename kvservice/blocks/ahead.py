@@ -19,7 +19,7 @@ from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamesp
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, StepPlan
 from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED
 from kvservice.blocks.state import BlockState
-from kvservice.blocks.steps import StepPlanner
+from kvservice.blocks.steps import StepPlanner, check_expected_lengths
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -32,12 +32,20 @@ class AheadStepper:
         self._state, self._config, self._steps, self._layers = state, state.config, steps, layers
         self._device, self._sequences = state.device, state.sequences
 
-    def open(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, num_steps: int) -> StepPlan:
+    def open(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        num_steps: int,
+        expected_lengths: npt.ArrayLike | None,
+    ) -> StepPlan:
         """See BlockManager.open_ahead."""
         self._state.enter(namespace)
         ids, rows = namespace.lookup(sequence_ids)
         states = self._sequences.resident_states(ids, rows)
         num_steps = whole_number(num_steps, "num_steps", 1, self._config.max_sequence_tokens)
+        if expected_lengths is not None:
+            check_expected_lengths(ids, states[:, LENGTH], expected_lengths)
         _check_computed(ids, states)
         batch = self._planned(WriteBatch(ids, rows, states, states[:, LENGTH]), num_steps)
         growth = self._steps.growth.plan(batch, 0)

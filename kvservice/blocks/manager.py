@@ -355,15 +355,22 @@ class BlockManager:
         """
         return self._reopener.reopen(namespace, sequence_ids, starts, num_tokens, lookahead)
 
-    def open_ahead(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, num_steps: int) -> StepPlan:
+    def open_ahead(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        num_steps: int,
+        expected_lengths: npt.ArrayLike | None = None,
+    ) -> StepPlan:
         """Open a step over the next `num_steps` tokens of sequences, which are not known yet (vLLM v0: multi-step
         scheduling with lookahead slots).
 
-        sequence_ids int64[n], distinct, all of whose tokens are computed. The step has no layers to write: its client
-        writes the K/V, and tells the tokens with `commit_ahead`. It ends as other steps do. Raises
-        FailedPreconditionError, OutOfBlocksError.
+        sequence_ids int64[n], distinct, all of whose tokens are computed; expected_lengths int64[n], the lengths that
+        the client knows, which say where it writes. The step has no layers to write: its client writes the K/V, and
+        tells the tokens with `commit_ahead`. It ends as other steps do. Raises FailedPreconditionError,
+        LengthMismatchError, OutOfBlocksError.
         """
-        return self._ahead.open(namespace, sequence_ids, num_steps)
+        return self._ahead.open(namespace, sequence_ids, num_steps, expected_lengths)
 
     def commit_ahead(
         self,

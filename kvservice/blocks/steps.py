@@ -74,11 +74,7 @@ class StepPlanner:
             raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
         states = self._sequences.resident_states(ids, rows)
         if expected_lengths is not None:
-            expected = int64_array(expected_lengths, "expected_lengths")
-            if len(expected) != len(ids):
-                raise InvalidArgumentError(
-                    f"has {len(expected)} elements for {len(ids)} sequences", field="expected_lengths"
-                )
+            expected = _expected_of(expected_lengths, len(ids))
             if np.count_nonzero(states[:, LENGTH] != expected):
                 return self._repeated_append(namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
         if num_tokens is None and lookahead == 0:
@@ -172,8 +168,6 @@ class StepPlanner:
         """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
         otherwise."""
         expected, lengths = batch.lengths, batch.states[:, LENGTH]
-        if np.count_nonzero(expected < 0):
-            refuse("expected_lengths", expected < 0, "must not be negative")
         entry = namespace.steps.get(int(batch.states[0, STEP]))
         if (
             entry is not None
@@ -186,11 +180,7 @@ class StepPlanner:
             slots = self._sequences.slots(batch.rows, expected, appended)
             if np.array_equal(self._device.tokens_by_slot[slots], tokens):
                 return dataclasses.replace(entry.plan, copies=NO_COPIES)
-        i = int((lengths != expected).argmax())
-        raise LengthMismatchError(
-            f"sequence {batch.ids[i]} has {lengths[i]} tokens, not {expected[i]}", field=f"expected_lengths[{i}]",
-            sequence_id=int(batch.ids[i]), length=int(lengths[i]), expected_length=int(expected[i]),
-        )  # fmt: skip
+        raise _mismatch(batch.ids, lengths, expected)
 
     def open(
         self,
@@ -244,3 +234,27 @@ def check_query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Arr
     if np.count_nonzero(outside):
         refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
     return query_lens
+
+
+def check_expected_lengths(ids: Int64Array, lengths: Int64Array, expected_lengths: npt.ArrayLike) -> None:
+    """Raise LengthMismatchError unless the sequences have these lengths."""
+    expected = _expected_of(expected_lengths, len(ids))
+    if np.count_nonzero(lengths != expected):
+        raise _mismatch(ids, lengths, expected)
+
+
+def _expected_of(expected_lengths: npt.ArrayLike, count: int) -> Int64Array:
+    expected = int64_array(expected_lengths, "expected_lengths")
+    if len(expected) != count:
+        raise InvalidArgumentError(f"has {len(expected)} elements for {count} sequences", field="expected_lengths")
+    if np.count_nonzero(expected < 0):
+        refuse("expected_lengths", expected < 0, "must not be negative")
+    return expected
+
+
+def _mismatch(ids: Int64Array, lengths: Int64Array, expected: Int64Array) -> LengthMismatchError:
+    i = int((lengths != expected).argmax())
+    return LengthMismatchError(
+        f"sequence {ids[i]} has {lengths[i]} tokens, not {expected[i]}", field=f"expected_lengths[{i}]",
+        sequence_id=int(ids[i]), length=int(lengths[i]), expected_length=int(expected[i]),
+    )  # fmt: skip

@@ -95,6 +95,10 @@ class Session:
         """See SessionCore.num_restarts."""
         return self._core.num_restarts
 
+    def next_request_id(self) -> int:
+        """See SessionCore.next_request_id."""
+        return self._core.next_request_id()
+
     allocate = blocking(_Core.allocate)
     allocate_batch = blocking(_Core.allocate_batch)
     can_allocate = blocking(_Core.can_allocate)

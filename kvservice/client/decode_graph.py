@@ -26,7 +26,7 @@ from kvservice.client.cuda import device_of
 from kvservice.client.pools.decode import DecodeTables
 from kvservice.client.steps_ahead import StepsAhead
 from kvservice.client.values import Sequence
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.errors import CallTimeoutError, FailedPreconditionError, InvalidArgumentError
 from kvservice.ops import torch_cuda, torch_ops
 
 NUM_WARM_UPS: Final = 3
@@ -258,15 +258,20 @@ class DecodeGraph:
 
     def end(self) -> None:
         """Commit the tokens that are known, after the replays. The daemon forgets those of other replays. Does nothing
-        without sequences. Raises the errors of `StepsAhead.close`; the sequences' lengths say what was committed."""
-        steps, self.steps = self.steps, None
+        without sequences. Raises the errors of `StepsAhead.close`: after a CallTimeoutError call it again; after other
+        errors the run has ended, and the sequences' lengths say what was committed."""
+        steps = self.steps
         if steps is None:
             return
         try:
             steps.close()
+        except CallTimeoutError:
+            raise
         except BaseException:
+            self.steps = None
             steps.wait()
             raise
+        self.steps = None
 
     def _begun(self) -> StepsAhead:
         if self.steps is None:

@@ -160,7 +160,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         await self._free_dropped(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
@@ -227,7 +227,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
         request = build(
             blocks_pb2.AppendRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequence_ids=growing_ids_of(sequences, "sequences"),
             token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
@@ -256,7 +256,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             counts = [whole(num_tokens, "num_tokens")] * len(sequences)
         request = build(
             blocks_pb2.OpenStepRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequence_ids=ids_of(sequences),
             num_tokens=counts,
         )
@@ -264,16 +264,19 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     async def open_ahead(self, sequences: Batch[Sequence], num_steps: int, *, timeout_s: float | None = None) -> StepT:
         """Open a step over the next `num_steps` tokens of sequences that nobody knows yet, and whose other tokens are
-        all computed. For sessions that have mapped the pool for writing; others get PoolNotSharedError.
+        all computed. For sessions that have mapped the pool for writing; others get PoolNotSharedError. Raises
+        LengthMismatchError if the daemon knows another length of a sequence, because the tokens would be written over
+        others.
 
         `MappedPool.step` has its tables. The client writes one token of each sequence after another, and then calls
         `commit_ahead`. The step has no layers: its `extend`, `decode` and `write` raise FailedPreconditionError.
         """
         request = build(
             blocks_pb2.OpenAheadRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequence_ids=growing_ids_of(sequences, "sequences"),
             num_steps=whole(num_steps, "num_steps"),
+            expected_lengths=[sequence.length for sequence in sequences],
         )
         await self._free_dropped(timeout_s)
         return self._step(sequences, await self.call("open_ahead", request, timeout_s), ahead=True)
@@ -285,6 +288,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         *,
         num_tokens: Iterable[int] | None = None,
         num_steps: int = 0,
+        request_id: int | None = None,
         timeout_s: float | None = None,
     ) -> StepT | None:
         """Append the tokens that were written in a step ahead, sequence after sequence, as computed tokens. On a GPU,
@@ -293,12 +297,15 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `num_tokens` gives the number of tokens of each sequence; None: the same number for each. Returns the next step,
         over the `num_steps` tokens after them, or None if that is 0. Tokens past those of `token_ids` that were written
         already, or are being written, have the same slots in the next step. If the call fails, this step goes on.
+
+        After a CallTimeoutError nobody knows whether the daemon has executed the call. Make it again, with the same
+        arguments and the same `request_id`, one of `next_request_id`: it is executed once.
         """
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         tokens = token_list(token_ids, self.info)
         request = build(
             blocks_pb2.CommitAheadRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id() if request_id is None else request_id,
             step_id=self._own_step(step),
             token_ids=tokens,
             num_tokens=counts,
@@ -339,7 +346,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         child_ids = self._new_ids(len(parents)) if sequence_ids is None else int_list(sequence_ids, "child_ids")
         request = build(
             blocks_pb2.ForkRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             parent_ids=growing_ids_of(parents, "parents"),
             child_ids=child_ids,
         )
@@ -354,7 +361,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         length = whole(length, "lengths")
         request = build(
             blocks_pb2.TruncateRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequence_ids=growing_ids_of([sequence], "sequences"),
             lengths=[length],
         )
@@ -368,7 +375,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             raise InvalidArgumentError(f"is {tier!r}, not one of {', '.join(_SWAP_TIERS)}", field="tier")
         request = build(
             blocks_pb2.SwapOutRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             sequence_ids=ids_of(sequences),
             tier=_SWAP_TIERS[tier],
         )
@@ -378,14 +385,14 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
         prefix cache still had. Sequences on the disk need a call of their own; SessionNotRestoredError says that the
         file of one is damaged."""
-        request = build(blocks_pb2.SwapInRequest, request_id=self._request_id(), sequence_ids=ids_of(sequences))
+        request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=ids_of(sequences))
         return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
         """Free sequences. Their full computed blocks stay in the prefix cache. A batch above the limit of one request
         is split into several requests, each of which frees all of its sequences or none."""
         for ids in list(id_batches(ids_of(sequences), self.info)) or [[]]:
-            request = build(blocks_pb2.FreeRequest, request_id=self._request_id(), sequence_ids=ids)
+            request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
             await self.call("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
@@ -465,7 +472,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
         request = build(
             blocks_pb2.PinRequest,
-            request_id=self._request_id(),
+            request_id=self.next_request_id(),
             token_ids=token_list(token_ids, self.info),
             extra_keys=extra_key_messages(extra_keys),
             ttl_s=ttl_s,
@@ -473,7 +480,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         return from_message(Pin, await self.call("pin", request, timeout_s))
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
-        request = build(blocks_pb2.UnpinRequest, request_id=self._request_id(), pin_id=pin.pin_id)
+        request = build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id)
         num_restarts = self.num_restarts
         try:
             await self.call("unpin", request, timeout_s)
@@ -484,7 +491,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Clear the prefix cache of all sessions."""
-        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self._request_id())
+        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
         await self.call("reset_prefix_cache", request, timeout_s)
 
     async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
@@ -542,8 +549,9 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def commit(self, step: HasStepInfo, *, timeout_s: float | None = None) -> None:
         """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
         stream first."""
-        request = build(host_pb2.CommitRequest, request_id=self._request_id(), step_id=self._own_step(step))
+        request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=self._own_step(step))
         await self.call("commit", request, timeout_s)
 
-    def _request_id(self) -> int:
+    def next_request_id(self) -> int:
+        """Return an id for a call that may have to be made again, such as `commit_ahead`."""
         return self.calls.next_request_id()

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,29 @@ from kvservice.client.pools.tables import MappedStep
 from kvservice.client.requests import int_list
 from kvservice.client.values import Sequence
 from kvservice.errors import (
+    CallTimeoutError,
     ConnectionLostError,
     FailedPreconditionError,
     InvalidArgumentError,
+    KVServiceError,
     PoolNotSharedError,
     StaleStepError,
 )
 
 MAX_TOKEN_ID = 2**31 - 1
+# After these nobody knows whether the daemon has executed a call.
+UNKNOWN_OUTCOME = (CallTimeoutError, ConnectionLostError)
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A commit of the oldest `num_steps` known steps. Made again, with the same id, it is executed once."""
+
+    request_id: int
+    step: Step
+    num_steps: int
+    token_ids: list[int]
+    room: int  # tokens of each sequence in the next step; 0 opens none
 
 
 class StepsAhead:
@@ -54,8 +70,9 @@ class StepsAhead:
         # Steps since the last commit: how many were taken, and the tokens of those of them that are known.
         self._num_taken = 0
         self._tokens: list[list[int]] = []
+        # The commit whose outcome is not known, and its call if it is on its way.
+        self._unanswered: _Commit | None = None
         self._pending: Future[Step | None] | None = None
-        self._num_pending = 0
         # A step failed: nobody knows which of its layers were written.
         self._has_failed = False
         room = self._room(0)
@@ -89,6 +106,7 @@ class StepsAhead:
         """
         if self._has_failed:
             raise FailedPreconditionError("an earlier step failed: end this run, and begin another")
+        self._check_open()
         self._adopt(wait=False)
         if len(self._tokens) >= self._num_steps or self._num_taken == self.num_slots:
             self._commit_known()
@@ -111,6 +129,9 @@ class StepsAhead:
     def written(self, token_ids: Iterable[int]) -> None:
         """Say which tokens the oldest step wrote whose tokens are not known yet: one of each sequence. Raises
         InvalidArgumentError, and the errors of `take`."""
+        self._check_open()
+        if not isinstance(token_ids, Iterable):
+            raise InvalidArgumentError(f"is {type(token_ids).__name__}, must be a list", field="token_ids")
         tokens = int_list(np.array(token_ids if isinstance(token_ids, np.ndarray) else list(token_ids)), "token_ids")
         if any(not 0 <= token <= MAX_TOKEN_ID for token in tokens):
             raise InvalidArgumentError(f"has tokens that are not from 0 to {MAX_TOKEN_ID}", field="token_ids")
@@ -125,12 +146,16 @@ class StepsAhead:
         if len(self._tokens) >= self._num_steps and self._num_taken == self.num_slots:
             self._commit_known()
 
+    def _check_open(self) -> None:
+        if self._unanswered is not None and self._unanswered.room == 0:
+            raise FailedPreconditionError("the end of this run is not answered yet: call end() again")
+
     def _check_now(self) -> None:
-        """Check the step. A commit on its way ends it before its answer is here: the answer is waited for then."""
+        """Check the step. A commit ends it before its answer is here: the answer is waited for then."""
         try:
             self.tables.check()
         except StaleStepError:
-            if self._pending is None:
+            if self._unanswered is None:
                 raise
             self.check()
 
@@ -142,25 +167,55 @@ class StepsAhead:
 
     def close(self) -> None:
         """Commit the tokens that are known, and end the step. Raises StaleStepError, and the errors of
-        `Session.commit_ahead`."""
-        if self._pending is not None and self._pending.exception() is not None:
-            self._pending = None  # the commit below raises its error, if there still is one
-        # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
-        with contextlib.suppress(ConnectionLostError):
-            self.check()
-        self._asked(self._session.commit_ahead, self._step, self._by_sequence(len(self._tokens)))
+        `Session.commit_ahead`. After a CallTimeoutError call it again."""
+        if self._unanswered is None or self._unanswered.room > 0:
+            self._settle()
+            # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
+            with contextlib.suppress(ConnectionLostError):
+                self.tables.check()
+            self._unanswered = self._commit_of(len(self._tokens), 0)
+        self._adopt(wait=True)
+
+    def _settle(self) -> None:
+        """Wait for a commit whose outcome is not known. Raises CallTimeoutError and ConnectionLostError; the commit at
+        the end raises other errors again, if they still hold."""
+        try:
+            try:
+                self._adopt(wait=True)
+            except ConnectionLostError:
+                self._adopt(wait=True)  # once more, because it waits for a connection
+        except UNKNOWN_OUTCOME:
+            raise
+        except KVServiceError:
+            pass
 
     def _commit_known(self) -> None:
         """Begin to commit the known tokens, unless a commit is on its way or no sequence can grow after them."""
-        count = len(self._tokens)
-        room = self._room(count) if self._pending is None else 0
-        if count == 0 or room <= 0:
+        if self._pending is not None:
             return
-        self.tables.check()
-        step, tokens = self._step, self._by_sequence(count)
-        # All tokens with slots in flight have them after the commit too: `room` is at least as many.
-        self._pending = self._commits.submit(self._asked, self._session.commit_ahead, step, tokens, num_steps=room)
-        self._num_pending = count
+        if self._unanswered is None:
+            count = len(self._tokens)
+            room = self._room(count)
+            if count == 0 or room <= 0:
+                return
+            self.tables.check()
+            # All tokens with slots in flight have them after the commit too: `room` is at least as many.
+            self._unanswered = self._commit_of(count, room)
+        self._send(self._unanswered)
+
+    def _commit_of(self, num_steps: int, room: int) -> _Commit:
+        tokens = self._by_sequence(num_steps)
+        return _Commit(self._session.next_request_id(), self._step, num_steps, tokens, room)
+
+    def _send(self, commit: _Commit) -> None:
+        self._pending = self._commits.submit(
+            self._asked,
+            self._session.commit_ahead,
+            commit.step,
+            commit.token_ids,
+            num_steps=commit.room,
+            request_id=commit.request_id,
+        )
 
     @staticmethod
     def _asked(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -179,14 +234,21 @@ class StepsAhead:
 
     def _adopt(self, *, wait: bool) -> None:
         """Go on with the step that a commit has opened, if there was one and its answer is here."""
-        pending = self._pending
-        if pending is None or not (wait or pending.done()):
+        if wait and self._unanswered is not None and self._pending is None:
+            self._send(self._unanswered)  # again
+        pending, commit = self._pending, self._unanswered
+        if pending is None or commit is None or not (wait or pending.done()):
             return
+        self._pending = None
         try:
             step = pending.result()
-        finally:
-            self._pending = None
-        assert step is not None, "more steps were asked for"
-        self._num_taken -= self._num_pending
-        del self._tokens[: self._num_pending]
-        self._use(step)
+        except UNKNOWN_OUTCOME:
+            raise
+        except KVServiceError:
+            self._unanswered = None  # it was not executed
+            raise
+        self._unanswered = None
+        self._num_taken -= commit.num_steps
+        del self._tokens[: commit.num_steps]
+        if step is not None:
+            self._use(step)

@@ -104,7 +104,12 @@ class BlockCalls:
         self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
     ) -> Finished[blocks_pb2.StepResponse]:
         session.access.check_writable()
-        step = self._engine.open_ahead(session.namespace, _own_ids(session, request), request.num_steps)
+        step = self._engine.open_ahead(
+            session.namespace,
+            _own_ids(session, request),
+            request.num_steps,
+            codec.optional_ints(request.expected_lengths),
+        )
         return _opened(session, step, return_slot_mapping=False, to_lane=False)
 
     def commit_ahead(

@@ -132,16 +132,18 @@ class OpenStepRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., return_slot_mapping: bool = ...) -> None: ...
 
 class OpenAheadRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "sequence_ids", "num_steps")
+    __slots__ = ("session_token", "request_id", "sequence_ids", "num_steps", "expected_lengths")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     num_steps: int
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    expected_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., expected_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitAheadRequest(_message.Message):
     __slots__ = ("session_token", "request_id", "step_id", "token_ids", "num_tokens", "num_steps")

@@ -3,6 +3,8 @@ commits beside the steps, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,12 +19,14 @@ from kept_daemon import next_process  # noqa: E402
 from small_daemons import OpenDaemon  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
-from kvservice.client import KVClient, Session  # noqa: E402
+from kvservice.client import KVClient, Sequence, Session  # noqa: E402
 from kvservice.client.decode_graph import DecodeGraph  # noqa: E402
 from kvservice.client.threads import finish  # noqa: E402
 from kvservice.errors import (  # noqa: E402
+    CallTimeoutError,
     FailedPreconditionError,
     InvalidArgumentError,
+    LengthMismatchError,
     OutOfBlocksError,
     PoolNotSharedError,
     StaleStepError,
@@ -271,6 +275,87 @@ def test_tokens_that_are_known_after_the_last_slot_was_taken(toy: Toy) -> None:
     graph.graph.end()
 
 
+def lose_answers(kv: Session, monkeypatch: pytest.MonkeyPatch, lost: set[int], *, executed: bool) -> None:
+    """Make these calls of commit_ahead reach their time limits, before the daemon gets them or after it answers."""
+    commit, numbers = kv.commit_ahead, itertools.count()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) not in lost:
+            return commit(*args, **kwargs)
+        if executed:
+            lengths = [sequence.length for sequence in args[0].sequences]
+            commit(*args, **kwargs)
+            for sequence, length in zip(args[0].sequences, lengths, strict=True):
+                sequence.length = length
+        raise CallTimeoutError("the call")
+
+    monkeypatch.setattr(kv, "commit_ahead", late)
+
+
+@pytest.mark.parametrize("executed", [False, True])
+@pytest.mark.parametrize("num_steps", [2, 3, 5])
+def test_commits_without_an_answer_are_made_again(
+    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, num_steps: int, executed: bool
+) -> None:
+    """They are executed once. The run goes on."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    lose_answers(kv, monkeypatch, {0, 2, 3, 5}, executed=executed)
+    graph.graph.begin(sequences, num_steps)
+    num_failures = 0
+    for number in range(25):
+        while True:
+            try:
+                graph.replay([number])
+                break
+            except CallTimeoutError:
+                num_failures += 1
+        graph.graph.written([number])
+    while graph.graph.steps is not None:
+        with contextlib.suppress(CallTimeoutError):
+            graph.graph.end()
+    assert num_failures > 0
+    (found,) = kv.describe(sequences, token_ids=True)
+    assert found.token_ids == (1, 2, 3, *range(25))
+    assert sequences[0].length == found.length == found.num_computed_tokens == 28
+    expected = toy.compute([1, 2, 3, *range(25)])
+    assert state_of(kv, sequences) == state_of(kv, expected)
+
+
+@pytest.mark.parametrize("executed", [False, True])
+def test_an_end_without_an_answer_is_made_again(
+    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    lose_answers(kv, monkeypatch, {0, 1}, executed=executed)
+    graph.graph.begin(sequences, 4)
+    graph.replay([4])
+    graph.graph.written([4])
+    for _ in range(2):
+        with pytest.raises(CallTimeoutError):
+            graph.graph.end()
+        for refused in (lambda: graph.replay([5]), lambda: graph.graph.written([5])):
+            with pytest.raises(FailedPreconditionError, match="end"):
+                refused()
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 4)
+    assert sequences[0].length == 4
+    graph.graph.begin(sequences, 4)
+    graph.graph.end()
+
+
+def test_a_length_that_the_daemon_does_not_know_is_refused(kv: Session, toy: Toy) -> None:
+    """The graph would write into tokens that others may share."""
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3, 4, 5, 6])
+    before = state_of(kv, sequences)
+    for length in (3, 7):
+        with pytest.raises(LengthMismatchError) as raised:
+            graph.graph.begin([Sequence(sequences[0].sequence_id, length)], 4)
+        assert raised.value.field == "expected_lengths[0]"
+    assert state_of(kv, sequences) == before
+    graph.graph.begin(sequences, 4)
+    graph.graph.end()
+
+
 def test_the_end_of_a_run_is_one_call(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose tokens are a multiple of those of a commit."""
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
@@ -290,8 +375,8 @@ def test_the_end_of_a_run_is_one_call(kv: Session, toy: Toy, monkeypatch: pytest
     assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("wrong", [[1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]]])
-def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy, wrong: list[Any]) -> None:
+@pytest.mark.parametrize("wrong", [[1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]], None, 5])
+def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy, wrong: Any) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 2)
     graph.replay([4])

@@ -303,8 +303,10 @@ def step_cases() -> Iterator[Case]:
 def ahead_cases() -> Iterator[Case]:
     """Steps ahead; that of the scene is over the next four tokens of two sequences."""
 
-    def opening(name: str, reason: str, field: str, *ids: int, num_steps: int = 1) -> Case:
-        request = blocks_pb2.OpenAheadRequest(sequence_ids=ids, num_steps=num_steps)
+    def opening(
+        name: str, reason: str, field: str, *ids: int, num_steps: int = 1, lengths: tuple[int, ...] = ()
+    ) -> Case:
+        request = blocks_pb2.OpenAheadRequest(sequence_ids=ids, num_steps=num_steps, expected_lengths=lengths)
         return Case(f"open_ahead {name}", "open_ahead", lambda _: request, reason, field)
 
     def commit(name: str, reason: str, field: str, **fields: Any) -> Case:
@@ -316,6 +318,9 @@ def ahead_cases() -> Iterator[Case]:
     for num_steps in (0, -1, -(2**31), 503, 2**31 - 1):
         yield opening(f"{num_steps} steps", INVALID, "num_steps", Scene.full, num_steps=num_steps)
     yield opening("out of blocks", "OUT_OF_BLOCKS", "", Scene.full, num_steps=400)
+    yield opening("wrong length", "LENGTH_MISMATCH", "expected_lengths[0]", Scene.full, lengths=(9,))
+    yield opening("two lengths", INVALID, "expected_lengths", Scene.full, lengths=(10, 10))
+    yield opening("negative length", INVALID, "expected_lengths[0]", Scene.full, lengths=(-1,))
     yield opening("pending tokens", "FAILED_PRECONDITION", "sequence_ids[1]", Scene.full, Scene.prefill)
     yield commit("of no step", INVALID, "step_id", step_id=-1)
     yield commit("of an unknown step", "UNKNOWN_STEP", "step_id", step_id=2**63 - 1)
