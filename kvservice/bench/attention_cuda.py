@@ -49,16 +49,14 @@ class DeviceBenchOptions:
 
     def selected(self) -> tuple[Shape, ...]:
         """Raises InvalidArgumentError if there are none."""
-        if self.random:
-            shapes = cuda_shapes.select(self.shapes, random_shapes(self.random, self.seed))
-        else:
-            shapes = cuda_shapes.select(self.shapes or (",".join(cuda_shapes.QUICK) if self.quick else ""))
-        if not shapes:
-            families = ", ".join(sorted({shape.family for shape in cuda_shapes.SHAPES}))
-            raise InvalidArgumentError(
-                f"{self.shapes!r} is in no shape's name, and no family: {families}", field="shapes"
-            )
-        return shapes
+        shapes = random_shapes(self.random, self.seed) if self.random else cuda_shapes.SHAPES
+        for word in self.shapes.split(","):
+            if not cuda_shapes.select(word, shapes):
+                families = ", ".join(sorted({shape.family for shape in shapes}))
+                raise InvalidArgumentError(f"{word!r} is in no shape's name, and no family: {families}", field="shapes")
+        return cuda_shapes.select(
+            self.shapes or (",".join(cuda_shapes.QUICK) if self.quick and not self.random else ""), shapes
+        )
 
 
 def run(options: DeviceBenchOptions) -> dict[str, Any]:

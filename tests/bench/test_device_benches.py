@@ -96,7 +96,7 @@ def test_without_a_device_the_error_says_so(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_shape_that_does_not_exist_is_named() -> None:
-    refused = kvservice("bench", "attention", "--device", "cuda", "--shapes", "13x7")
+    refused = kvservice("bench", "attention", "--device", "cuda", "--shapes", "extend,13x7")
     assert refused.returncode == 1
     assert "13x7" in refused.stderr
     assert "short-prompts" in refused.stderr
