@@ -55,8 +55,8 @@ struct Tile {
   __device__ const int32_t* table(const Args& a) const { return a.block_tables + seq * a.max_blocks; }
 };
 
-// The sequences that a scheduler has at hand: up to kPerLane adjacent ones for each lane of its warp. Arrays are indexed
-// by number and lane. In shared memory, because registers are scarce.
+// The sequences that a scheduler has at hand: up to kPerLane adjacent ones for each lane of its warp. Arrays are
+// indexed by number and lane. In shared memory, because registers are scarce.
 template <int kPerLane>
 struct ScheduledSequences {
   // Of all sequences up to this one:
