@@ -152,7 +152,8 @@ class Operations(Rig):
         keys, num_steps = self.keys(number, ids), self.random.randint(1, 4)
         if not ids:
             return
-        step = self.during("open_ahead", lambda: self.manager.open_ahead(space, ids, num_steps), keys)
+        lengths = [sequence.length for sequence in self.manager.describe(space, ids)]
+        step = self.during("open_ahead", lambda: self.manager.open_ahead(space, ids, num_steps, lengths), keys)
         while step is not None:
             self.copy_on_write(step.copies)
             self.manager.end_operation()

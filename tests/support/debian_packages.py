@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import shutil
 import subprocess
@@ -21,9 +22,9 @@ def require(packages: Mapping[str, str]) -> None:
 
 
 def require_libraries(packages: Mapping[str, Sequence[str]]) -> None:
-    """Make shared libraries available to processes that are started from now on. `packages` maps their names to Debian
-    packages, with those that they depend on; they are unpacked in a temporary folder. Skips the test with the reason if
-    that fails."""
+    """Make shared libraries available to this process and to those that it starts from now on. `packages` maps their
+    names to Debian packages, with those that they depend on; they are unpacked in a temporary folder. Skips the test
+    with the reason if that fails."""
     missing = [library for library in packages if not _has_library(library)]
     if not missing:
         return
@@ -39,8 +40,28 @@ def require_libraries(packages: Mapping[str, Sequence[str]]) -> None:
         pytest.skip(f"{', '.join(missing)}: not installed, and cannot be fetched: {done.stderr[-500:]}")
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg-deb", "--extract", package, folder / "root"], timeout=900, check=True)
-    found = {str(path.parent) for path in (folder / "root").rglob("*.so.*")}
+    libraries = [path for path in (folder / "root").rglob("*.so.*") if not path.is_symlink()]
+    found = {str(path.parent) for path in libraries}
+    _load(libraries)
     os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(found), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+
+
+def _load(libraries: Sequence[Path]) -> None:
+    """Load libraries into this process, which does not look at its environment any more: each after those that it
+    needs."""
+    while libraries:
+        failed = [path for path in libraries if not _loads(path)]
+        if len(failed) == len(libraries):
+            return
+        libraries = failed
+
+
+def _loads(path: Path) -> bool:
+    try:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
 
 
 def _has_library(name: str) -> bool:
