@@ -59,7 +59,7 @@ struct Tile {
 // indexed by number and lane. In shared memory, because registers are scarce.
 template <int kPerLane>
 struct ScheduledSequences {
-  // Of all sequences up to this one:
+  // The first three are sums over all sequences up to this one.
   int64_t tokens_end[kPerLane][32];
   int32_t units_end[kPerLane][32];  // chunks of tiles
   int32_t partials_end[kPerLane][32];
@@ -176,7 +176,7 @@ class TileScheduler {
       sequences_.partials_end[i][lane()] = partials += s.partials(a_);
       sequences_.tokens_end[i][lane()] = tokens += query_len;
     }
-    // What the lanes before this one have.
+    // These become what all sequences before those of this lane have.
     units = before.units + sum_up_to(units) - units;
     partials = before.partials + (kSplits ? sum_up_to(partials) - partials : 0);
     tokens = before.tokens + sum_up_to(tokens) - tokens;
