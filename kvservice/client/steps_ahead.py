@@ -239,15 +239,15 @@ class StepsAhead:
         pending, commit = self._pending, self._unanswered
         if pending is None or commit is None or not (wait or pending.done()):
             return
-        self._pending = None
         try:
             step = pending.result()
-        except UNKNOWN_OUTCOME:
+        except KVServiceError as error:
+            self._pending = None
+            if not isinstance(error, UNKNOWN_OUTCOME):
+                self._unanswered = None  # it was not executed
             raise
-        except KVServiceError:
-            self._unanswered = None  # it was not executed
-            raise
-        self._unanswered = None
+        # After an interrupt the call is still on its way, and is not made again: its tokens would count twice.
+        self._pending = self._unanswered = None
         self._num_taken -= commit.num_steps
         del self._tokens[: commit.num_steps]
         if step is not None:

@@ -321,6 +321,34 @@ def test_commits_without_an_answer_are_made_again(
     assert state_of(kv, sequences) == state_of(kv, expected)
 
 
+def test_a_commit_whose_wait_is_interrupted_is_not_made_again(
+    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
+    graph.graph.begin(sequences, 2)
+    for number in range(4):
+        graph.replay([number])
+    for number in range(2):
+        graph.graph.written([number])
+    steps = graph.graph.steps
+    assert steps is not None
+    pending = steps._pending
+    assert pending is not None
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pending, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graph.graph.check()
+    graph.graph.check()
+    assert sequences[0].length == 5
+    graph.graph.end()
+    assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 0, 1)
+    assert sequences[0].length == 5
+
+
 @pytest.mark.parametrize("executed", [False, True])
 def test_an_end_without_an_answer_is_made_again(
     kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, executed: bool
