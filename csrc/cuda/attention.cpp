@@ -133,9 +133,11 @@ void attention_cuda(const AttentionParams& params, const CudaLaunch& launch) {
                                          std::to_string(wanted) + " are required");
   }
   if (choice.cascade) cascade_attention(params, launch);
-  if (choice.reference) reference_attention(params, launch);
-  if (choice.extend.max > 0) extend_attention(params, launch, choice.extend);
-  if (choice.decode.max > 0) decode_attention(params, launch, choice.decode);
+  AttentionParams whole = params;
+  whole.num_common_blocks = 0;  // these kernels read whole block tables
+  if (choice.reference) reference_attention(whole, launch);
+  if (choice.extend.max > 0) extend_attention(whole, launch, choice.extend);
+  if (choice.decode.max > 0) decode_attention(whole, launch, choice.decode);
 }
 
 }  // namespace kvservice

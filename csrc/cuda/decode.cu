@@ -96,6 +96,79 @@ int32_t prefetch_bytes(int64_t bytes) {
   return bytes <= decode::block_threads(8) * 128 ? static_cast<int32_t>(bytes) : 0;
 }
 
+// What direct work wins and loses, measured on an H100 and counted in KV tiles, K and V, that the device reads at full
+// speed. It starts and ends sooner, in which time the device reads kWonBytes, and each further work tile costs less.
+constexpr float kWonBytes = 5e6F, kWonByItem = 0.25F;
+// Fewer thread blocks than these do not read at full speed, with caches of 16 and of 8 bits.
+constexpr float kBusyBlocks = 83.0F, kBusyBlocks8Bit = 110.0F;
+// What is lost by each tile that the longest sequence has more than the mean, and of all tiles if an SM has one thread
+// block: it has fewer bytes in flight, and with many columns more arithmetic.
+constexpr float kLostByLonger = 10.0F, kLostByOneBlock = 0.03F, kLostByOneWideBlock = 0.2F;
+// In several rounds, the host decides by the longest sequence that the tables have room for.
+constexpr float kLostByLongest = 16.0F;
+constexpr int kLongTableTiles = 64;  // the largest clusters are slow to start
+constexpr int64_t kMostDirectItems = 1 << 20;
+
+// The thread blocks of a direct launch, none if work should not be direct, and its parameters.
+struct DirectLaunch {
+  int blocks = 0;
+  int cluster = 0;
+  decode::DirectWork work{};
+};
+
+// Returns the thread blocks of each cluster: one for each SM, but no more than tiles.
+int cluster_of(const Shape& shape, int64_t items, int64_t table_tiles) {
+  const int num_sms = current_device_properties().num_sms;
+  int cluster = 1;
+  for (int more = 2; more <= decode::kMaxCluster && cluster < table_tiles && items * more <= num_sms; more *= 2) {
+    const bool slow = more == decode::kMaxCluster && table_tiles < kLongTableTiles && items * more > num_sms / 2;
+    if (slow || shape.variant->max_clusters(shape.shared_bytes, more) < items) break;
+    cluster = more;
+  }
+  return cluster;
+}
+
+// Chooses by the room in the block tables. The device chooses again, by the lengths.
+DirectLaunch direct_launch(const AttentionParams& p, const Shape& shape, int64_t items, bool batch_invariant) {
+  const int64_t table_tokens = (p.max_blocks - p.num_common_blocks) * p.pool.block_size;
+  const int64_t table_tiles = (table_tokens + shape.tile_tokens - 1) / shape.tile_tokens;
+  const auto longest = static_cast<float>(table_tiles);
+  DirectLaunch direct;
+  direct.blocks = static_cast<int>(std::min<int64_t>(items, shape.blocks));
+  direct.cluster = 1;
+  direct.work.surely = direct.work.starts_next = true;
+  if (batch_invariant)
+    return table_tokens <= decode::kMaxWholeTokens && items <= kMostDirectItems ? direct : DirectLaunch{};
+  decode::DirectWork& work = direct.work;
+  work.most_lost = kWonBytes / static_cast<float>(2 * shape.stage_bytes);
+  work.busy_blocks = is_float8(p.pool.dtype) ? kBusyBlocks8Bit : kBusyBlocks;
+  if (items > shape.blocks) {  // in rounds
+    const auto last = static_cast<float>((items - 1) % shape.blocks + 1);
+    const float lost = (std::max(work.busy_blocks - last, 0.0F) + kLostByLongest) * longest;
+    const bool pays = lost <= work.most_lost + kWonByItem * static_cast<float>(items) && items <= kMostDirectItems;
+    return pays ? direct : DirectLaunch{};
+  }
+  const int cluster = direct.cluster = cluster_of(shape, items, table_tiles);
+  while (1 << work.cluster_shift < cluster) ++work.cluster_shift;
+  const int64_t num_sms = current_device_properties().num_sms;
+  const auto most_tiles = static_cast<float>((table_tiles + cluster - 1) / cluster);
+  work.lost_by_longer = kLostByLonger / static_cast<float>(cluster);
+  if (items * cluster <= num_sms) {
+    work.lost_by_tile = shape.variant->columns > 8 ? kLostByOneWideBlock : kLostByOneBlock;
+  }
+  const float all = longest * static_cast<float>(items);
+  const float lost = std::max(most_tiles * work.busy_blocks - all, 0.0F) + all * work.lost_by_tile;
+  if (lost > work.most_lost) return {};  // if sequences are as long as the tables
+  work.surely = (work.busy_blocks + kLostByLonger) * most_tiles <= work.most_lost;
+  // Clusters that start between others' thread blocks share SMs while other SMs have nothing to do.
+  work.starts_next = cluster == 1 || 2 * items * cluster <= num_sms;
+  // If the lengths may be uneven, all SMs should have thread blocks.
+  const int clusters = cluster == 1 ? shape.blocks : shape.variant->max_clusters(shape.shared_bytes, cluster);
+  const int most_blocks = work.surely ? static_cast<int>(items) * cluster : clusters * cluster;
+  direct.blocks = std::min(most_blocks, shape.blocks / cluster * cluster);
+  return direct;
+}
+
 decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch, const Shape& shape, QueryLens lens) {
   decode::Params k{};
   k.pool = p.pool.data + p.layer * p.pool.layer_bytes();
@@ -108,6 +181,7 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
   k.num_heads = static_cast<int32_t>(p.num_heads);
   k.num_seqs = static_cast<int32_t>(p.num_seqs);
   k.max_blocks = static_cast<int32_t>(p.max_blocks);
+  k.table_blocks = static_cast<int32_t>(p.max_blocks - p.num_common_blocks);
   k.min_query_len = static_cast<int32_t>(std::max<int64_t>(lens.min, 1));
   k.max_query_len = static_cast<int32_t>(lens.max);
   k.columns = shape.variant->columns;
@@ -175,10 +249,14 @@ namespace {
 void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Variant* variant, QueryLens lens) {
   const std::optional<Shape> shape = variant == nullptr ? std::nullopt : shape_of(p, variant);
   require(shape.has_value(), "kernel", "the decode kernel does not support this shape");
-  const decode::Params params = kernel_params(p, launch, *shape, lens);
+  decode::Params params = kernel_params(p, launch, *shape, lens);
   require(kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.num_passes) <= launch.workspace.bytes,
           "workspace", "is too small");
-  variant->launch(params, shape->blocks, shape->shared_bytes, launch.stream);
+  const int64_t items = p.num_seqs * p.pool.num_kv_heads * params.num_passes;
+  const DirectLaunch direct = direct_launch(p, *shape, items, launch.batch_invariant);
+  params.cluster = direct.cluster;
+  params.direct = direct.work;
+  variant->launch(params, params.cluster > 0 ? direct.blocks : shape->blocks, shape->shared_bytes, launch.stream);
 }
 
 }  // namespace

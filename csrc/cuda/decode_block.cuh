@@ -52,6 +52,7 @@ struct PipelineStorage {
   uint64_t work_ready[kMaxWorkTiles];
   uint64_t split_ready[kMaxWorkTiles];
   uint64_t query_empty[kQuerySlots];
+  uint64_t cluster_ready;
   WorkTile work_tiles[kMaxWorkTiles];
   SplitKv splits[kMaxWorkTiles];
   Outcome outcome;
@@ -84,6 +85,9 @@ struct Kernel {
       LaneSum sums[kConsumerThreads];
     };
     alignas(16) char rows[kQuerySlots][kColumns][kHead * 2 + kQueryPadding];  // queries as they are in memory
+    // Partial results of the members of a cluster, for the slice of this one, and their states.
+    alignas(16) float4 arrived[kColumns * kHead / 4 + kMaxCluster];
+    float2 arrived_states[kMaxCluster][kColumns];
     float query_factors[kColumns];
     uint2 query[kColumnTiles > 1 ? kSteps * kColumns / 8 : 1][32];
   };
@@ -108,6 +112,7 @@ struct Block {
         work_ready(ptx::shared_address(pipeline_storage.work_ready)),
         split_ready(ptx::shared_address(pipeline_storage.split_ready)),
         query_empty(ptx::shared_address(pipeline_storage.query_empty)),
+        cluster_ready(ptx::shared_address(&pipeline_storage.cluster_ready)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         token_warp(warp % kTokenWarps),
@@ -129,7 +134,7 @@ struct Block {
   const Params& p;
   PipelineStorage& storage;
   // Shared addresses: of queries and stages, then of mbarriers.
-  const uint32_t rows, stages, full, empty, work_ready, split_ready, query_empty;
+  const uint32_t rows, stages, full, empty, work_ready, split_ready, query_empty, cluster_ready;
   const int warp, lane;
   const int token_warp, first_column;  // of a consumer warp
 };

@@ -26,6 +26,7 @@ class Consumer {
 
   __device__ void run() {
     prepare();
+    ptx::wait_for_previous();
     __syncthreads();
     consume();
   }
@@ -42,7 +43,10 @@ class Consumer {
       ptx::mbarrier_init(block_.split_ready + threadIdx.x * 8, 1);
     }
     if (threadIdx.x < kQuerySlots) ptx::mbarrier_init(block_.query_empty + threadIdx.x * 8, K::kConsumerWarps);
+    if (threadIdx.x == 0) ptx::mbarrier_init(block_.cluster_ready, 1);
     ptx::fence_mbarrier_init();
+    __syncwarp();
+    if (p.cluster > 1) ptx::cluster_arrive();
     // With little work, the chain of loads from lengths to block ids to queries and keys takes longest.
     const int at = threadIdx.x * 128;
     if (at < p.table_prefetch_bytes) ptx::prefetch(reinterpret_cast<const char*>(p.block_tables) + at);
@@ -55,6 +59,8 @@ class Consumer {
     int stage = 0, parity = 0;
     for (int number = 0;; ++number) {
       ptx::mbarrier_wait(block_.work_ready + number % kMaxWorkTiles * 8, number / kMaxWorkTiles % 2);
+      // The barriers of all members are ready.
+      if (number == 0 && p.cluster > 1) ptx::cluster_wait();
       const WorkTile& s = block_.storage.work_tiles[number % kMaxWorkTiles];
       if (s.seq < 0) return;
       Columns<K> columns;

@@ -32,15 +32,19 @@ class Epilogue {
   __device__ void run(const WorkTile& s, int number, State& state) {
     ptx::mbarrier_wait(block_.split_ready + number % kMaxWorkTiles * 8, number / kMaxWorkTiles % 2);
     const SplitKv& split = block_.storage.splits[number % kMaxWorkTiles];
-    combine_warps(s, state, Partial{split.partial < 0 ? nullptr : partial(split.partial)});
-    if (split.members != 0) reduce(s, split);
+    combine_warps(s, state, split);
+    if (split.clustered) {
+      reduce_cluster(s, split);
+    } else if (split.members != 0) {
+      reduce(s, split);
+    }
   }
 
  private:
   __device__ float* partial(int index) const { return block_.p.partials + int64_t{index} * Partial::kFloats; }
 
-  // Writes to `part`, or to the output if `part` is null.
-  __device__ void combine_warps(const WorkTile& s, State& state, Partial part) {
+  // Writes to the output, to a partial result, or to the members of a cluster.
+  __device__ void combine_warps(const WorkTile& s, State& state, const SplitKv& split) {
     const int g = block_.lane / 4, t = block_.lane % 4;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -70,7 +74,7 @@ class Epilogue {
       }
     }
     ptx::named_barrier(1, kConsumerThreads);
-    write_columns(s, part);
+    write_columns(s, split);
     ptx::named_barrier(1, kConsumerThreads);
   }
 
@@ -87,11 +91,14 @@ class Epilogue {
     return all;
   }
 
-  __device__ void write_columns(const WorkTile& s, Partial part) {
+  __device__ void write_columns(const WorkTile& s, const SplitKv& split) {
+    const Partial part{split.partial < 0 ? nullptr : partial(split.partial)};
     const Params& p = block_.p;
     constexpr int kVectors = kHead / 4;
     const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
     const int places = used_columns(p, s) * kVectors;
+    const int each = split.clustered ? slice_places(split, places) : 1;
+    if (split.clustered) send_states(s, split);
     for (int i = threadIdx.x; i < places; i += kConsumerThreads) {
       const int column = i / kVectors, vector = i - column * kVectors;
       float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
@@ -99,6 +106,12 @@ class Epilogue {
       for (int w = 0; w < kTokenWarps; ++w) {
         const float4 one = *reinterpret_cast<const float4*>(&shared_.scratch[w][column][vector * 4]);
         sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
+      }
+      if (split.clustered) {
+        const int member = divide(i, each);
+        ptx::store_async(ptx::shared_address(&shared_.arrived[split.slice * each + i - member * each]),
+                         block_.cluster_ready, member, sum);
+        continue;
       }
       const float2 all = combined_state(column);
       if (part.data != nullptr) {
@@ -108,6 +121,48 @@ class Epilogue {
         write_output<kHead>(p, s, column, vector, sum, all, v_scale);
       }
     }
+  }
+
+  // Returns the places of each member's slice, but perhaps the last.
+  __device__ static int slice_places(const SplitKv& split, int places) { return divide_up(places, split.members); }
+
+  __device__ void send_states(const WorkTile& s, const SplitKv& split) {
+    const int columns = used_columns(block_.p, s);
+    for (int i = threadIdx.x; i < columns * split.members; i += kConsumerThreads) {
+      const int member = divide(i, columns), column = i - member * columns;
+      ptx::store_async(ptx::shared_address(&shared_.arrived_states[split.slice][column]), block_.cluster_ready, member,
+                       combined_state(column));
+    }
+  }
+
+  // Waits for the partial results of all members, and writes a slice of the output.
+  __device__ void reduce_cluster(const WorkTile& s, const SplitKv& split) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const Params& p = block_.p;
+    constexpr int kVectors = kHead / 4;
+    const int columns = used_columns(p, s), places = columns * kVectors, each = slice_places(split, places);
+    const int begin = split.slice * each, end = min(begin + each, places);
+    if (threadIdx.x == 0) {
+      const int bytes =
+          max(end - begin, 0) * static_cast<int>(sizeof(float4)) + columns * static_cast<int>(sizeof(float2));
+      ptx::mbarrier_arrive_expect(block_.cluster_ready, split.members * bytes);
+    }
+    ptx::mbarrier_wait(block_.cluster_ready, 0);
+    const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
+    for (int place = begin + static_cast<int>(threadIdx.x); place < end; place += kConsumerThreads) {
+      const int column = place / kVectors, vector = place % kVectors;
+      LaneSum all = {-INFINITY, 0.0F, {0.0F, 0.0F, 0.0F, 0.0F}};
+#pragma unroll 4
+      for (int member = 0; member < split.members; ++member) {
+        all.maximum = fmaxf(all.maximum, shared_.arrived_states[member][column].x);
+      }
+#pragma unroll 4
+      for (int member = 0; member < split.members; ++member) {
+        all.add(shared_.arrived_states[member][column], shared_.arrived[member * each + place - begin]);
+      }
+      write_output<kHead>(p, s, column, vector, all.values, {all.maximum, all.sum}, v_scale);
+    }
+#endif
   }
 
   // Split-KV: meets the other members, after this one has written its partial results, and reduces its slice.

@@ -12,6 +12,17 @@ struct Meeting {
   uint32_t unused;
 };
 
+constexpr int kMaxCluster = 16;
+
+// How a launch gives each (sequence, KV head, pass) to a cluster of thread blocks, see DirectScheduler.
+struct DirectWork {
+  int32_t cluster_shift;  // log2 of the thread blocks of a cluster
+  bool surely;            // whatever the lengths are
+  bool starts_next;       // see ptx::start_next()
+  // What may be lost at most, and by what, in KV tiles that the device reads at full speed, see direct_launch().
+  float most_lost, busy_blocks, lost_by_longer, lost_by_tile;
+};
+
 struct Params {
   const char* pool;  // of this layer
   int64_t block_bytes;
@@ -22,7 +33,8 @@ struct Params {
   int32_t group;
   int32_t num_heads;
   int32_t num_seqs;
-  int32_t max_blocks;
+  int32_t max_blocks;    // from one block table to the next
+  int32_t table_blocks;  // of each table
   int32_t min_query_len, max_query_len;
   int32_t columns;     // queries of a KV head in one pass
   int32_t num_passes;  // more than one if a KV head has more queries than columns
@@ -48,6 +60,8 @@ struct Params {
   Meeting* meetings;
   float* partials;
   bool batch_invariant;
+  int32_t cluster;  // thread blocks of each cluster if work is direct, otherwise 0
+  DirectWork direct;
 
   __host__ __device__ bool plain() const { return soft_cap == 0.0F && alibi_slopes == nullptr && !sparse.on(); }
 };
@@ -67,6 +81,7 @@ struct SplitKv {
   int partial;              // index of the partial result; -1: the output
   int members;              // partial results in all; 0: no reduction here
   int own;                  // of these, those of this thread block
+  bool clustered;           // the members are a cluster
   int slices, slice;        // slices of the output, and the one of this thread block, if less than slices
   int meeting;              // index of the meeting of the members
   int first, base, stride;  // indexes of the members' partial results
@@ -74,9 +89,26 @@ struct SplitKv {
   __device__ int partial_of(int member) const { return member == 0 ? first : base + member * stride; }
 };
 
-// Returns the number of columns of a work tile that hold queries.
+// Returns the KV tiles of a sequence that any query sees, and the first of them.
+__device__ __forceinline__ int tile_count(const Params& p, int query_len, int context, int& first) {
+  first = 0;
+  if (query_len < p.min_query_len || query_len > p.max_query_len || context <= 0) return 0;
+  const int seen = p.sliding_window > 0 ? max(0, context - query_len + 1 - p.sliding_window) : 0;
+  first = seen >> p.tile_shift;
+  return ((context - 1) >> p.tile_shift) - first + 1;
+}
+
+// Divides numbers that are not negative, in fewer instructions than a division takes: exact up to quotients of 2^22.
+__device__ __forceinline__ int divide(int number, int by) {
+  const int near = static_cast<int>(__fdividef(static_cast<float>(number), static_cast<float>(by)));
+  const int rest = number - near * by;
+  return near + (rest >= by ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
+
+// Returns the number of columns of a work tile that hold queries: none in the last passes of a sequence with fewer
+// queries than others.
 __device__ __forceinline__ int used_columns(const Params& p, const WorkTile& s) {
-  return min(p.columns, s.query_len * p.group - s.first_query);
+  return max(min(p.columns, s.query_len * p.group - s.first_query), 0);
 }
 
 // Returns the output row of column `column` of a work tile.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/decode_block.cuh"
+#include "cuda/decode_direct.cuh"
 
 namespace kvservice::decode {
 
@@ -11,12 +12,29 @@ class Producer : public Block {
   using Block::Block;
 
   __device__ void run() {
+    if (p.cluster > 1) ptx::cluster_arrive();
+    schedule();
+    if (p.cluster > 1) ptx::cluster_wait();
+  }
+
+ private:
+  __device__ void schedule() {
+    DirectScheduler direct(p, lane);
+    ptx::wait_for_previous();
+    if (p.cluster > 0) {
+      direct.request();
+      if (direct.is_even()) return start(direct);
+    }
     WorkTileScheduler scheduler(p, lane);
+    start(scheduler);
+  }
+
+  template <typename Scheduler>
+  __device__ void start(Scheduler& scheduler) {
     __syncthreads();
     produce(scheduler);
   }
 
- private:
   struct KvTile {
     WorkTile work;
     int number;  // of the work tile, within the thread block
@@ -33,16 +51,29 @@ class Producer : public Block {
     return seen ? __ldg(p.block_tables + int64_t{s.seq} * p.max_blocks + index) : 0;
   }
 
-  __device__ bool next_tile(WorkTileScheduler& scheduler, KvTile& tile) {
+  __device__ void load_first_ids(const WorkTileScheduler& /*scheduler*/, KvTile& tile) const {
+    tile.first_id = tile.index * (p.tile_tokens >> p.block_shift);
+    tile.ids = load_id(tile.work, tile.first_id + lane);
+    tile.next_ids = load_id(tile.work, tile.first_id + 32 + lane);
+  }
+
+  // The scheduler has the first 32 block ids of the sequence.
+  __device__ void load_first_ids(const DirectScheduler& scheduler, KvTile& tile) const {
+    const int blocks = p.tile_tokens >> p.block_shift, first = tile.index * blocks;
+    tile.first_id = first & ~31;
+    tile.ids = tile.first_id == 0 ? scheduler.block_id() : load_id(tile.work, tile.first_id + lane);
+    tile.next_ids = load_id(tile.work, tile.first_id + 32 + lane);
+  }
+
+  template <typename Scheduler>
+  __device__ bool next_tile(Scheduler& scheduler, KvTile& tile) {
     const WorkTile& s = tile.work;
     const int blocks = p.tile_tokens >> p.block_shift;
     if (++tile.index >= s.end_tile) {
       ++tile.number;
       if (!scheduler.next(tile.work)) return false;
       tile.index = s.tile;
-      tile.first_id = tile.index * blocks;
-      tile.ids = load_id(s, tile.first_id + lane);
-      tile.next_ids = load_id(s, tile.first_id + 32 + lane);
+      load_first_ids(scheduler, tile);
     }
     const int begin = tile.index * blocks;
     if (begin - tile.first_id == 32) {
@@ -59,17 +90,16 @@ class Producer : public Block {
   // The queries are asked for right behind the first keys: behind the values, they would arrive long after the keys.
   // They are few bytes, for which a bulk copy would take longer.
   __device__ void publish_work(const WorkTile& work, int number) {
-    const int slot = number % kQuerySlots, columns = work.seq < 0 ? 0 : max(used_columns(p, work), 0);
+    const int slot = number % kQuerySlots, columns = work.seq < 0 ? 0 : used_columns(p, work);
     const uint32_t barrier = work_ready + number % kMaxWorkTiles * 8;
     const uint32_t stride = p.query_bytes + kQueryPadding, to = rows + slot * p.columns * stride;
-    const char* source = static_cast<const char*>(p.query);
-    if (lane < columns) source += output_row(p, work, lane) * p.query_bytes;
     ptx::mbarrier_wait(query_empty + slot * 8, number / kQuerySlots % 2 ^ 1);
     const int pieces = p.query_bytes / 16;  // of a row
     for (int first = 0, column = 0, piece = lane; first < columns * pieces; first += 32, piece += 32) {
       for (; piece >= pieces; piece -= pieces) ++column;
-      const auto row = reinterpret_cast<const char*>(__shfl_sync(~0U, reinterpret_cast<uint64_t>(source), column % 32));
-      if (column < columns) ptx::copy_16_async(to + column * stride + piece * 16, row + piece * 16);
+      if (column >= columns) continue;
+      const char* row = static_cast<const char*>(p.query) + output_row(p, work, column) * p.query_bytes;
+      ptx::copy_16_async(to + column * stride + piece * 16, row + piece * 16);
     }
     ptx::mbarrier_arrive_after_copies(barrier);
     if (lane != 0) return;
@@ -77,14 +107,17 @@ class Producer : public Block {
     ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ void publish_split(const WorkTileScheduler& scheduler, const KvTile& tile) {
+  template <typename Scheduler>
+  __device__ void publish_split(Scheduler& scheduler, const KvTile& tile) {
+    scheduler.prefetch();
     const SplitKv split = scheduler.split_of(tile.work);
     if (lane != 0) return;
     storage.splits[tile.number % kMaxWorkTiles] = split;
     ptx::mbarrier_arrive(split_ready + tile.number % kMaxWorkTiles * 8);
   }
 
-  __device__ void produce(WorkTileScheduler& scheduler) {
+  template <typename Scheduler>
+  __device__ void produce(Scheduler& scheduler) {
     KvTile tile{}, next{};
     next.number = -1;
     int stage = 0, parity = 1;
@@ -103,6 +136,7 @@ class Producer : public Block {
         needs_values = tile.index != tile.work.tile;
         if (needs_values) continue;
       }
+      if (!more && (p.cluster == 0 || p.direct.starts_next)) ptx::start_next();
       publish_work(next.work, next.number);
       if (!more) return;
       // A split takes long to compute, and the first values wait for nothing.

@@ -25,14 +25,6 @@ constexpr int kMovedPart = 3;
 // With more sequences and heads for each thread block, some thread blocks without work cost more than short work tiles.
 constexpr int kMostEven = 8;
 
-__device__ __forceinline__ int tile_count(const Params& p, int query_len, int context, int& first) {
-  first = 0;
-  if (query_len < p.min_query_len || query_len > p.max_query_len || context <= 0) return 0;
-  const int seen = p.sliding_window > 0 ? max(0, context - query_len + 1 - p.sliding_window) : 0;
-  first = seen >> p.tile_shift;
-  return ((context - 1) >> p.tile_shift) - first + 1;
-}
-
 // Returns the tiles of a chunk, from the length of the sequence alone. The last chunk may be shorter.
 __device__ __forceinline__ int chunk_tiles(const Params& p, int num_tiles) {
   if (num_tiles <= max(1, kMaxWholeTokens >> p.tile_shift)) return num_tiles;
@@ -43,13 +35,6 @@ __device__ __forceinline__ int chunk_count(const Params& p, int num_tiles) {
   if (num_tiles == 0) return 0;
   const int chunk = chunk_tiles(p, num_tiles);
   return (num_tiles + chunk - 1) / chunk;
-}
-
-// Divides numbers that are not negative, in fewer instructions than a division takes: exact up to quotients of 2^22.
-__device__ __forceinline__ int divide(int number, int by) {
-  const int near = static_cast<int>(__fdividef(static_cast<float>(number), static_cast<float>(by)));
-  const int rest = number - near * by;
-  return near + (rest >= by ? 1 : 0) - (rest < 0 ? 1 : 0);
 }
 
 __device__ __forceinline__ int divide_up(int number, int by) { return divide(number + by - 1, by); }
@@ -136,11 +121,15 @@ class WorkTileScheduler {
     return false;
   }
 
+  // The lengths of the next sequences are at hand.
+  __device__ void prefetch() {}
+
   // Returns the split of the last work tile that next() returned. Separate from next(), because it is slow and is
   // needed late.
   __device__ SplitKv split_of(const WorkTile& s) const {
     SplitKv split;
     split.partial = -1;
+    split.clustered = false;
     split.members = 0;
     if (s.end_tile - s.tile == tiles_) return split;
     const int block = blockIdx.x;

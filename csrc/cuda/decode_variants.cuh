@@ -1,7 +1,10 @@
 // The instantiations of the decode kernel. Each pair of types has its own file, so that they compile in parallel.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/decode.cuh"
+#include "cuda/launch.h"
 
 namespace kvservice::decode {
 
@@ -13,6 +16,7 @@ struct Variant {
   int stages_offset;  // bytes of shared memory before the stages
   int partial_floats;
   void (*launch)(const Params& params, int blocks, int shared_bytes, cudaStream_t stream);
+  int (*max_clusters)(int shared_bytes, int cluster);  // that fit on the current device at once
 };
 
 // Returns null if there is no such variant.
@@ -23,8 +27,9 @@ const Variant* e5m2_variant(int head_size, int columns);
 
 constexpr int kMaxDevices = 64;
 
+// Prepares the kernel on the current device.
 template <typename T, Cache kCache, int kHead, int kColumns>
-void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t stream) {
+auto prepared_kernel() {
   const auto kernel = decode_kernel<T, kCache, kHead, kColumns>;
   static bool prepared[kMaxDevices];
   int device = 0;
@@ -33,10 +38,24 @@ void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t str
     const int most = current_device_properties().max_shared_bytes_per_block;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "decode attention");
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "decode attention");
+    if (current_device_properties().major >= 9) {
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "decode attention");
+    }
     prepared[device] = true;
   }
-  kernel<<<blocks, block_threads(kColumns), shared_bytes, stream>>>(params);
-  check_launch("decode attention");
+  return kernel;
+}
+
+template <typename T, Cache kCache, int kHead, int kColumns>
+int max_clusters(int shared_bytes, int cluster) {
+  const auto* kernel = reinterpret_cast<const void*>(prepared_kernel<T, kCache, kHead, kColumns>());
+  return max_active_clusters(kernel, block_threads(kColumns), shared_bytes, cluster);
+}
+
+template <typename T, Cache kCache, int kHead, int kColumns>
+void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t stream) {
+  launch_early("decode attention", prepared_kernel<T, kCache, kHead, kColumns>(),
+               {blocks, block_threads(kColumns), shared_bytes, std::max(params.cluster, 1)}, stream, params);
 }
 
 template <typename T, Cache kCache, int kHead, int kColumns>
@@ -47,7 +66,8 @@ const Variant* make_variant() {
                                   blocks_per_sm(kCache, kHead, kColumns),
                                   K::kStagesOffset,
                                   Partial<kHead, kColumns>::kFloats,
-                                  launch<T, kCache, kHead, kColumns>};
+                                  launch<T, kCache, kHead, kColumns>,
+                                  max_clusters<T, kCache, kHead, kColumns>};
   return &variant;
 }
 

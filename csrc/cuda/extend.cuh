@@ -46,6 +46,7 @@ struct Args {
   float soft_cap;
   DType dtype;
   DType pool_dtype;
+  bool single;    // no thread block has more than one tile
   int* counters;  // [0] tiles assigned, [1] thread blocks done, then reductions; zero between launches
   float* partials;
   int max_partials;  // 0: no split-KV

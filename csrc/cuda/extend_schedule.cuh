@@ -99,6 +99,10 @@ class TileScheduler {
   __device__ bool next(Tile* tile) {
     do {
       const int index = static_cast<int>(gridDim.x) + __shfl_sync(~0U, next_, 0);
+      if (index < 0) {
+        if (lane() == 0) tile->num_steps = 0;
+        return false;
+      }
       uint32_t after;
       while ((after = __ballot_sync(~0U, index < sequences_.units_end[per_lane() - 1][lane()])) == 0) {
         const int last = per_lane() - 1, base = sequences_.base + 32 * per_lane();
@@ -117,7 +121,7 @@ class TileScheduler {
       }
       // Nothing waits for the answer before the next call.
       if (lane() == 0) {
-        next_ = ptx::increment_relaxed(a_.counters);
+        next_ = a_.single ? INT_MIN : ptx::increment_relaxed(a_.counters);
         make(owner, number, index, tile);
       }
       __syncwarp();
@@ -288,6 +292,7 @@ class TileScheduler {
 
 // One thread of each block calls this after its last request. The last block resets the counters to zero.
 __device__ inline void reset_counters(const Args& a) {
+  if (a.single) return;
   __threadfence();
   if (atomicAdd(a.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
     a.counters[0] = 0;

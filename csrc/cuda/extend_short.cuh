@@ -8,6 +8,7 @@
 #include "cuda/extend_convert.cuh"
 #include "cuda/extend_queries.cuh"
 #include "cuda/extend_wgmma_rows.cuh"
+#include "cuda/launch.h"
 
 namespace kvservice {
 namespace extend {
@@ -138,6 +139,7 @@ class ShortBlock {
   __device__ void attend(const Tile& tile, Tile* after) {
     Loader loader(a_, tile, address_);
     loader.load_first(storage_.row_scales);
+    if (a_.single) ptx::start_next();
     // While the copies are on their way.
     if (threadIdx.x < 32) scheduler_.next(after);
     rows_.start(tile, 0, storage_.row_scales);
@@ -229,8 +231,9 @@ __global__ void KVSERVICE_SHORT_BOUNDS extend_short(const __grid_constant__ Args
     for (int i = threadIdx.x * 16; i < ShortShape<kHead>::kSharedBytes; i += kWarpgroupThreads * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     }
-    __syncthreads();
   }
+  ptx::wait_for_previous();
+  __syncthreads();
   Block(a, ptx::shared_address(shared), &storage).run();
 #endif
 }
@@ -245,9 +248,10 @@ bool launch_short_as(const Args& args, cudaStream_t stream, int64_t tiles) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
              "cudaFuncSetAttribute(extend_short)");
   const int64_t resident = static_cast<int64_t>(current_device_properties().num_sms) * Shape::kBlocksPerSm;
-  const auto blocks = static_cast<unsigned>(tiles < resident ? tiles : resident);
-  kernel<<<blocks, kWarpgroupThreads, Shape::kSharedBytes, stream>>>(args);
-  check_launch("extend_short");
+  const int64_t blocks = tiles < resident ? tiles : resident;
+  Args own = args;
+  own.single = tiles <= resident;
+  launch_early("extend_short", kernel, {blocks, kWarpgroupThreads, Shape::kSharedBytes}, stream, own);
   return true;
 }
 

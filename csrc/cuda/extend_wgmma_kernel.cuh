@@ -3,6 +3,7 @@
 
 #include "cuda/extend_wgmma_consumer.cuh"
 #include "cuda/extend_wgmma_producer.cuh"
+#include "cuda/launch.h"
 
 namespace kvservice {
 namespace extend {
@@ -30,6 +31,7 @@ __device__ void prepare(const Args& a, char* shared, SharedStorage<kHead>* stora
       ptx::mbarrier_init(ptx::shared_address(&storage->values_empty[i]), kConsumerWarps);
     }
   }
+  ptx::wait_for_previous();
   __syncthreads();
 }
 
@@ -69,9 +71,8 @@ bool launch_wgmma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
              "cudaFuncSetAttribute(extend_wgmma)");
   const auto resident = static_cast<int64_t>(current_device_properties().num_sms);
   // Only the device knows the number of chunks.
-  const auto blocks = static_cast<unsigned>(args.max_partials == 0 && tiles < resident ? tiles : resident);
-  kernel<<<blocks, kWgmmaThreads, Shape::kSharedBytes, stream>>>(args);
-  check_launch("extend_wgmma");
+  const int64_t blocks = args.max_partials == 0 && tiles < resident ? tiles : resident;
+  launch_early("extend_wgmma", kernel, {blocks, kWgmmaThreads, Shape::kSharedBytes}, stream, args);
   return true;
 }
 

@@ -34,6 +34,7 @@ class WgmmaProducer {
       late = Shape::kQueryStages == 1 && tile().first_row + kWarpgroupRows >= tile().num_rows(a_);
       if (++slot_ == Storage::kTiles) slot_ = 0;
     }
+    ptx::start_next();
     wait_query_empty();
     publish_tile();
     arrive_when_copied(&storage_->query_full[queries_.stage()]);

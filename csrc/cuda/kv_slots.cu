@@ -8,6 +8,7 @@
 #include "cuda/kv_slots.h"
 
 #include "cuda/kv_slots_warp.cuh"
+#include "cuda/launch.h"
 #include "errors.h"
 
 namespace kvservice {
@@ -42,6 +43,8 @@ template <bool kWrite, class P, class T>
 __global__ void __launch_bounds__(kWarps * 32)
     move_slots(const __grid_constant__ KvSlotsParams p, const __grid_constant__ slots::Layer layer,
                const __grid_constant__ Grid grid, const __grid_constant__ FusedCopy copy) {
+  ptx::wait_for_previous();
+  ptx::start_next();
   if (blockIdx.x < grid.copy_blocks) return fused_copy(copy);
   const unsigned warp = threadIdx.x / 32, index = (blockIdx.x - grid.copy_blocks) * (blockDim.x / 32) + warp;
   if (index >= grid.num_patches) return;
@@ -68,10 +71,9 @@ void launch(const KvSlotsParams& p, const FusedCopy& copy, cudaStream_t stream) 
   const int64_t copy_blocks = divide_up(copy.bytes, threads * kVectorBytes);
   const Grid grid{static_cast<unsigned>(num_patches), static_cast<unsigned>(patches_of_head),
                   static_cast<unsigned>(patches_of_tokens), static_cast<unsigned>(copy_blocks)};
-  const auto blocks = static_cast<unsigned>(copy_blocks + divide_up(num_patches * 32, threads));
-  move_slots<kWrite, P, T>
-      <<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, slots::layer_of(p.pool, p.layer), grid, copy);
-  check_launch(kWrite ? "write_kv" : "read_kv");
+  const int64_t blocks = copy_blocks + divide_up(num_patches * 32, threads);
+  launch_early(kWrite ? "write_kv" : "read_kv", move_slots<kWrite, P, T>, {blocks, static_cast<int>(threads)}, stream,
+               p, slots::layer_of(p.pool, p.layer), grid, copy);
 }
 
 template <bool kWrite, class P>

@@ -85,6 +85,65 @@ __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_
 
 #endif
 
+// Waits until the kernel before this one on the stream has ended, and all that it wrote can be seen.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the thread blocks of the next kernel on the stream start where there is room for them, when all thread blocks of
+// this kernel have called it or ended. Follows wait_for_previous(): otherwise kernels far behind would take the room.
+__device__ __forceinline__ void start_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Thread blocks of a cluster.
+
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Stores into the shared memory of a thread block of the cluster, at the address that it has in this one. The store
+// counts towards the transaction bytes of that thread block's barrier.
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, uint32_t rank, float4 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, done;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 done, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [done];\n"
+      "}" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t barrier, uint32_t rank, float2 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, done;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 done, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%3, %4}, [done];\n"
+      "}" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y)
+      : "memory");
+#endif
+}
+
 __device__ __forceinline__ void copy_16_async(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }

@@ -2,6 +2,8 @@
 
 #include <map>
 #include <mutex>
+#include <tuple>
+#include <utility>
 
 namespace kvservice {
 namespace {
@@ -33,6 +35,42 @@ const DeviceProperties& current_device_properties() {
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
   return known.emplace(device, read_properties(device)).first->second;
+}
+
+bool has_hopper_code(const void* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, bool> known;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find({device, kernel});
+  if (found != known.end()) return found->second;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return known[{device, kernel}] = attributes.ptxVersion >= 90;
+}
+
+int max_active_clusters(const void* kernel, int threads, int shared_bytes, int cluster) {
+  if (!has_hopper_code(kernel)) return 0;
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, int, int>, int> known;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find({device, kernel, shared_bytes, cluster});
+  if (found != known.end()) return found->second;
+  cudaLaunchAttribute dimension;
+  dimension.id = cudaLaunchAttributeClusterDimension;
+  dimension.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dimension.val.clusterDim.x;
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &dimension;
+  config.numAttrs = 1;
+  int count = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "cudaOccupancyMaxActiveClusters");
+  return known[{device, kernel, shared_bytes, cluster}] = count;
 }
 
 DeviceScope::DeviceScope(int device) {

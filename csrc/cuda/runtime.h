@@ -45,6 +45,14 @@ struct DeviceProperties {
 
 const DeviceProperties& current_device_properties();
 
+// Whether the code of a kernel on the current device was compiled for Hopper or later, and not for an older device and
+// translated by the driver. Throws CudaError.
+bool has_hopper_code(const void* kernel);
+
+// Returns how many clusters of a kernel fit on the current device at once, none if the kernel has no code for clusters.
+// Throws CudaError.
+int max_active_clusters(const void* kernel, int threads, int shared_bytes, int cluster);
+
 // Selects a device for the calling thread, for the lifetime of the object.
 class DeviceScope {
  public:

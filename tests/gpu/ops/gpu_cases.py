@@ -140,3 +140,38 @@ def sample_short_cases(count: int, *, seed: int = 0) -> list[Case]:
             )
         )
     return cases
+
+
+def sample_little_cases(count: int, *, seed: int = 0) -> list[Case]:
+    """Return batches of decode with few sequences and heads, or short sequences: equally long, or of any lengths."""
+    rng = random.Random(f"little {seed}")
+    cases = []
+    for index in range(count):
+        dtype, pool_dtype = DTYPES[index % len(DTYPES)]
+        head_size, block_size = rng.choice([64, 128, 128, *HEAD_SIZES]), rng.choice([16, 16, *BLOCK_SIZES])
+        num_kv_heads, group = rng.choice([1, 2, 3, 8, 16]), rng.choice([1, 2, 4, 7, 8, 16, 20])
+        longest = rng.choice([1, 60, 64, 65, 130, 500, 1100, 2500, 6000])
+        most_seqs = max(1, 200_000 // (longest * num_kv_heads * group))
+        num_seqs = min(rng.choice([1, 1, 2, 3, 4, 8, 17, 40, 300]), most_seqs)
+        shortest = rng.choice([longest, max(1, longest * 9 // 10), 1])
+        contexts = tuple(rng.randint(shortest, longest) for _ in range(num_seqs))
+        most_queries = rng.choice([1, 1, max(1, 16 // group)])
+        queries = tuple(min(context, rng.choice([1, most_queries, most_queries, 0])) for context in contexts)
+        cases.append(
+            Case(
+                queries,
+                contexts,
+                dtype=dtype,
+                pool_dtype=pool_dtype,
+                scaled=pool_dtype is not None and rng.random() < 0.7,
+                head_size=head_size,
+                block_size=block_size,
+                num_kv_heads=num_kv_heads,
+                group=group,
+                num_layers=1,
+                layer=0,
+                seed=index,
+                **rng.choice([{}, {}, *OPTIONS]),
+            )
+        )
+    return cases

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_reference import Case, Sparse, compare, reference
+from attention_reference import Array, Case, Sparse, compare, reference
 from gpu_attention import OnDevice, bounds, make_trapped, run_case, run_cases
-from gpu_cases import DTYPES, HEAD_SIZES, sample_cases, sample_short_cases
+from gpu_cases import DTYPES, HEAD_SIZES, sample_cases, sample_little_cases, sample_short_cases
 from gpu_memory import GpuMemory
 
 from kvservice.errors import InvalidArgumentError
@@ -223,6 +223,35 @@ def test_how_work_is_divided(part: int) -> None:
                 again, again_lse = device.attend(kernel="decode")
                 assert again.tobytes() == out.tobytes(), seed
                 assert again_lse.tobytes() == lse.tobytes(), seed
+            compare(case, reference(batch), *in_equal_ranges(device), **bounds(case, "decode"))
+
+
+def in_equal_ranges(device: OnDevice) -> tuple[Array, Array]:
+    """Attend with tables so much wider than the contexts that each thread block gets an equal range of the work."""
+    tables = device.batch.block_tables
+    wider = np.full((len(tables), tables.shape[1] + (12_000 if len(tables) < 70 else 3_000)), tables.max(), np.int32)
+    wider[:, : tables.shape[1]] = tables
+    return device.attend(kernel="decode", block_tables=wider)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_little_decode_work(part: int) -> None:
+    """Work for few SMs, whose sequences are a cluster's each, if they are about equally long: all sizes of clusters,
+    with and without work for each member. Each case is compared with float64, and gives the same bits again."""
+    for case in sample_little_cases(24, seed=part):
+        batch = make_trapped(case)
+        with GpuMemory() as memory:
+            device = OnDevice(memory, batch)
+            out, lse = device.attend(kernel="decode")
+            memory.check_guards()
+            compare(case, reference(batch), out, lse, **bounds(case, "decode"))
+            for _ in range(3):
+                again, again_lse = device.attend(kernel="decode")
+                assert again.tobytes() == out.tobytes(), case
+                assert again_lse.tobytes() == lse.tobytes(), case
+            wider = np.pad(batch.block_tables, ((0, 0), (0, 40)), mode="edge")
+            again, again_lse = device.attend(kernel="decode", block_tables=wider)
+            compare(case, reference(batch), again, again_lse, **bounds(case, "decode"))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -74,6 +74,65 @@ def test_strided_queries_and_other_streams() -> None:
     compare(batch.case, reference(batch), numpy_of(out), **bounds(batch.case, "auto"))
 
 
+class LateArguments:
+    """Arguments that become right only in the last moment before the call, behind work that takes long."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.layer, self.max_query_len = tensors(batch)[1], max(batch.case.query_lens)
+        self.right = [value for value in tensors(batch) if isinstance(value, torch.Tensor)]
+        self.arguments = [torch.zeros_like(value) for value in self.right]
+        self.many = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        self.beside = torch.cuda.Stream()
+
+    def prepare(self, by: str) -> None:
+        """Write the arguments by kernels, by copies, by kernels of another stream, or by kernels before a memset."""
+        for value in self.arguments:
+            value.zero_()
+        here = torch.cuda.current_stream()
+        self.beside.wait_stream(here)
+        with torch.cuda.stream(self.beside if by == "another stream" else here):
+            self.many.add_(1)
+            for to, value in zip(self.arguments, self.right, strict=True):
+                if by == "copies":
+                    to.copy_(value)
+                else:
+                    to.view(torch.uint8).bitwise_or_(value.view(torch.uint8))
+        if by == "a memset":
+            self.many.zero_()
+        here.wait_stream(self.beside)
+
+    def attend(self) -> Any:
+        pool, *others = self.arguments
+        return torch.ops.kvservice.attention(pool, self.layer, *others, max_query_len=self.max_query_len)
+
+
+@pytest.mark.parametrize("by", ["kernels", "copies", "another stream", "a memset"])
+@pytest.mark.parametrize("lens", [(1, 1, 1), (40, 30, 20), (300, 1, 200)])
+def test_kernels_that_start_early_wait_for_their_arguments(lens: tuple[int, ...], by: str) -> None:
+    """The outputs are compared with float64, eager and of a graph. Thread blocks start before the work before them has
+    ended, and one after the other of the same kernel."""
+    batch = make_trapped(Case(lens, (300, 90, 200), dtype="bfloat16", head_size=128, group=4))
+    late = LateArguments(batch)
+    expected = reference(batch)
+
+    def step() -> tuple[Any, ...]:
+        late.prepare(by)
+        return late.attend(), late.attend()
+
+    for _ in range(10):
+        for out in step():
+            compare(batch.case, expected, numpy_of(out), **bounds(batch.case, "auto"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    for _ in range(10):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        for out in outs:
+            compare(batch.case, expected, numpy_of(out), **bounds(batch.case, "auto"))
+
+
 def arguments_of(name: str) -> tuple[Any, ...]:
     batch = make_trapped(CASE)
     pool, layer, query, *lens = tensors(batch)
