@@ -49,8 +49,8 @@ const DeviceProperties& current_device_properties();
 // translated by the driver. Throws CudaError.
 bool has_hopper_code(const void* kernel);
 
-// Returns how many clusters of a kernel fit on the current device at once, none if the kernel has no code for clusters.
-// Throws CudaError.
+// Returns how many clusters of a kernel fit on the current device at once, none if the kernel has no code for clusters
+// or the device has none of this size. Throws CudaError.
 int max_active_clusters(const void* kernel, int threads, int shared_bytes, int cluster);
 
 // Selects a device for the calling thread, for the lifetime of the object.
