@@ -96,13 +96,14 @@ int32_t prefetch_bytes(int64_t bytes) {
   return bytes <= decode::block_threads(8) * 128 ? static_cast<int32_t>(bytes) : 0;
 }
 
-// What direct work wins and loses, measured on an H100 and counted in KV tiles, K and V, that the device reads at full
-// speed. It starts and ends sooner, in which time the device reads kWonBytes, and each further work tile costs less.
+// Direct work wins time, in which the device reads kWonBytes, because it starts and ends sooner. In several rounds it
+// wins more with each work tile. It loses time where it does not read at full speed. Losses are counted in KV tiles, K
+// and V, that the device reads at full speed. All numbers were measured on an H100.
 constexpr float kWonBytes = 5e6F, kWonByItem = 0.25F;
 // Fewer thread blocks than these do not read at full speed, with caches of 16 and of 8 bits.
 constexpr float kBusyBlocks = 83.0F, kBusyBlocks8Bit = 110.0F;
-// What is lost by each tile that the longest sequence has more than the mean, and of all tiles if an SM has one thread
-// block: it has fewer bytes in flight, and with many columns more arithmetic.
+// Each tile that the longest sequence has more than the mean loses kLostByLonger. If an SM has one thread block, a part
+// of all tiles is lost: there are fewer bytes in flight, and with many columns there is more arithmetic.
 constexpr float kLostByLonger = 10.0F, kLostByOneBlock = 0.03F, kLostByOneWideBlock = 0.2F;
 // In several rounds, the host decides by the longest sequence that the tables have room for.
 constexpr float kLostByLongest = 16.0F;

@@ -107,7 +107,7 @@ class DirectScheduler {
   int item_;      // the next (sequence, KV head, pass)
   int next_seq_;  // its sequence
   bool requested_ = true;
-  // Of the sequence that was last asked for; tokens before it are summed up over the lanes.
+  // These are of the sequence that was last asked for. The sum of tokens_ over the lanes is the tokens before it.
   int seq_ = 0, query_len_ = 0, context_ = 0, next_block_id_ = 0, tokens_ = 0;
   int members_ = 0, block_id_ = 0;  // of the last work tile
 };

@@ -19,7 +19,7 @@ struct DirectWork {
   int32_t cluster_shift;  // log2 of the thread blocks of a cluster
   bool surely;            // whatever the lengths are
   bool starts_next;       // see ptx::start_next()
-  // What may be lost at most, and by what, in KV tiles that the device reads at full speed, see direct_launch().
+  // Work is direct if at most most_lost is lost. The others say by what it is lost, see direct_launch().
   float most_lost, busy_blocks, lost_by_longer, lost_by_tile;
 };
 

@@ -227,7 +227,8 @@ def test_how_work_is_divided(part: int) -> None:
 
 
 def in_equal_ranges(device: OnDevice) -> tuple[Array, Array]:
-    """Attend with tables so much wider than the contexts that each thread block gets an equal range of the work."""
+    """Attend with tables so much wider than the contexts that work is hardly ever direct: each thread block gets an
+    equal range of it."""
     tables = device.batch.block_tables
     wider = np.full((len(tables), tables.shape[1] + (12_000 if len(tables) < 70 else 3_000)), tables.max(), np.int32)
     wider[:, : tables.shape[1]] = tables
