@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,16 +23,50 @@ from small_pool import SMALL_POOL  # noqa: E402
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
 
-# This directory waits for builds of container images.
+# These files wait for builds of container images.
 WAITING = {"test_compose.py"}
 # Each worker process loads torch and starts its own daemons.
 MAX_WORKERS = 4
+MAX_GPU_WORKERS = 16
 MANY_FILES = 400
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run test files in parallel, except those for a GPU, which fill its memory."""
-    return 0 if config.option.markexpr == "gpu" else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    """Run test files in parallel."""
+    most = MAX_GPU_WORKERS if config.option.markexpr.startswith("gpu") else MAX_WORKERS
+    return min(len(os.sched_getaffinity(0)), most)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = {"slow": 0, "gpu": 0}
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count the tests that no marker expression of this run takes."""
+    for item in items:
+        counts = item.config.stash[LEFT_OUT]
+        for marker in counts:
+            counts[marker] += item.get_closest_marker(marker) is not None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand a worker's counts to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take a worker's counts. Every worker collects all tests, so the counts of all workers are equal."""
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say in one line which tests were left out, and how they run."""
+    left = [f"{count} {marker} (pytest -m {marker})" for marker, count in config.stash[LEFT_OUT].items() if count]
+    if left:
+        terminalreporter.write_line(f"left out: {', '.join(left)}", yellow=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
