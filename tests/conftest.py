@@ -50,6 +50,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
             counts[marker] += item.get_closest_marker(marker) is not None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand a worker's counts to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
