@@ -18,8 +18,8 @@ LINK_BYTES = 1 << 30
 
 
 def require_device() -> None:
-    if not cuda.available():
-        raise FailedPreconditionError("no CUDA device, or kvservice was built without CUDA")
+    if not cuda.load_extension().device_count():
+        raise FailedPreconditionError("no CUDA device")
     if not torch.cuda.is_available():
         raise FailedPreconditionError("no CUDA device that torch can use: it was built without CUDA, or for another")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -37,9 +36,9 @@ from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.devices.scales import load_scales
 from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.devices.warmup import warm_up
-from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from kvservice.kept import KeptState
-from kvservice.ops.cuda import COUNTER_BYTES
+from kvservice.ops.cuda import COUNTER_BYTES, HOW_TO_BUILD, load_extension
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.cuda import OUT_OF_MEMORY
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -54,6 +53,7 @@ LINK_BYTES_PER_S = 20e9
 MEMORY_BYTES_PER_S = 1e12
 OPERATIONS_PER_S = 50e12
 NO_BLOCKS = np.zeros(0, np.int64)
+NO_CODE_FOR_DEVICE = 209  # cudaErrorNoKernelImageForDevice
 
 
 class CudaDevice:
@@ -356,9 +356,9 @@ def prepare(config: ServeConfig) -> None:
 
 def _load(config: ServeConfig) -> tuple[ModuleType, int]:
     try:
-        cuda = importlib.import_module("kvservice._cuda")
-    except ImportError as error:
-        raise InvalidArgumentError(f"kvservice was built without CUDA: {error}", field="device") from None
+        cuda = load_extension()
+    except FailedPreconditionError as error:
+        raise InvalidArgumentError(str(error), field="device") from None
     number = config.cuda_device
     assert number is not None, "the configuration names a GPU"
     count = cuda.device_count()
@@ -371,6 +371,9 @@ def _load(config: ServeConfig) -> tuple[ModuleType, int]:
 def _start_error(error: Any, device: str) -> Exception:
     if error.code == OUT_OF_MEMORY:
         return ResourceExhaustedError(f"{device} has no memory for the daemon's workspaces: {error}", field="device")
+    if error.code == NO_CODE_FOR_DEVICE:
+        other = f"kvservice was built for other GPUs than {device}; {HOW_TO_BUILD}"
+        return InvalidArgumentError(other, field="device")
     return InvalidArgumentError(f"{device} cannot be used: {error}", field="device")
 
 

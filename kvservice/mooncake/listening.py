@@ -14,7 +14,10 @@ import struct
 from pathlib import Path
 from typing import Final
 
-PRELOADED: Final = Path(__file__).parents[1] / "_ext_listen.so"
+from kvservice import _ext
+
+# Beside the extension, which in a development install is not beside this package.
+PRELOADED: Final = Path(_ext.__file__).with_name("_ext_listen.so")
 VARIABLE: Final = "KVSERVICE_LISTEN_ADDRESS"
 NOWHERE: Final = "none"
 _LISTENING = "0A"

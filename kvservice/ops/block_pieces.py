@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.errors import FailedPreconditionError
+from kvservice.ops.cuda import load_extension
 from kvservice.ops.device_array import HOST, DeviceArray, as_int, check_array, require
 
 # Addresses, strides and sizes are multiples of it.
@@ -100,9 +100,6 @@ def page_lock(address: int, num_bytes: int, *, device: int, read_only: bool) -> 
 
 def _extension(device: int) -> ModuleType:
     """Return the extension, with the device current in this thread."""
-    try:
-        from kvservice import _cuda
-    except ImportError as error:
-        raise FailedPreconditionError("kvservice was built without CUDA") from error
-    _cuda.set_device(device)
-    return _cuda
+    extension = load_extension()
+    extension.set_device(device)
+    return extension

@@ -54,12 +54,19 @@ __all__ = [
     "attention",
     "available",
     "copy_blocks",
+    "load_extension",
     "read_kv",
     "write_kv",
 ]
 
 # Leading bytes of a workspace that are zero before its first launch. Only launches write them.
 COUNTER_BYTES = 1 << 16
+
+# Completes a message about code that is missing.
+HOW_TO_BUILD = (
+    "`KVSERVICE_CUDA=on pip install .` in its source builds the kernels, for all GPUs or those in CUDAARCHS, where nvcc "
+    "of CUDA 12.4 or later is on the PATH"
+)
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
 
@@ -84,7 +91,7 @@ class Workspace:
 
     def reserve(self, num_bytes: int) -> int:
         if num_bytes > self.num_bytes:
-            extension = _extension()
+            extension = load_extension()
             self.close()
             extension.set_device(self.device)
             self._pointer = extension.allocate_async(num_bytes, self.stream)
@@ -95,14 +102,14 @@ class Workspace:
     def close(self) -> None:
         """Free the memory in stream order. The workspace can be used again."""
         if self.num_bytes:
-            _extension().free_async(self._pointer, self.stream)
+            load_extension().free_async(self._pointer, self.stream)
             self.num_bytes = self._pointer = 0
 
 
 def available() -> bool:
     """Return whether kvservice was built with CUDA and finds a device."""
     try:
-        return bool(_extension().device_count())
+        return bool(load_extension().device_count())
     except FailedPreconditionError:
         return False
 
@@ -126,7 +133,7 @@ def write_kv(
     largest finite number.
     """
     arguments = _slot_arguments(pool, layer, slot_mapping, "slot_mapping", key, value, k_scale, v_scale)
-    _extension().write_kv(*arguments, stream)
+    load_extension().write_kv(*arguments, stream)
 
 
 def read_kv(
@@ -144,7 +151,7 @@ def read_kv(
     head_size]. This is the inverse of `write_kv`. Tokens whose slot is outside the pool are not written.
     """
     arguments = _slot_arguments(pool, layer, slots, "slots", key, value, k_scale, v_scale)
-    _extension().read_kv(*arguments, stream)
+    load_extension().read_kv(*arguments, stream)
 
 
 def attention(
@@ -254,7 +261,7 @@ def copy_blocks(
     for ids, field in ((src_ids, "src_ids"), (dst_ids, "dst_ids")):
         require(isinstance(ids, np.ndarray) and ids.dtype == np.int32, field, "is not a NumPy array of int32")
         require(ids.shape == (src_ids.size,), field, f"has shape {ids.shape}, expected ({src_ids.size},)")
-    extension = _extension()
+    extension = load_extension()
     extension.set_device(device)
     block_bytes = src_pool.num_bytes // src_pool.shape[0]
     ids_of = [np.ascontiguousarray(ids) for ids in (src_ids, dst_ids)]
@@ -263,11 +270,14 @@ def copy_blocks(
     )
 
 
-def _extension() -> ModuleType:
+def load_extension() -> ModuleType:
+    """Return the module with the CUDA kernels. Raises FailedPreconditionError, which says how to get it."""
     try:
         from kvservice import _cuda
+    except ModuleNotFoundError as error:
+        raise FailedPreconditionError(f"kvservice was built without CUDA; {HOW_TO_BUILD}") from error
     except ImportError as error:
-        raise FailedPreconditionError("kvservice was built without CUDA") from error
+        raise FailedPreconditionError(f"the CUDA module of kvservice cannot be loaded: {error}") from error
     return _cuda
 
 
@@ -297,7 +307,7 @@ def _call(
     require(
         num_heads > 0 and num_heads % pool.shape[3] == 0, "query", "number of heads is not a multiple of the pool's"
     )
-    extension = _extension()
+    extension = load_extension()
     extension.set_device(pool.device)
     call: _cuda.Attention = extension.Attention()
     call.pool, call.pool_dtype = pool.pointer, DTYPE_NUMBERS[pool.dtype]
@@ -327,7 +337,7 @@ def _slot_arguments(
     index, block_size = pool_sizes(pool, layer, shape[2], "key")
     check_array(value, "value", dtype, shape, pool.device)
     scales = scale_pointer(pool, k_scale, "k_scale"), scale_pointer(pool, v_scale, "v_scale")
-    _extension().set_device(pool.device)
+    load_extension().set_device(pool.device)
     num_blocks, num_layers, _, num_kv_heads, _ = pool.shape
     sizes = (num_blocks, num_layers, num_kv_heads, shape[2], block_size, index, num_tokens)
     arrays = (slots.pointer, key.pointer, value.pointer)
