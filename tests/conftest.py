@@ -17,6 +17,7 @@ if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
 import mooncake_rig  # noqa: E402  the path comes first
+import outliving  # noqa: E402  the path comes first
 import ports  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
@@ -39,6 +40,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    outliving.watch()
     config.stash[LEFT_OUT] = {"slow": 0, "gpu": 0}
 
 

@@ -23,8 +23,10 @@ async def serve_http(
     listening: socket.socket,
     connections: Connections,
     certificates: Reloading[Certificates] | None = None,
+    sweep_every_s: float = SWEEP_EVERY_S,
 ) -> None:
-    """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if certificates are given."""
+    """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if certificates are given. Late connections
+    are closed, and new certificates are read, every `sweep_every_s` seconds."""
     config = uvicorn.Config(
         app,
         # Upgraded connections would escape the limits.
@@ -41,7 +43,7 @@ async def serve_http(
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         certificates.value.load_into(context)
-    sweeping = asyncio.create_task(_sweep(connections, certificates, context))
+    sweeping = asyncio.create_task(_sweep(connections, certificates, context, sweep_every_s))
     server = _Server(config, connections, context)
     try:
         await server.serve(sockets=[listening])
@@ -73,10 +75,13 @@ class _Server(uvicorn.Server):
 
 
 async def _sweep(
-    connections: Connections, certificates: Reloading[Certificates] | None, context: ssl.SSLContext | None
+    connections: Connections,
+    certificates: Reloading[Certificates] | None,
+    context: ssl.SSLContext | None,
+    every_s: float,
 ) -> None:
     while True:
-        await asyncio.sleep(SWEEP_EVERY_S)
+        await asyncio.sleep(every_s)
         connections.close_late()
         if context is not None and certificates is not None and certificates.reload():
             certificates.value.load_into(context)

@@ -21,17 +21,20 @@ from prometheus_client.registry import Collector
 from kvservice import logs
 from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.kept.report import RestartReport
-from kvservice.metrics.about import about_metrics
-from kvservice.metrics.access import access_metrics
-from kvservice.metrics.calls import call_metrics, event_loop_metric
-from kvservice.metrics.holders import holder_metrics
-from kvservice.metrics.pool import pool_metrics
-from kvservice.metrics.restarts import restart_metrics
-from kvservice.metrics.scheduling import scheduler_metrics
-from kvservice.metrics.spill import spill_metrics
-from kvservice.metrics.store import store_metrics
-from kvservice.metrics.tiers import tier_metrics
-from kvservice.metrics.transfers import transfer_metrics
+from kvservice.metrics import (
+    about_metrics,
+    access_metrics,
+    call_metrics,
+    event_loop_metric,
+    holder_metrics,
+    pool_metrics,
+    restart_metrics,
+    scheduler_metrics,
+    spill_metrics,
+    store_metrics,
+    tier_metrics,
+    transfer_metrics,
+)
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History

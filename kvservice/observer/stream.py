@@ -88,8 +88,15 @@ class Ticker:
 class EventStream:
     """The ASGI app of /api/stream."""
 
-    def __init__(self, views: Views, interval_s: float = FRAME_INTERVAL_S) -> None:
+    def __init__(
+        self,
+        views: Views,
+        interval_s: float = FRAME_INTERVAL_S,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        stalled_s: float = STALLED_S,
+    ) -> None:
         self._ticker = Ticker(views, interval_s)
+        self._keep_alive_s, self._stalled_s = keep_alive_s, stalled_s
         self._num_streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +105,7 @@ class EventStream:
             return
 
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(STALLED_S):
+            async with asyncio.timeout(self._stalled_s):
                 await send(message)
 
         self._num_streams += 1
@@ -114,7 +121,7 @@ class EventStream:
         number, sent_map = 0, b""
         while True:
             try:
-                async with asyncio.timeout(KEEP_ALIVE_S):
+                async with asyncio.timeout(self._keep_alive_s):
                     tick = await self._ticker.newer_than(number)
             except TimeoutError:
                 yield _KEEP_ALIVE

@@ -22,7 +22,7 @@ from kvservice.observer.stream import FRAME_INTERVAL_S, EventStream, encode
 from kvservice.observer.views import Views
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 
-__all__ = ["HttpOptions", "make_app"]
+__all__ = ["HttpOptions", "Refusals", "make_app"]
 
 STATIC: Final = Path(__file__).parent / "static"
 MAX_BLOCKS: Final = 4096

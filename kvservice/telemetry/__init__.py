@@ -9,6 +9,54 @@ tiers           figures of the tiers below it, written on request
 transfers       figures of transfers between hosts, written on request
 figures         figures of parts that a daemon may lack, written on request
 scheduling      figures of the schedulers, written on request
-reading         what the observer reads from the arrays
+reading         what the observer reads from the arrays: `Reader` makes a `Reading`, with the figures of each part
 link            requests and replies over a socket
 """
+
+from kvservice.telemetry.arrays import Arrays, SharedArrays, open_arrays
+from kvservice.telemetry.calls import BUCKETS_S, STATUSES, WIDTH, CallTable, keys
+from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
+from kvservice.telemetry.figures import FiguresTable, SavedStats
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH, Asker, answer_all, open_link
+from kvservice.telemetry.reading import Reader, Reading
+from kvservice.telemetry.scheduling import SchedulerReading, SchedulerTable
+from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionRow, SessionTable
+from kvservice.telemetry.store import StoreTable
+from kvservice.telemetry.tiers import TierTable
+from kvservice.telemetry.transfers import TransferReading, TransferStats, TransferTable
+from kvservice.tiers.spill_stats import SpillStats
+
+__all__ = [
+    "ATTACHED",
+    "BUCKETS_S",
+    "LANE",
+    "MAX_SEARCH_LENGTH",
+    "REGIONS",
+    "REGION_BYTES",
+    "STATUSES",
+    "WIDTH",
+    "Arrays",
+    "Asker",
+    "CallTable",
+    "DaemonStatsTable",
+    "FiguresTable",
+    "Reader",
+    "Reading",
+    "SavedStats",
+    "SchedulerReading",
+    "SchedulerTable",
+    "ServerStats",
+    "SessionRow",
+    "SessionTable",
+    "SharedArrays",
+    "SpillStats",
+    "StoreTable",
+    "TierTable",
+    "TransferReading",
+    "TransferStats",
+    "TransferTable",
+    "answer_all",
+    "keys",
+    "open_arrays",
+    "open_link",
+]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
-import shutil
 import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import debian_packages
 import pytest
 import yaml
+from each_row import each_row
 
 from kvservice.auth import CertificateFiles, Certificates
 from kvservice.cli import main
@@ -56,13 +58,6 @@ def image_environment(image: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for line in instructions("ENV", image) for pair in line.split())
 
 
-@pytest.fixture(params=IMAGES)
-def image(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
 def image_config(image: str) -> ServeConfig:
     """Return the daemon's configuration inside an image. Raises if the image sets an unknown option."""
     environment = image_environment(image)
@@ -87,10 +82,11 @@ def port_of(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def test_images_set_what_processes_need_before_they_start(image: str) -> None:
+def test_images_set_what_processes_need_before_they_start() -> None:
     ours = (ENV_PREFIX, "PATH", "NVIDIA_")
-    others = {name: value for name, value in image_environment(image).items() if not name.startswith(ours)}
-    assert others == missing_environment({})
+    for image in IMAGES:
+        others = {name: value for name, value in image_environment(image).items() if not name.startswith(ours)}
+        assert others == missing_environment({}), image
 
 
 def test_the_image_with_cuda_is_the_other_one_on_a_gpu() -> None:
@@ -110,13 +106,14 @@ def test_cuda_is_built_for_the_same_architectures_as_elsewhere() -> None:
     assert arguments()["CUDAARCHS"].split(";") == default.split()
 
 
-def test_the_daemon_is_reached_from_outside_its_container(image_config: ServeConfig, compose: Any) -> None:
-    assert image_config.tcp_address.startswith("0.0.0.0:")
-    assert image_config.http_address.startswith("0.0.0.0:")
-    ports = [port_of(image_config.tcp_address), port_of(image_config.http_address)]
-    assert instructions("EXPOSE") == [" ".join(ports)]
-    for name in DAEMONS:
-        assert [port_of(published) for published in compose["services"][name]["ports"]] == ports
+def test_the_daemon_is_reached_from_outside_its_container(compose: Any) -> None:
+    for config in map(image_config, IMAGES):
+        assert config.tcp_address.startswith("0.0.0.0:")
+        assert config.http_address.startswith("0.0.0.0:")
+        ports = [port_of(config.tcp_address), port_of(config.http_address)]
+        assert instructions("EXPOSE") == [" ".join(ports)]
+        for name in DAEMONS:
+            assert [port_of(published) for published in compose["services"][name]["ports"]] == ports
 
 
 def test_ports_are_published_on_loopback_only(compose: Any) -> None:
@@ -132,13 +129,14 @@ def test_nothing_may_gain_privileges(compose: Any) -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_socket_lies_in_the_shared_volume(image_config: ServeConfig, compose: Any) -> None:
-    directory = str(Path(image_config.unix_socket).parent)
-    assert instructions("VOLUME") == [directory]
-    for name in (*DAEMONS, "example"):
-        assert f"socket:{directory}" in compose["services"][name]["volumes"]
+def test_the_socket_lies_in_the_shared_volume(compose: Any) -> None:
     assert "socket" in compose["volumes"]
-    assert compose["services"]["example"]["command"] == [f"unix:{image_config.unix_socket}"]
+    for config in map(image_config, IMAGES):
+        directory = str(Path(config.unix_socket).parent)
+        assert instructions("VOLUME") == [directory]
+        for name in (*DAEMONS, "example"):
+            assert f"socket:{directory}" in compose["services"][name]["volumes"]
+        assert compose["services"]["example"]["command"] == [f"unix:{config.unix_socket}"]
 
 
 def test_one_of_the_daemons_is_started_and_found_under_one_name(compose: Any, dotenv: dict[str, str]) -> None:
@@ -188,11 +186,11 @@ def test_the_health_check_is_a_command() -> None:
     main.commands[subcommand].make_context(subcommand, options)
 
 
-def test_prometheus_scrapes_the_daemon(image_config: ServeConfig, compose: Any) -> None:
+def test_prometheus_scrapes_the_daemon(compose: Any) -> None:
     configuration = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in configuration["scrape_configs"]}
     (target,) = jobs["kvservice"]["static_configs"][0]["targets"]
-    assert target == f"daemon:{port_of(image_config.http_address)}"
+    assert {target} == {f"daemon:{port_of(image_config(image).http_address)}" for image in IMAGES}
     source, directory, _ = compose["services"]["prometheus"]["volumes"][0].split(":")
     assert (DEPLOY / source / "prometheus.yml").exists()
     assert f"--config.file={directory}/prometheus.yml" in compose["services"]["prometheus"]["command"]
@@ -204,18 +202,20 @@ def compose_tls() -> Any:
     return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
 
 
-@pytest.mark.parametrize("name", DAEMONS)
-def test_with_tls_the_daemon_may_be_published(compose_tls: Any, image_config: ServeConfig, name: str) -> None:
-    daemon = compose_tls["services"][name]
-    options = dict(line.split("=") for line in daemon["environment"] if "=" in line)
-    config = load_config({"tcp_address": image_config.tcp_address}, options)
-    check_addresses(config)
-    assert not config.insecure, "which .env says"
-    (volume,) = daemon["volumes"]
-    _, directory, mode = volume.split(":")
-    assert mode == "ro"
-    files = (config.tls_cert, config.tls_key, config.auth_tokens)
-    assert {str(Path(file).parent) for file in files} == {directory}, "in one directory, so that new files are seen"
+def test_with_tls_the_daemon_may_be_published(compose_tls: Any) -> None:
+    with each_row() as row:
+        for name, image in itertools.product(DAEMONS, IMAGES):
+            with row(f"{name} of {image}"):
+                daemon = compose_tls["services"][name]
+                options = dict(line.split("=") for line in daemon["environment"] if "=" in line)
+                config = load_config({"tcp_address": image_config(image).tcp_address}, options)
+                check_addresses(config)
+                assert not config.insecure, "which .env says"
+                (volume,) = daemon["volumes"]
+                _, directory, mode = volume.split(":")
+                assert mode == "ro"
+                files = (config.tls_cert, config.tls_key, config.auth_tokens)
+                assert {str(Path(file).parent) for file in files} == {directory}, "one directory: new files are seen"
 
 
 def test_with_tls_prometheus_asks_by_https(compose: Any, compose_tls: Any) -> None:
@@ -232,8 +232,8 @@ def test_with_tls_prometheus_asks_by_https(compose: Any, compose_tls: Any) -> No
     assert command == compose["services"]["prometheus"]["command"]
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_compose_takes_both_files() -> None:
+    debian_packages.require({"docker-compose": "docker-compose"})
     files = ("--file=docker-compose.yml", "--file=docker-compose.tls.yml")
     done = subprocess.run(["docker-compose", *files, "config"], cwd=DEPLOY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -242,8 +242,9 @@ def test_compose_takes_both_files() -> None:
     assert len(merged["volumes"]) == 2
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
+    debian_packages.require({"openssl": "openssl"})
+
     def make(*names: str) -> Certificates:
         subprocess.run([DEPLOY / "make-certificates.sh", tmp_path, *names], capture_output=True, check=True)
         return Certificates.read(CertificateFiles(tmp_path / "tls.crt", tmp_path / "tls.key", tmp_path / "ca.crt"))
@@ -259,8 +260,8 @@ def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
     shake_hands(again, "other")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_an_authority_is_never_replaced(tmp_path: Path) -> None:
+    debian_packages.require({"openssl": "openssl"})
     command: list[str | Path] = [DEPLOY / "make-certificates.sh", tmp_path, "daemon"]
     subprocess.run(command, capture_output=True, check=True)
     (tmp_path / "ca.key").unlink()

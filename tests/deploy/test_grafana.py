@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from each_row import each_row
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROVISIONING = DEPLOY / "grafana" / "provisioning"
@@ -46,14 +47,16 @@ def test_panels_lie_side_by_side() -> None:
     assert len(identities) == len(set(identities))
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: f"{panel['id']} {panel['title']}")
-def test_panels_are_of_kinds_that_exist_and_say_what_they_measure(panel: Any) -> None:
-    assert panel["type"] in PANEL_TYPES
-    assert panel["title"]
-    assert panel["datasource"]["uid"] == "${datasource}"
-    assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
-    if panel["type"] in ("stat", "timeseries"):
-        assert panel["fieldConfig"]["defaults"]["unit"]
+def test_panels_are_of_kinds_that_exist_and_say_what_they_measure() -> None:
+    with each_row() as row:
+        for panel in PANELS:
+            with row(f"{panel['id']} {panel['title']}"):
+                assert panel["type"] in PANEL_TYPES
+                assert panel["title"]
+                assert panel["datasource"]["uid"] == "${datasource}"
+                assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
+                if panel["type"] in ("stat", "timeseries"):
+                    assert panel["fieldConfig"]["defaults"]["unit"]
 
 
 def test_what_is_chosen_above_holds_for_every_query() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import debian_packages
 import kubernetes_validate
 import pytest
 import yaml
+from each_row import each_row
 
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
@@ -79,8 +81,8 @@ def test_nothing_may_gain_privileges(services: Any) -> None:
         assert "user" not in service, "the image's is nobody"
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_compose_takes_the_file() -> None:
+    debian_packages.require({"docker-compose": "docker-compose"})
     command = ["docker-compose", "--file=docker-compose.mooncake.yml", "config", "--quiet"]
     done = subprocess.run(command, cwd=DEPLOY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -103,12 +105,13 @@ def container_of(component: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("file", ["master.yaml", "nodes.yaml", "network.yaml"])
-def test_manifests_follow_the_schemas(file: str, version: str) -> None:
+def test_manifests_follow_the_schemas() -> None:
     """`validate` raises if a field is unknown or has the wrong type."""
-    for each in manifests(file):
-        kubernetes_validate.validate(each, version, strict=True)
+    with each_row() as row:
+        for file, version in itertools.product(("master.yaml", "nodes.yaml", "network.yaml"), VERSIONS):
+            with row(f"{file} {version}"):
+                for each in manifests(file):
+                    kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_the_kustomization_names_all_files() -> None:
@@ -166,16 +169,16 @@ def test_a_node_fits_into_its_limit_and_its_ports_are_open() -> None:
         assert selected == pod_of(component)["metadata"]["labels"]
 
 
-@pytest.mark.parametrize("component", WORKLOADS)
-def test_pods_meet_the_restricted_standard(component: str) -> None:
-    pod, container = pod_of(component)["spec"], container_of(component)
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["securityContext"]["runAsUser"] > 0
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert not pod["automountServiceAccountToken"]
+def test_pods_meet_the_restricted_standard() -> None:
+    for component in WORKLOADS:
+        pod, container = pod_of(component)["spec"], container_of(component)
+        assert pod["securityContext"]["runAsNonRoot"], component
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert not pod["automountServiceAccountToken"]
 
 
 def test_the_image_has_the_library_and_what_it_needs() -> None:

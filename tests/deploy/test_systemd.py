@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+import debian_packages
 import pytest
 
 from kvservice.config import ENV_PREFIX, ServeConfig
@@ -56,8 +56,8 @@ def test_its_options_are_options_and_fit_its_limits(settings: dict[str, list[str
     assert int(one(settings, "LimitNOFILE")) >= sum(needed_files(config).values())
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_systemd_accepts_it(tmp_path: Path) -> None:
+    debian_packages.require({"systemd-analyze": "systemd"})
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/kvservice/bin/kvservice", sys.executable))
     done = subprocess.run(

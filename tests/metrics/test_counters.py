@@ -7,20 +7,15 @@ import threading
 from collections import Counter
 
 import numpy as np
-from scraping import POOL, Samples, by_label, scrape, value
+import pytest
+from scraping import POOL, Samples, by_label, counters, scrape, value
 
 from kvservice.client import KVClient, Sequence, Session
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon
 
-STEPS, SCRAPES = 600, 20
-COUNTS = ("_total", "_count", "_bucket", "_sum")
 TENANTS = ("", "acme", "beta", "gamma", "other")
 MAX_LABELS = 3
-
-
-def counters(samples: Samples) -> Samples:
-    return {key: found for key, found in samples.items() if key[0].startswith("kvservice_") and key[0].endswith(COUNTS)}
 
 
 class Traffic:
@@ -84,7 +79,12 @@ class Traffic:
             self._go()
 
 
-def test_counters_never_go_back_while_sessions_come_and_go(free_port: int) -> None:
+@pytest.mark.parametrize(
+    ("least_steps", "least_scrapes"), [(150, 5), pytest.param(600, 20, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_counters_never_go_back_while_sessions_come_and_go(
+    free_port: int, least_steps: int, least_scrapes: int
+) -> None:
     options = POOL | {"num_blocks": 16, "http_address": f"127.0.0.1:{free_port}", "max_labels": MAX_LABELS}
     with Daemon(**options) as daemon, KVClient(daemon.address, transport="inline") as client:
         scrapes: list[Samples] = []
@@ -99,14 +99,14 @@ def test_counters_never_go_back_while_sessions_come_and_go(free_port: int) -> No
         traffic = Traffic(client, seed=20)
         try:
             steps = 0
-            while looking.is_alive() and (steps < STEPS or len(scrapes) < SCRAPES):
+            while looking.is_alive() and (steps < least_steps or len(scrapes) < least_scrapes):
                 traffic.step()
                 steps += 1
             traffic.end()
         finally:
             done.set()
             looking.join(30)
-        assert len(scrapes) >= SCRAPES
+        assert len(scrapes) >= least_scrapes
         last = scrape(free_port)
         for before, after in zip(scrapes, [*scrapes[1:], counters(last)], strict=True):
             assert {

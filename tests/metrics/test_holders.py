@@ -109,8 +109,8 @@ def test_session_names_have_labels_up_to_a_limit(free_port: int) -> None:
             session.close()
 
 
-def test_a_name_is_exported_unchanged(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_a_name_is_exported_unchanged(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     for name in ('quo"te', "back\\slash\\n", "{label}", "\N{SNOWMAN}" * 64, "white space "):
         with KVClient(daemon.address) as client, client.session(name, tenant=name) as kv:
             kv.allocate([1])

@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from footprint import children
+from ports import free_port
 from scraping import BLOCK_BYTES, POOL, Samples, by_label, compute, scrape, scrape_until, value
 
 from kvservice import __version__
@@ -22,9 +24,10 @@ from kvservice.launch import Daemon
 from kvservice.v1 import blocks_pb2, blocks_pb2_grpc, inspect_pb2, inspect_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 
-def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_every_figure_is_the_pools(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     with KVClient(daemon.address) as client, client.session() as kv:
+        before = client.stats()
         first = compute(kv, list(range(8)))
         second = compute(kv, [0, 1, 2, 3, 50, 51])  # shares one block
         child = kv.fork(second)
@@ -33,6 +36,8 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
         kv.pin(list(range(4)), ttl_s=60)
         kv.free([second])
         samples, stats = scrape(port), client.stats()
+        query_tokens = stats.prefix_cache_query_tokens - before.prefix_cache_query_tokens
+        hit_tokens = stats.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
 
         states = {
             "free": stats.free_blocks,
@@ -54,18 +59,18 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
         assert by_label(samples, "kvservice_sequences", "tier") == {"device": 1, "swap": 1}
         assert value(samples, "kvservice_sessions") == 1
         assert value(samples, "kvservice_computed_tokens_total") == 8 + 2
-        assert value(samples, "kvservice_prefix_cache_query_tokens_total") == 8 + 6 == stats.prefix_cache_query_tokens
-        assert value(samples, "kvservice_prefix_cache_hit_tokens_total") == 4 == stats.prefix_cache_hit_tokens
-        assert value(samples, "kvservice_cow_copies_total") == 1 == stats.cow_copies
+        assert value(samples, "kvservice_prefix_cache_query_tokens_total") == 8 + 6 == query_tokens
+        assert value(samples, "kvservice_prefix_cache_hit_tokens_total") == 4 == hit_tokens
+        assert value(samples, "kvservice_cow_copies_total") == 1 == stats.cow_copies - before.cow_copies
         assert value(samples, "kvservice_draining") == 0
         assert value(samples, "kvservice_calls_in_flight") == 0
 
 
-def test_swapping_is_counted_in_both_directions(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_swapping_is_counted_in_both_directions(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     with KVClient(daemon.address) as client, client.session() as kv:
         one, two = compute(kv, list(range(8))), compute(kv, [100])
-        before = scrape(port)
+        earlier, before = client.stats(), scrape(port)
         kv.swap_out([one, two])
         kv.reset_prefix_cache()  # so that every block must be copied back
         out = scrape_until(port, lambda found: busy(found, "out") > 0)
@@ -78,7 +83,8 @@ def test_swapping_is_counted_in_both_directions(running: tuple[Daemon, int]) -> 
         assert by_label(back, "kvservice_swap_bytes_total", "direction")["in"] == 2 * BLOCK_BYTES
         assert by_label(back, "kvservice_swapped_sequences_total", "direction") == {"out": 2, "in": 1}
         stats = client.stats()
-        assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (3, 2)
+        assert stats.swapped_out_blocks - earlier.swapped_out_blocks == 3
+        assert stats.swapped_in_blocks - earlier.swapped_in_blocks == 2
         assert busy(before, "out") == busy(before, "in") == busy(out, "in") == 0
         assert busy(back, "out") == busy(out, "out")
 
@@ -87,8 +93,8 @@ def busy(samples: Samples, direction: str) -> float:
     return value(samples, "kvservice_swap_busy_seconds_total", direction=direction)
 
 
-def test_calls_are_counted_by_method_status_and_transport(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_calls_are_counted_by_method_status_and_transport(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     with grpc.insecure_channel(daemon.address) as channel:
         stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)
         with pytest.raises(grpc.RpcError):
@@ -104,7 +110,7 @@ def test_calls_are_counted_by_method_status_and_transport(running: tuple[Daemon,
         counts = {
             tuple(dict(labels)[name] for name in ("method", "status", "transport")): found
             for (name, labels), found in samples.items()
-            if name == "kvservice_rpc_duration_seconds_count"
+            if name == "kvservice_rpc_duration_seconds_count" and found
         }
         assert counts == {
             ("free", "NOT_FOUND", "unary"): 1,
@@ -119,9 +125,9 @@ def test_calls_are_counted_by_method_status_and_transport(running: tuple[Daemon,
         }
 
 
-def test_calls_in_flight_are_counted(running: tuple[Daemon, int]) -> None:
+def test_calls_in_flight_are_counted(shared: tuple[Daemon, int]) -> None:
     """Calls wait for a stopped observer, and then do not all get their answers at once."""
-    daemon, port = running
+    daemon, port = shared
     scrape(port)
     (observer,) = children(daemon.process.pid)
     with grpc.insecure_channel(daemon.address) as channel:
@@ -139,8 +145,8 @@ def test_calls_in_flight_are_counted(running: tuple[Daemon, int]) -> None:
     assert value(scrape(port), "kvservice_calls_in_flight") == 0
 
 
-def test_refusals_for_want_of_blocks_are_counted(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_refusals_for_want_of_blocks_are_counted(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     with KVClient(daemon.address) as client, client.session() as kv:
         held = kv.allocate(list(range(32)))
         for _ in range(2):
@@ -156,30 +162,24 @@ def test_refusals_for_want_of_blocks_are_counted(running: tuple[Daemon, int]) ->
         assert value(scrape(port), "kvservice_out_of_blocks_total") == 4
 
 
-def test_regions_are_counted(free_port: int) -> None:
-    with (
-        Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
-        KVClient(daemon.address) as client,
-        client.session() as kv,
-        client.session() as other,
-    ):
+def test_regions_are_counted(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
+    with KVClient(daemon.address) as client, client.session() as kv, client.session() as other:
         kv.create_region(4096)
         other.create_region(8192)
-        samples = scrape(free_port)
+        samples = scrape(port)
         assert value(samples, "kvservice_regions") == 2
         assert value(samples, "kvservice_region_bytes") == 4096 + 8192
         kv.unregister_region()
-        samples = scrape(free_port)
+        samples = scrape(port)
         assert value(samples, "kvservice_regions") == 1
         assert value(samples, "kvservice_region_bytes") == 8192
 
 
-def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
+def test_lanes_and_their_calls_are_counted(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     duration = "kvservice_lane_call_duration_seconds"
-    with (
-        Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
-        KVClient(daemon.address, transport="lane") as client,
-    ):
+    with KVClient(daemon.address, transport="lane") as client:
         for after in (2, 4):  # calls of closed lanes count as well
             with client.session() as kv, client.session():
                 step = kv.open_step([kv.allocate([1])])
@@ -187,20 +187,21 @@ def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
                 step.extend(0, ones, ones, ones)
                 with pytest.raises(LayerWrittenError):
                     step.extend(0, ones, ones, ones)
-                samples = scrape(free_port)
+                samples = scrape(port)
                 assert value(samples, "kvservice_lanes") == 2
                 assert value(samples, f"{duration}_count") == value(samples, f"{duration}_bucket", le="+Inf") == after
                 assert value(samples, "kvservice_lane_errors_total") == after / 2
                 assert 0 < value(samples, f"{duration}_sum") < 60
-        samples = scrape(free_port)
+        samples = scrape(port)
         assert value(samples, "kvservice_lanes") == 0
         assert value(samples, f"{duration}_count") == 4
 
 
-def test_what_happens_to_blocks_is_counted_with_their_ages(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_what_happens_to_blocks_is_counted_with_their_ages(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     pause = 0.06  # longer than the bound of the second bucket
     with KVClient(daemon.address) as client, client.session() as kv:
+        earlier = client.stats().evicted_blocks
         kv.free([compute(kv, list(range(16)))])
         time.sleep(pause)
         again = kv.allocate(list(range(16)))
@@ -214,7 +215,7 @@ def test_what_happens_to_blocks_is_counted_with_their_ages(running: tuple[Daemon
         time.sleep(pause)
         compute(kv, list(range(100, 124)))  # six blocks, of which four are free
         stats, ages = client.stats(), scrape(port)
-        assert value(ages, "kvservice_evictions_total") == 2 == stats.evicted_blocks
+        assert value(ages, "kvservice_evictions_total") == 2 == stats.evicted_blocks - earlier
         assert age_count(ages, "idle_before_eviction") == 2
         assert_longer(ages, "idle_before_eviction", 2, pause)
         assert age_count(ages, "lifetime") == 1 + 2
@@ -233,9 +234,10 @@ def assert_longer(samples: Samples, name: str, count: int, seconds: float) -> No
     assert value(samples, f"{family}_bucket", le="86400") == count
 
 
-def test_block_events_and_their_subscribers_are_counted(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_block_events_and_their_subscribers_are_counted(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     with KVClient(daemon.address) as client, client.session() as kv:
+        earlier = client.stats().evicted_blocks
         kv.free([compute(kv, list(range(16)))])
         kv.free([compute(kv, list(range(100, 128)))])
         events = client.events(start_number=1)
@@ -243,7 +245,7 @@ def test_block_events_and_their_subscribers_are_counted(running: tuple[Daemon, i
         samples = scrape(port)
         assert value(samples, "kvservice_event_streams") == 1
         counted = by_label(samples, "kvservice_block_events_total", "event")
-        assert counted == {"stored": 4 + 7, "removed": client.stats().evicted_blocks, "cleared": 0}
+        assert counted == {"stored": 4 + 7, "removed": client.stats().evicted_blocks - earlier, "cleared": 0}
         assert counted["removed"] == 3
         kv.reset_prefix_cache()
         assert by_label(scrape(port), "kvservice_block_events_total", "event") == counted | {"cleared": 1}
@@ -251,27 +253,33 @@ def test_block_events_and_their_subscribers_are_counted(running: tuple[Daemon, i
         scrape_until(port, lambda found: value(found, "kvservice_event_streams") == 0)
 
 
-def test_without_events_none_are_counted(free_port: int) -> None:
-    with (
-        Daemon(http_address=f"127.0.0.1:{free_port}", event_window=0, **POOL) as daemon,
-        KVClient(daemon.address) as client,
-        client.session() as kv,
-    ):
+@pytest.fixture(scope="module")
+def without_events() -> Iterator[tuple[Daemon, int]]:
+    port = free_port()
+    with Daemon(http_address=f"127.0.0.1:{port}", event_window=0, **POOL) as daemon:
+        yield daemon, port
+
+
+def test_without_events_none_are_counted(without_events: tuple[Daemon, int]) -> None:
+    daemon, port = without_events
+    with KVClient(daemon.address) as client, client.session() as kv:
         compute(kv, list(range(16)))
-        counted = by_label(scrape(free_port), "kvservice_block_events_total", "event")
+        counted = by_label(scrape(port), "kvservice_block_events_total", "event")
         assert counted == {"stored": 0, "removed": 0, "cleared": 0}
 
 
-def test_the_event_loop_is_asked_each_second(running: tuple[Daemon, int]) -> None:
+def test_the_event_loop_is_asked_each_second(without_events: tuple[Daemon, int]) -> None:
+    _, port = without_events
     family = "kvservice_event_loop_latency_seconds"
-    first = scrape(running[1])
-    later = scrape_until(running[1], lambda found: value(found, f"{family}_count") >= 3)
-    assert value(first, f"{family}_count") >= 1  # the observer makes a request before its first answer
+    first = scrape(port)
+    asked = value(first, f"{family}_count")
+    later = scrape_until(port, lambda found: value(found, f"{family}_count") > asked)
+    assert asked >= 1  # the observer makes a request before its first answer
     assert 0 < value(first, f"{family}_sum") < value(later, f"{family}_sum")
 
 
-def test_the_build_and_the_configuration_are_exported(running: tuple[Daemon, int]) -> None:
-    samples = scrape(running[1])
+def test_the_build_and_the_configuration_are_exported(shared: tuple[Daemon, int]) -> None:
+    samples = scrape(shared[1])
     version = {"version": __version__, "python": platform.python_version()}
     assert value(samples, "kvservice_build_info", **version) == 1
     shape = {"block_size": "4", "num_layers": "2", "num_kv_heads": "1", "head_size": "32", "prefix_caching": "true"}
@@ -281,8 +289,8 @@ def test_the_build_and_the_configuration_are_exported(running: tuple[Daemon, int
     assert value(samples, "kvservice_capacity_sequences") == 1024
 
 
-def test_the_process_is_the_daemons_and_not_the_observers(running: tuple[Daemon, int]) -> None:
-    daemon, port = running
+def test_the_process_is_the_daemons_and_not_the_observers(shared: tuple[Daemon, int]) -> None:
+    daemon, port = shared
     samples = scrape(port)
     (observer,) = children(daemon.process.pid)
     assert value(samples, "process_start_time_seconds") == pytest.approx(start_time(daemon.process.pid), abs=0.02)

@@ -9,9 +9,9 @@ import numpy as np
 from scraping import POOL, Samples, by_label, scrape_until, value
 
 from kvservice.client import KVClient
-from kvservice.kept.report import REFUSED, TAKEN_OVER, KeptCounts, LostCounts, RestartReport, RestartTotals
+from kvservice.kept import RestartReport
 from kvservice.launch import Daemon
-from kvservice.metrics.restarts import restart_metrics
+from kvservice.metrics import restart_metrics
 
 
 def samples_of(report: RestartReport) -> Samples:
@@ -30,9 +30,11 @@ def test_all_series_exist_before_the_first_restart() -> None:
 
 
 def test_a_report_in_metrics() -> None:
-    kept, lost = KeptCounts(sessions=1, sequences=2, cached_blocks=3), LostCounts(sequences=4, steps=5)
-    totals = RestartTotals(signal=6, upgrade=7, lost_sequences=9)
-    samples = samples_of(RestartReport(TAKEN_OVER, True, "signal 9", "", 13, 1.5, 0.25, kept, lost, totals))
+    report = RestartReport("taken over", True, "signal 9", "", 13, 1.5, 0.25).to_json()
+    report["kept"] |= {"sessions": 1, "sequences": 2, "cached_blocks": 3}
+    report["lost"] |= {"sequences": 4, "steps": 5}
+    report["totals"] |= {"signal": 6, "upgrade": 7, "lost_sequences": 9}
+    samples = samples_of(RestartReport.from_json(report))
     assert value(samples, "kvservice_kept") == 1
     assert value(samples, "kvservice_last_start", outcome="taken_over") == 1
     assert value(samples, "kvservice_restarts_total", cause="signal") == 6
@@ -43,7 +45,7 @@ def test_a_report_in_metrics() -> None:
     assert (counts["sessions"], counts["sequences"], counts["cached_blocks"]) == (1, 2, 3)
     assert by_label(samples, "kvservice_restart_lost", "what") == {"sequences": 4, "steps": 5, "schedulers": 0}
     assert value(samples, "kvservice_restart_lost_sequences_total") == 9
-    refused = samples_of(RestartReport(REFUSED))
+    refused = samples_of(RestartReport("refused"))
     assert value(refused, "kvservice_last_start", outcome="refused") == 1
 
 

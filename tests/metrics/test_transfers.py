@@ -15,14 +15,16 @@ from store_daemons import blocks_of, keys_of
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, is_gone
 from waiting import until
 
-from kvservice.client import KVClient, Store, StoreNamespace, remote
+from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.launch import Daemon
 
-pytestmark = pytest.mark.usefixtures("transfer_engine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("transfer_engine")]
 
 BLOCK_BYTES = 64 << 10
 COUNT = 40
 NUM_BYTES = COUNT * BLOCK_BYTES
+# A client registers three slots of 4 MiB.
+REGION_BYTES = 3 * (4 << 20)
 KEYS, BLOCKS = keys_of(*range(COUNT)), blocks_of(*range(COUNT), block_bytes=BLOCK_BYTES)
 
 
@@ -56,7 +58,7 @@ def test_transfers_are_counted_until_their_engine_ends_and_messages_after(free_p
     with storing(free_port) as (daemon, store):
         samples = scrape(free_port)
         assert (of(samples, "engines"), of(samples, "regions")) == (1, 1)
-        assert of(samples, "region_bytes") == remote.NUM_SLOTS * remote.SLOT_BYTES
+        assert of(samples, "region_bytes") == REGION_BYTES
         assert ended(samples) == {}
         store.put(KEYS, BLOCKS)
         out = np.zeros_like(BLOCKS)

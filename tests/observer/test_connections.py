@@ -12,10 +12,8 @@ import pytest
 from page_pool import PagePool
 from serving_http import serving_http
 
-from kvservice.observer import http_server
-from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.web import HttpOptions, make_app
+from kvservice.observer.web import HttpOptions, Refusals, make_app
 
 LIMITS = HttpLimits(max_connections=4, max_per_address=3, request_s=10.0, stalled_s=30.0)
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -170,19 +168,13 @@ async def status_of(port: int, path: bytes = b"/metrics") -> int:
         return int((await reader.readline()).split()[1])
 
 
-@pytest.fixture
-def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_EVERY_S", 0.01)
-
-
-@pytest.mark.parametrize("half", [b"", GET[:20]], ids=["nothing", "half a request"])
-def test_half_open_connections_keep_nobody_out(half: bytes) -> None:
+def test_half_open_connections_keep_nobody_out() -> None:
     """All connections are from one address, as on the loopback interface."""
 
     async def body(port: int) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            for _ in range(300):
-                await stack.enter_async_context(connected(port, half))
+            for number in range(300):
+                await stack.enter_async_context(connected(port, GET[:20] if number % 2 else b""))
             for path in (b"/metrics", b"/"):
                 assert await status_of(port, path) == 200
 
@@ -196,27 +188,22 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-async def until_awaited(connections: Connections, count: int) -> None:
-    """Return when the server waits for requests of so many connections. Their time begins only then."""
-    while sum(isinstance(one, http_server.GuardedProtocol) for one in connections._awaited) < count:
-        await asyncio.sleep(0.001)
-
-
-@pytest.mark.usefixtures("sweeping_often")
 def test_a_request_that_does_not_end_is_closed(connections: Connections, clock: Clock) -> None:
+    """The time of a connection begins when the server waits for its next request."""
+
     async def body(port: int) -> None:
         async with connected(port, GET[:20]) as (begun, _), connected(port, GET % b"/metrics") as (kept, writer):
             await kept.readuntil(b"some 1\n")
             writer.write(GET[:20])
-            await until_awaited(connections, 2)
-            clock.now += LIMITS.request_s
-            assert await is_closed(begun)
-            assert await is_closed(kept)
+            closing = asyncio.gather(is_closed(begun), is_closed(kept))
+            while not closing.done():
+                clock.now += LIMITS.request_s
+                await asyncio.sleep(0.01)
+            assert all(await closing)
 
     scenario(connections, body)
 
 
-@pytest.mark.usefixtures("sweeping_often")
 def test_who_does_not_read_is_closed(connections: Connections, clock: Clock) -> None:
     """The test would hang if the connection stayed open."""
     ended = asyncio.Event()
@@ -238,7 +225,6 @@ def test_who_does_not_read_is_closed(connections: Connections, clock: Clock) -> 
     scenario(connections, body, endless)
 
 
-@pytest.mark.usefixtures("sweeping_often")
 def test_pages_that_are_open_stay(clock: Clock) -> None:
     async def body(port: int) -> None:
         async with connected(port, GET % b"/api/stream") as (page, _):

@@ -6,22 +6,28 @@ import dataclasses
 
 import numpy as np
 import pytest
-from no_schedulers import NO_SCHEDULERS
+from observed_pool import ObservedPool
 
 from kvservice.blocks import BlocksStats
-from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
+from kvservice.observer.history import SAMPLES, WINDOW, History
 from kvservice.scheduler import SchedulerFigures
-from kvservice.store.figures import ModelFigures
-from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.reading import Reading
-from kvservice.telemetry.transfers import TransferReading, TransferStats
+from kvservice.store import ModelFigures
+from kvservice.telemetry import (
+    BUCKETS_S,
+    WIDTH,
+    Reading,
+    ServerStats,
+    SpillStats,
+    TransferReading,
+    TransferStats,
+    keys,
+)
 from kvservice.tiers import TierStats
-from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
 
 METHODS = ["append", "free", "fork"]
 KEYS = list(keys(METHODS))
+NO_SCHEDULERS = ObservedPool().reader.read().schedulers
 
 
 def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **stats: int) -> Reading:
@@ -50,15 +56,19 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
 
 
 def test_quantiles_are_interpolated_within_their_bucket() -> None:
-    counts = [0] * WIDTH
-    assert quantile(counts, 0.5) is None
-    counts[0] = 10  # up to 50 µs
-    assert quantile(counts, 0.5) == pytest.approx(25e-6)
-    counts[2] = 10  # 100 to 200 µs
-    assert quantile(counts, 0.5) == pytest.approx(50e-6)
-    assert quantile(counts, 0.75) == pytest.approx(150e-6)
-    counts[-1] = 1000  # above the last bound
-    assert quantile(counts, 0.99) == BUCKETS_S[-1]
+    # Bucket 0 ends at 50 µs, bucket 2 is from 100 to 200 µs, and the last is above all bounds.
+    quantiles = {
+        (25e-6, 49.5e-6): {0: 10},
+        (50e-6, 198e-6): {0: 10, 2: 10},
+        (150e-6, 199e-6): {2: 1000},
+        (BUCKETS_S[-1], BUCKETS_S[-1]): {0: 10, 2: 10, WIDTH - 1: 10_000},
+    }
+    for (p50_s, p99_s), counts in quantiles.items():
+        history = History(KEYS, block_bytes=1)
+        history.add(reading(0.0), 0.0)
+        history.add(reading(1.0, {("append", "OK", "stream"): counts}), 1.0)
+        (append,) = history.calls()
+        assert (append["p50_s"], append["p99_s"]) == (pytest.approx(p50_s), pytest.approx(p99_s))
 
 
 def scheduling(time_s: float, first: dict[int, int], between: dict[int, int], **totals: int) -> Reading:

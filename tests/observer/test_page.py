@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from chromium import OpenPage, Page
 from http_app import serving
-from page_pool import FIRST_SEQUENCE, PagePool, count_states
+from page_pool import FIRST_SEQUENCE, SAMPLES, STATES, PagePool, count_states
 from selenium.webdriver.common.keys import Keys
 
 import kvservice
-import kvservice.observer.stream as stream
-from kvservice.kept.report import REFUSED, TAKEN_OVER, KeptCounts, LostCounts, RestartReport
-from kvservice.observer.access import Refusals
-from kvservice.observer.blocks import STATES
-from kvservice.observer.web import HttpOptions, make_app
+from kvservice.kept import RestartReport
+from kvservice.observer.stream import MAX_STREAMS
+from kvservice.observer.web import HttpOptions, Refusals, make_app
+
+pytestmark = pytest.mark.slow
 
 NUM_BLOCKS = 512
 # Shorter than one second, to keep the tests quick.
@@ -76,37 +79,38 @@ def test_what_the_pool_holds(pool: PagePool, port: int, open_page: OpenPage) -> 
     assert figures["Lane calls/s"] == "52.3K"
 
 
-@pytest.mark.parametrize(
-    ("report", "state", "text"),
-    [
-        (RestartReport(), "good", "nothing is kept: the memory ends with the process of the daemon"),
-        (
-            RestartReport(TAKEN_OVER, True, "signal 9", num_restarts=3, kept=KeptCounts(sessions=12), down_s=1.14),
-            "good",
-            "after signal 9: took over 12 sessions in 0.00 s, down 1.1 s; lost nothing",
-        ),
-        (
-            RestartReport(TAKEN_OVER, True, "upgrade", num_restarts=1, lost=LostCounts(sequences=1)),
-            "bad",
-            "after upgrade: took over an empty pool in 0.00 s, down 0.0 s; lost 1 sequence",
-        ),
-        (
-            RestartReport(REFUSED, True, "signal 9", "block_size was 16, is 32", num_restarts=1),
-            "bad",
-            "after signal 9: started empty, as the kept state was refused: block_size was 16, is 32",
-        ),
-    ],
-    ids=["not kept", "taken over", "lost", "refused"],
-)
-def test_a_line_says_what_the_daemon_took_over(
-    pool: PagePool, port: int, open_page: OpenPage, report: RestartReport, state: str, text: str
-) -> None:
-    pool.reader.restart = report
-    page = open_page(port)
-    page.wait_for_text("#restart", text)
-    assert page.js("document.querySelector('#restart').dataset.state") == state
+def report(
+    *values: Any, kept: dict[str, int] | None = None, lost: dict[str, int] | None = None, **more: Any
+) -> RestartReport:
+    json = RestartReport(*values, **more).to_json()
+    return RestartReport.from_json(json | {"kept": json["kept"] | (kept or {}), "lost": json["lost"] | (lost or {})})
+
+
+REPORTS = {
+    "nothing is kept: the memory ends with the process of the daemon": (report(), "good"),
+    "after signal 9: took over 12 sessions in 0.00 s, down 1.1 s; lost nothing": (
+        report("taken over", True, "signal 9", num_restarts=3, kept={"sessions": 12}, down_s=1.14),
+        "good",
+    ),
+    "after upgrade: took over an empty pool in 0.00 s, down 0.0 s; lost 1 sequence": (
+        report("taken over", True, "upgrade", num_restarts=1, lost={"sequences": 1}),
+        "bad",
+    ),
+    "after signal 9: started empty, as the kept state was refused: block_size was 16, is 32": (
+        report("refused", True, "signal 9", "block_size was 16, is 32", num_restarts=1),
+        "bad",
+    ),
+}
+
+
+def test_a_line_says_what_the_daemon_took_over(pool: PagePool, port: int, open_page: OpenPage) -> None:
     times = {0: "nothing", 1: "Restarted once, last ", 3: "Restarted 3 times, last "}
-    assert page.text("#restart").startswith(times[report.num_restarts])
+    for text, (taken_over, state) in REPORTS.items():
+        pool.reader.restart = taken_over
+        page = open_page(port)
+        page.wait_for_text("#restart", text)
+        assert page.js("document.querySelector('#restart').dataset.state") == state, text
+        assert page.text("#restart").startswith(times[taken_over.num_restarts])
 
 
 def test_a_first_start_has_no_line(pool: PagePool, port: int, open_page: OpenPage) -> None:
@@ -114,17 +118,15 @@ def test_a_first_start_has_no_line(pool: PagePool, port: int, open_page: OpenPag
     assert open_page(port).js("document.querySelector('#restart').hidden") is True
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_block_is_a_cell_in_the_colour_of_its_state(
-    pool: PagePool, port: int, open_page: OpenPage, scheme: str
-) -> None:
-    page = open_page(port, prefers_color_scheme=scheme)
+def test_every_block_is_a_cell_in_the_colour_of_its_state(pool: PagePool, port: int, open_page: OpenPage) -> None:
     grid = "document.querySelector(arguments[0] + ' .grid')"
-    columns, lines = (int(page.js(f"{grid}.getAttribute('aria-{name}count')", MAP)) for name in ("col", "row"))
-    assert NUM_BLOCKS <= columns * lines < NUM_BLOCKS + columns
-    colours = {state: (*page.colour("hole" if state == "free" else state), 255) for state in STATES}
-    expected = [colours[state] for state in pool.states()]
-    assert page.pixels(MAP)[:NUM_BLOCKS] == expected
+    for scheme in ("light", "dark"):
+        page = open_page(port, prefers_color_scheme=scheme)
+        columns, lines = (int(page.js(f"{grid}.getAttribute('aria-{name}count')", MAP)) for name in ("col", "row"))
+        assert NUM_BLOCKS <= columns * lines < NUM_BLOCKS + columns
+        colours = {state: (*page.colour("hole" if state == "free" else state), 255) for state in STATES}
+        expected = [colours[state] for state in pool.states()]
+        assert page.pixels(MAP)[:NUM_BLOCKS] == expected, scheme
 
 
 def test_the_tables(pool: PagePool, port: int, open_page: OpenPage) -> None:
@@ -291,8 +293,14 @@ def test_the_focus_stays_while_rows_come_and_go(pool: PagePool, port: int, open_
     assert page.js("document.activeElement.innerText") == str(FIRST_SEQUENCE)
 
 
-def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: OpenPage) -> None:
-    page = open_page(port)
+@pytest.fixture
+def port_with_history() -> Iterator[int]:
+    with serve(PagePool(NUM_BLOCKS, 128, 24, num_samples=SAMPLES)) as running:
+        yield running
+
+
+def test_charts_begin_with_the_servers_history_and_go_on(port_with_history: int, open_page: OpenPage) -> None:
+    page = open_page(port_with_history)
     assert page.texts("#charts h2") == [
         "Pool held by sequences",
         "Prefix cache hits",
@@ -305,9 +313,9 @@ def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: O
     hits = page.js("document.querySelectorAll('.chart path')[1].getAttribute('d')")
     assert hits.count("M") == 2  # without lookups there is no line
     points = "document.querySelectorAll('.chart path')[1].getAttribute('d').match(/[ML]/g).length"
-    assert page.js(points) == 600 - 40
+    assert page.js(points) == SAMPLES - 40
     page.wait(f"document.querySelectorAll('.chart path')[1].getAttribute('d') !== '{hits}'")
-    assert page.js(points) == 600 - 40
+    assert page.js(points) == SAMPLES - 40
 
 
 def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
@@ -447,14 +455,25 @@ def test_names_are_text(open_page: OpenPage) -> None:
         page.leave()
 
 
-def test_a_refusal_is_shown(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+def open_stream(port: int) -> socket.socket:
+    """Open the stream of another page. Until the hidden page's stream has ended, there may be no place for it."""
+    while True:
+        other = socket.create_connection(("127.0.0.1", port), timeout=20)
+        other.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if other.recv(1 << 16).startswith(b"HTTP/1.1 200"):
+            return other
+        other.close()
+
+
+def test_a_refusal_is_shown(port: int, open_page: OpenPage) -> None:
     """Waiting for the texts fails if they never come."""
     page = open_page(port)
-    monkeypatch.setattr(stream, "MAX_STREAMS", 0)
-    for hidden in (True, False):
-        page.js(HIDE, hidden)
-    page.wait_for_text("#status-text", "Refused: 0 pages are open")
-    monkeypatch.undo()
+    page.js(HIDE, True)
+    with contextlib.ExitStack() as others:
+        for _ in range(MAX_STREAMS):
+            others.enter_context(open_stream(port))
+        page.js(HIDE, False)
+        page.wait_for_text("#status-text", f"Refused: {MAX_STREAMS} pages are open")
     page.wait_for_text("#status-text", "Live")
     acknowledge(page, "503")
 

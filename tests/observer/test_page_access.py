@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from chromium import OpenPage, Page
+from each_row import each_row
 from http_app import serving
-from page_pool import FIRST_SEQUENCE, PagePool
+from page_pool import FIRST_SEQUENCE, STATES, PagePool
 
-from kvservice.observer.access import Refusals
-from kvservice.observer.blocks import STATES
-from kvservice.observer.web import HttpOptions, make_app
+from kvservice.observer.web import HttpOptions, Refusals, make_app
+
+pytestmark = pytest.mark.slow
 
 SCHEMES = ["light", "dark"]
 TONES = [f"tone-{number}" for number in range(6)]
@@ -79,27 +80,23 @@ def test_contrast_is_reckoned_as_wcag_does() -> None:
     assert contrast((0x77, 0x77, 0x77), (255, 255, 255)) == pytest.approx(4.48, abs=0.005)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_texts_stand_out(port: int, open_page: OpenPage, scheme: str) -> None:
-    page = open_page(port, prefers_color_scheme=scheme)
-    for name, ground in itertools.product(("ink", "soft", "accent", "warn"), ("panel", "ground")):
-        assert contrast(page.colour(name), page.colour(ground)) >= TEXT_CONTRAST, (name, ground)
+def test_colours_stand_out_in_both_themes(port: int, open_page: OpenPage) -> None:
+    for scheme in SCHEMES:
+        page = open_page(port, prefers_color_scheme=scheme)
+        for name, ground in itertools.product(("ink", "soft", "accent", "warn"), ("panel", "ground")):
+            assert contrast(page.colour(name), page.colour(ground)) >= TEXT_CONTRAST, (scheme, name, ground)
+        for name in (*STATES, "swapped", "focus", *TONES):
+            assert contrast(page.colour(name), page.colour("panel")) >= PAINT_CONTRAST, (scheme, name)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_paint_stands_out(port: int, open_page: OpenPage, scheme: str) -> None:
-    page = open_page(port, prefers_color_scheme=scheme)
-    for name in (*STATES, "swapped", "focus", *TONES):
-        assert contrast(page.colour(name), page.colour("panel")) >= PAINT_CONTRAST, name
-
-
-@pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_states_differ_to_every_eye(port: int, open_page: OpenPage, scheme: str, vision: str) -> None:
-    page = open_page(port, prefers_color_scheme=scheme)
-    seen = {state: lab(VISION[vision] @ linear(page.colour("empty" if state == "free" else state))) for state in STATES}
-    for one, other in itertools.combinations(STATES, 2):
-        assert np.linalg.norm(seen[one] - seen[other]) >= LEAST_DIFFERENCE, (one, other)
+def test_states_differ_to_every_eye(port: int, open_page: OpenPage) -> None:
+    for scheme in SCHEMES:
+        page = open_page(port, prefers_color_scheme=scheme)
+        colours = {state: linear(page.colour("empty" if state == "free" else state)) for state in STATES}
+        for vision, matrix in VISION.items():
+            seen = {state: lab(matrix @ colour) for state, colour in colours.items()}
+            for one, other in itertools.combinations(STATES, 2):
+                assert np.linalg.norm(seen[one] - seen[other]) >= LEAST_DIFFERENCE, (scheme, vision, one, other)
 
 
 def test_states_differ_by_shape(port: int, open_page: OpenPage) -> None:
@@ -114,12 +111,12 @@ def test_states_differ_by_shape(port: int, open_page: OpenPage) -> None:
     assert len(shapes) == len(STATES) == len({tuple(shape) for shape in shapes})
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_theme_is_the_readers(port: int, open_page: OpenPage, scheme: str) -> None:
-    page = open_page(port, prefers_color_scheme=scheme)
-    red, green, blue = page.colour("ground")
-    assert page.js("getComputedStyle(document.body).backgroundColor") == f"rgb({red}, {green}, {blue})"
-    assert (red + green + blue < 150) == (scheme == "dark")
+def test_the_theme_is_the_readers(port: int, open_page: OpenPage) -> None:
+    for scheme in SCHEMES:
+        page = open_page(port, prefers_color_scheme=scheme)
+        red, green, blue = page.colour("ground")
+        assert page.js("getComputedStyle(document.body).backgroundColor") == f"rgb({red}, {green}, {blue})"
+        assert (red + green + blue < 150) == (scheme == "dark")
 
 
 def test_nothing_moves_for_who_wants_no_motion(port: int, open_page: OpenPage) -> None:
@@ -128,17 +125,19 @@ def test_nothing_moves_for_who_wants_no_motion(port: int, open_page: OpenPage) -
     assert open_page(port, prefers_reduced_motion="reduce").js(moving) == 0
 
 
-@pytest.mark.parametrize("width", [360, 520, 768, 1024, 1440, 2560])
-@pytest.mark.parametrize("hash_", ["", f"#sequence/1/{FIRST_SEQUENCE}", "#block/device/3"])
-def test_it_fits_any_width(port: int, open_page: OpenPage, width: int, hash_: str) -> None:
-    page = open_page(port, hash_, width=width)
-    if hash_:
-        page.wait("document.querySelector('#detail dt')")
-    assert page.js("document.documentElement.scrollWidth") <= width
+def test_it_fits_any_width(port: int, open_page: OpenPage) -> None:
     outside = """[...document.querySelectorAll("body *")]
         .filter((at) => at.getBoundingClientRect().right > innerWidth + 1 && !at.closest(".scroll"))
         .map((at) => at.outerHTML.slice(0, 90))"""
-    assert page.js(outside) == []
+    hashes = ("", f"#sequence/1/{FIRST_SEQUENCE}", "#block/device/3")
+    with each_row() as row:
+        for width, hash_ in itertools.product((360, 520, 768, 1024, 1440, 2560), hashes):
+            with row(f"{width} {hash_}"):
+                page = open_page(port, hash_, width=width)
+                if hash_:
+                    page.wait("document.querySelector('#detail dt')")
+                assert page.js("document.documentElement.scrollWidth") <= width
+                assert page.js(outside) == []
 
 
 def test_the_keyboard_reaches_everything_once(port: int, open_page: OpenPage) -> None:

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from chromium import OpenPage
+from page_pool import page_info
 from small_pool import SMALL_POOL
 
+from kvservice import __version__
 from kvservice.client import KVClient, Sequence, Session
+from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
 
 SHAPE = (SMALL_POOL["num_layers"], -1, SMALL_POOL["num_kv_heads"], SMALL_POOL["head_size"])
@@ -35,6 +38,7 @@ def compute(kv: Session, token_ids: list[int]) -> Sequence:
     return sequence
 
 
+@pytest.mark.slow
 def test_it_shows_what_the_client_knows(running: tuple[Daemon, int], open_page: OpenPage) -> None:
     daemon, port = running
     with KVClient(daemon.address) as client, client.session("writer", tenant="acme") as kv:
@@ -66,6 +70,7 @@ def test_it_shows_what_the_client_knows(running: tuple[Daemon, int], open_page: 
             assert shown == set(table)
 
 
+@pytest.mark.slow
 def test_a_shared_block_names_those_that_share_it(running: tuple[Daemon, int], open_page: OpenPage) -> None:
     daemon, port = running
     with KVClient(daemon.address) as client, client.session("one") as kv, client.session("two") as other:
@@ -96,6 +101,22 @@ def test_tokens_appear_nowhere(running: tuple[Daemon, int]) -> None:
         for path in paths:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as answer:
                 assert b"1987654" not in answer.read(), path
+
+
+def test_the_page_is_told_about_the_daemon(running: tuple[Daemon, int]) -> None:
+    """The pages of other tests are told the same, with other values."""
+    _, port = running
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/stream", timeout=20) as stream:
+        hello = next(line for line in stream if line.startswith(b"data: "))
+    info = json.loads(hello.removeprefix(b"data: "))["info"]
+    assert {name: type(value) for name, value in info.items()} == {
+        name: type(value) for name, value in page_info(64, 32).items()
+    }
+    assert (info["version"], info["device"], info["kv_cache_dtype"]) == (__version__, "cpu", SMALL_POOL["dtype"])
+    shape = ("num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "max_sequences")
+    assert {name: info[name] for name in shape} == {name: SMALL_POOL[name] for name in shape}
+    assert (info["num_swap_blocks"], info["block_bytes"], info["prefix_caching"]) == (32, 4096, True)
+    assert info["max_sessions"] == ServeConfig().max_sessions
 
 
 def session_id(port: int) -> str:

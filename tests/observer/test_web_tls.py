@@ -15,10 +15,8 @@ from page_pool import PagePool
 from serving_http import serving_http
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading
-from kvservice.observer import http_server
-from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.web import HttpOptions, make_app
+from kvservice.observer.web import HttpOptions, Refusals, make_app
 
 TOKEN = "a-token-of-the-page"
 AUTHORITY, SUCCESSOR = Authority(), Authority("successor")
@@ -32,11 +30,6 @@ async def metrics() -> tuple[bytes, str]:
 def reloading(tmp_path: Path) -> Reloading[Certificates]:
     files = CertificateFiles(*AUTHORITY.sign("daemon").write(tmp_path, "tls"))
     return Reloading(files.paths, lambda: Certificates.read(files))
-
-
-@pytest.fixture(autouse=True)
-def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_EVERY_S", 0.01)
 
 
 def scenario(

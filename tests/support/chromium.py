@@ -1,4 +1,4 @@
-"""The page in a headless Chromium. If Chromium is missing, it is installed, or the tests are skipped."""
+"""The page in a headless Chromium. If Chromium is missing, it is installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import debian_packages
+import outliving
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -42,6 +43,7 @@ return Array.from({length: columns * Number(grid.getAttribute("aria-rowcount"))}
 @pytest.fixture(scope="session")
 def driver() -> Iterator[webdriver.Chrome]:
     debian_packages.require(PACKAGES)
+    outliving.watch()
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
@@ -182,14 +184,20 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture
 def open_page(driver: webdriver.Chrome) -> Iterator[OpenPage]:
-    """Open the page of a test. At the end, the page must have no problems besides those that the test has read."""
+    """Open the page of a test. Before it is opened again, and at the end, the page must have no problems besides those
+    that the test has read."""
     page = Page(driver)
 
+    def check() -> None:
+        page.leave()
+        problems = page.problems()
+        assert not problems, problems
+
     def open_(port: int, hash_: str = "", **options: Any) -> Page:
+        if page.origin:
+            check()
         page.open(port, hash_, **options)
         return page
 
     yield open_
-    page.leave()
-    problems = page.problems()
-    assert not problems, problems
+    check()

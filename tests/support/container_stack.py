@@ -1,4 +1,4 @@
-"""The services of deploy/ in a container engine. Skips the test with the reason if they are not available.
+"""The services of deploy/ in a container engine. They skip a test only where no engine can run.
 
 Images that cannot be pulled are built from Debian packages, which takes minutes, and are kept for the next run. Debian
 has no Grafana: if its image cannot be pulled, the other services run without it.
@@ -15,9 +15,12 @@ import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import debian_packages
+import outliving
 import pytest
 import yaml
 from container_engine import engine, output, succeeds, wait_for
@@ -52,6 +55,7 @@ OPTIONS = {
     "http_token": "token-of-these-tests",
 }
 
+DOWN = ("down", "--volumes", "--timeout", "5")
 MOONCAKE_OPTIONS = {"num_layers": "2", "num_kv_heads": "2", "head_size": "32", "pool_gib": "0.05", "store_gib": "0.125"}
 
 
@@ -73,8 +77,9 @@ def make_debian_base() -> None:
 
 def debian_base() -> str:
     if not succeeds("docker", "image", "inspect", DEBIAN_BASE):
-        if shutil.which("debootstrap") is None or os.geteuid() != 0:
-            pytest.skip("base images can neither be pulled nor made: making one takes debootstrap and root")
+        if os.geteuid() != 0:
+            pytest.skip("this machine reaches no registry of images, and only root can make one")
+        debian_packages.require({"debootstrap": "debootstrap"})
         make_debian_base()
     return DEBIAN_BASE
 
@@ -90,7 +95,8 @@ def compose_command() -> list[str]:
     for command in (["docker-compose"], ["docker", "compose"]):
         if succeeds(*command, "version"):
             return command
-    pytest.skip("neither docker-compose nor docker compose is installed")
+    debian_packages.require({"docker-compose": "docker-compose"})
+    return ["docker-compose"]
 
 
 def default_image(service: str) -> str:
@@ -119,11 +125,17 @@ class ComposeProject:
         self.await_healthy()
 
     def down(self) -> None:
-        self.compose("down", "--volumes", "--timeout", "5")
+        self.compose(*DOWN)
+
+    def ending_with_the_tests(self) -> AbstractContextManager[None]:
+        """Remove the services if the test process ends within the context. A private engine takes them along."""
+        return outliving.at_the_end(*self._command(*DOWN))
 
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
-        command = [*self._compose, "--project-name", self.project, "--file", self._file, *arguments]
-        return output(*command, timeout_s=timeout_s, env=self._environment)
+        return output(*self._command(*arguments), timeout_s=timeout_s, env=self._environment)
+
+    def _command(self, *arguments: str) -> list[str]:
+        return [*self._compose, "--project-name", self.project, "--file", self._file, *arguments]
 
     def container(self, service: str) -> str:
         # Stopped containers have an id, too.
@@ -222,8 +234,9 @@ def running(kind: type[StackT]) -> Iterator[StackT]:
     with engine():
         stack = kind()
         stack.build()
-        try:
-            stack.up()
-            yield stack
-        finally:
-            stack.down()
+        with stack.ending_with_the_tests():
+            try:
+                stack.up()
+                yield stack
+            finally:
+                stack.down()

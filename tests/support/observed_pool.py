@@ -17,17 +17,24 @@ from kvservice.kept import KeptArrays
 from kvservice.observer.history import History
 from kvservice.observer.views import Views
 from kvservice.scheduler import Scheduler
-from kvservice.telemetry.arrays import SharedArrays, open_arrays
-from kvservice.telemetry.calls import CallTable
-from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
-from kvservice.telemetry.figures import FiguresTable, SavedStats
-from kvservice.telemetry.reading import Reader, Reading
-from kvservice.telemetry.scheduling import SchedulerTable
-from kvservice.telemetry.sessions import SessionRow, SessionTable
-from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.telemetry.transfers import TransferTable
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.telemetry import (
+    CallTable,
+    DaemonStatsTable,
+    FiguresTable,
+    Reader,
+    Reading,
+    SavedStats,
+    SchedulerTable,
+    ServerStats,
+    SessionRow,
+    SessionTable,
+    SharedArrays,
+    SpillStats,
+    StoreTable,
+    TierTable,
+    TransferTable,
+    open_arrays,
+)
 
 METHODS = ["allocate", "free"]
 MAX_SESSIONS, MAX_TENANTS = 5, 3
@@ -50,6 +57,7 @@ class ObservedPool:
         clock: Callable[[], float] = time.monotonic,
         methods: Sequence[str] = METHODS,
         info: dict[str, Any] | None = None,
+        store_bytes: int = 0,
         **changes: int,
     ) -> None:
         sizes: dict[str, Any] = {
@@ -65,7 +73,7 @@ class ObservedPool:
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, shared.zeros)
         self.calls = CallTable(methods, shared.zeros)
         self.stats = DaemonStatsTable(2, shared.zeros)
-        StoreTable(0, 1, shared.zeros)
+        self.store_table = StoreTable(store_bytes, 3, shared.zeros)
         self.tier_table = TierTable(shared.zeros)
         self.spill_table = FiguresTable("spill", SpillStats, shared.zeros)
         self.saved_table = FiguresTable("saved", SavedStats, shared.zeros)

@@ -1,4 +1,4 @@
-"""A pool for the page, with sequences, cached and pinned blocks, calls and ten minutes of history. Bookkeeping, arrays
+"""A pool for the page, with sequences, cached and pinned blocks, calls and a history. Bookkeeping, arrays
 and views are the real ones; a virtual clock moves on by a second with each reading."""
 
 from __future__ import annotations
@@ -8,30 +8,34 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from observed_pool import ObservedPool, OpenSession
 
+from kvservice import __version__
 from kvservice.blocks import AllocationRequest
-from kvservice.config import ServeConfig
-from kvservice.devices import Device
-from kvservice.observer.blocks import MAX_CELLS, STATES
-from kvservice.observer.history import SAMPLES
 from kvservice.scheduler import Report, Request, SchedulerConfig
-from kvservice.server.telemetry import configuration
-from kvservice.store.figures import ModelFigures
-from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.figures import SavedStats
-from kvservice.telemetry.reading import Reading
-from kvservice.telemetry.sessions import ATTACHED
-from kvservice.telemetry.transfers import TransferReading, TransferStats
+from kvservice.store import ModelFigures
+from kvservice.telemetry import (
+    ATTACHED,
+    BUCKETS_S,
+    WIDTH,
+    Reading,
+    SavedStats,
+    ServerStats,
+    SpillStats,
+    TransferReading,
+    TransferStats,
+    keys,
+)
 from kvservice.tiers import TierStats
-from kvservice.tiers.spill_stats import SpillStats
 
+# What the page gets: states of blocks in the order of the map's bytes, and the most cells of a map.
+STATES = ("free", "active", "shared", "cached", "pinned")
+MAX_CELLS = 4096
+# The most samples of the history, one per second.
+SAMPLES = 600
 BLOCK_SIZE = 16
 CALLED = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
 # 64-bit ids, whose last digits would change in JavaScript numbers.
@@ -45,10 +49,23 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def page_info(num_blocks: int, num_swap_blocks: int) -> dict[str, Any]:
-    """Return the report of a daemon with the shape of Llama-3-8B."""
-    config = ServeConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=BLOCK_SIZE)
-    device = SimpleNamespace(num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, lane_buckets_s=(), memory_bytes={})
-    return dict(configuration(config, cast(Device, device), 0, SharedArrays(), [])["info"])
+    """Return the report of a daemon with the shape of Llama-3-8B. test_page_daemon.py compares it with a daemon's."""
+    return {
+        "version": __version__,
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "bfloat16",
+        "num_layers": 32,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "block_size": BLOCK_SIZE,
+        "block_bytes": 2 * MIB,
+        "num_blocks": num_blocks,
+        "num_swap_blocks": num_swap_blocks,
+        "max_sequences": 1024,
+        "max_sessions": 256,
+        "prefix_caching": True,
+    }
 
 
 class PagePool(ObservedPool):
@@ -61,6 +78,7 @@ class PagePool(ObservedPool):
         num_swap_blocks: int,
         num_sequences: int,
         session_names: tuple[str, ...] = SESSION_NAMES,
+        num_samples: int = 30,
     ) -> None:
         taken = time.monotonic() - AGE_S
         super().__init__(
@@ -77,19 +95,20 @@ class PagePool(ObservedPool):
         self._token = 0
         self._seconds = 0
         self._first_tokens_per_s = 0
-        self._started_s = time.monotonic() - SAMPLES
-        self._started_wall_s = time.time() - SAMPLES
+        self._started_s = time.monotonic() - num_samples
+        self._started_wall_s = time.time() - num_samples
         self.draining = False
         self.has_tiers = False
         self.has_transfers = False
         self.mooncake_state = "open"
         self.num_readings = 0
+        self.failure: Exception | None = None
         for index, name in enumerate(session_names):
             session = self.open(name, "acme" if index else "")
             session.row.set(ATTACHED, name != "batch")
         self._fill(min(num_blocks, MOST_USED), num_swap_blocks, num_sequences)
-        self._observe_calls(SAMPLES)
-        for _ in range(1 + SAMPLES):  # the first one is no sample
+        self._observe_calls(num_samples)
+        for _ in range(1 + num_samples):  # the first one is no sample
             self.read_next()
 
     # ---- contents
@@ -260,6 +279,8 @@ class PagePool(ObservedPool):
         return {"transfers": TransferReading(stats, counts, np.zeros(2))}
 
     async def _read(self) -> Reading:
+        if self.failure is not None:
+            raise self.failure
         self.num_readings += 1
         return self.read_next()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import debian_packages
+import outliving
 import pytest
 import yaml
 
@@ -56,6 +57,7 @@ class PrometheusServer:
             f"--storage.tsdb.path={self._directory / 'data'}",
             f"--web.listen-address={self._address}",
         ]
+        outliving.watch()
         with (self._directory / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -26,6 +26,9 @@ POOL: dict[str, Any] = {
     "swap_space_gib": 4 * BLOCK_BYTES / 2**30,
 }
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+COUNTS = ("_total", "_count", "_bucket", "_sum")
+# The counters of a port as they were when a test began.
+_BEFORE: dict[int, Samples] = {}
 
 
 def exposition(port: int, context: ssl.SSLContext | None = None) -> str:
@@ -37,8 +40,20 @@ def exposition(port: int, context: ssl.SSLContext | None = None) -> str:
 
 
 def scrape(port: int, context: ssl.SSLContext | None = None) -> Samples:
+    """Return all samples. Where counters count from now on, those are what was added."""
     families = text_string_to_metric_families(exposition(port, context))
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    samples = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    return samples | {key: samples[key] - before for key, before in _BEFORE.get(port, {}).items() if key in samples}
+
+
+def count_from_now(port: int) -> None:
+    """Let `scrape` return what counters of kvservice have counted since now."""
+    _BEFORE.pop(port, None)
+    _BEFORE[port] = counters(scrape(port))
+
+
+def counters(samples: Samples) -> Samples:
+    return {key: found for key, found in samples.items() if key[0].startswith("kvservice_") and key[0].endswith(COUNTS)}
 
 
 def scrape_until(port: int, condition: Callable[[Samples], bool]) -> Samples:

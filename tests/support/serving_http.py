@@ -17,7 +17,10 @@ from kvservice.observer.http_server import serve_http
 
 @contextlib.asynccontextmanager
 async def serving_http(
-    app: Any, connections: Connections, certificates: Reloading[Certificates] | None = None
+    app: Any,
+    connections: Connections,
+    certificates: Reloading[Certificates] | None = None,
+    sweep_every_s: float = 0.01,
 ) -> AsyncIterator[int]:
     """Serve an ASGI app and yield the port. At the end the server stops after the requests in progress, because a
     cancelled request logs an error and leaves a file open."""
@@ -33,7 +36,7 @@ async def serving_http(
             in_progress -= is_request
 
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        serving = asyncio.create_task(serve_http(counted, listening, connections, certificates))
+        serving = asyncio.create_task(serve_http(counted, listening, connections, certificates, sweep_every_s))
         try:
             async with asyncio.timeout(PATIENCE_S):
                 yield listening.getsockname()[1]

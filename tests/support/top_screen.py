@@ -1,4 +1,4 @@
-"""The text on the screen of a Textual application, and waits for it."""
+"""The text on the screen of a Textual application, waits for it, and the command that prints once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,41 @@ import asyncio
 import html
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
+from click.testing import CliRunner, Result
+from inspected_pool import Inspected
 from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import DataTable
 from waiting import PATIENCE_S
+
+from kvservice.cli import main
+from kvservice.top import Source
+from kvservice.top.app import TopApp
+
+INTERVAL_S = 0.05
+TALL, SHORT = (130, 45), (90, 24)
+
+
+@asynccontextmanager
+async def screen(
+    inspected: Inspected, size: tuple[int, int] = TALL, sort_key: str = "blocks"
+) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    """Run the application of `kvservice top` against a server."""
+    async with Source(inspected.address) as source:
+        app = TopApp(source, await source.first_snapshot(), INTERVAL_S, sort_key, "")
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            yield app, pilot
+
+
+def shown_names(app: TopApp, table: str = "sessions") -> list[str]:
+    """Return the second column of a table."""
+    shown = app.query_one(f"#{table}", DataTable)
+    return [shown.get_row_at(row)[1].plain for row in range(shown.row_count)]
 
 
 def text_of(app: App[Any]) -> str:
@@ -26,3 +56,8 @@ async def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         await asyncio.sleep(0.02)
+
+
+def top(*arguments: str, **environ: str) -> Result:
+    """Run `kvservice top` in this process. Its output is not a terminal."""
+    return CliRunner().invoke(main, ["top", *arguments], env=environ, prog_name="kvservice")

@@ -11,11 +11,11 @@ import sys
 import numpy as np
 import pytest
 
-from kvservice.telemetry.arrays import SharedArrays, open_arrays
+from kvservice.telemetry import SharedArrays, open_arrays
 
 READER = """
 import json, sys
-from kvservice.telemetry.arrays import open_arrays
+from kvservice.telemetry import open_arrays
 arrays = open_arrays(int(sys.argv[1]), json.loads(sys.argv[2]))
 print(json.dumps({name: array.tolist() for name, array in arrays.items()}))
 """

@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvloop
 
-from kvservice.telemetry.link import Asker, answer_all, open_link
+from kvservice.telemetry import Asker, answer_all, open_link
 
 
 async def connected(answer: object) -> tuple[Asker, asyncio.Task[None]]:

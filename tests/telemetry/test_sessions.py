@@ -9,16 +9,23 @@ import numpy.typing as npt
 import pytest
 
 from kvservice.blocks import BlocksStats
-from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.figures import FiguresTable, SavedStats
-from kvservice.telemetry.reading import Reader
-from kvservice.telemetry.scheduling import SchedulerTable
-from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
-from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.telemetry.transfers import TransferTable
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.telemetry import (
+    ATTACHED,
+    LANE,
+    REGION_BYTES,
+    REGIONS,
+    Arrays,
+    FiguresTable,
+    Reader,
+    SavedStats,
+    SchedulerTable,
+    ServerStats,
+    SessionTable,
+    SpillStats,
+    StoreTable,
+    TierTable,
+    TransferTable,
+)
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
 

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pytest
 from inspected_pool import Inspected, add_scheduler, add_tiers, pool_in_use
-from textual.pilot import Pilot
-from top_screen import text_of, until
-
-from kvservice.top.app import TopApp
-from kvservice.top.source import Source
-from kvservice.top.tables import SnapshotTable
-
-INTERVAL_S = 0.05
-TALL, SHORT = (130, 60), (90, 24)
-
-
-@asynccontextmanager
-async def screen(
-    inspected: Inspected, size: tuple[int, int] = TALL, search: str = ""
-) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
-    async with Source(inspected.address) as source:
-        app = TopApp(source, await source.first_snapshot(search), INTERVAL_S, "blocks", search)
-        async with app.run_test(size=size) as pilot:
-            await pilot.pause()
-            yield app, pilot
-
-
-def names(app: TopApp, table: str = "sessions") -> list[str]:
-    shown = app.query_one(f"#{table}", SnapshotTable)
-    return [shown.get_row_at(row)[1].plain for row in range(shown.row_count)]
+from textual.widgets import DataTable
+from top_screen import INTERVAL_S, SHORT, screen, shown_names, text_of, until
 
 
 def played(scene: Callable[[Inspected], Coroutine[Any, Any, None]]) -> Callable[[Inspected], None]:
@@ -80,31 +55,31 @@ async def test_it_follows_the_daemon(inspected: Inspected) -> None:
         inspected.snapshot.pool.active_blocks = 60
         inspected.snapshot.sessions[1].blocks = 77
         inspected.snapshot.sessions.add(session_id=9, name="new", blocks=50)
-        await until(lambda: names(app) == ["batch", "new", "chat", "[red]evil�[2J"])
+        await until(lambda: shown_names(app) == ["batch", "new", "chat", "[red]evil�[2J"])
         assert "70 of 100 blocks" in text_of(app)
         del inspected.snapshot.sessions[1:]
-        await until(lambda: names(app) == ["chat"])
+        await until(lambda: shown_names(app) == ["chat"])
         del inspected.snapshot.sessions[:]
-        await until(lambda: names(app) == [])
+        await until(lambda: shown_names(app) == [])
 
 
 @played
 async def test_keys_sort_and_reverse_the_table_that_is_chosen(inspected: Inspected) -> None:
     async with screen(inspected) as (app, pilot):
-        assert names(app) == ["chat", "batch", "[red]evil�[2J"]
+        assert shown_names(app) == ["chat", "batch", "[red]evil�[2J"]
         await pilot.press("r")
-        assert names(app) == ["[red]evil�[2J", "batch", "chat"]
+        assert shown_names(app) == ["[red]evil�[2J", "batch", "chat"]
         await pilot.press("less_than_sign", "less_than_sign")
-        assert names(app) == ["[red]evil�[2J", "batch", "chat"]
+        assert shown_names(app) == ["[red]evil�[2J", "batch", "chat"]
         assert "by NAME, up" in text_of(app)
         await pilot.press("r")
-        assert names(app) == ["chat", "batch", "[red]evil�[2J"]
+        assert shown_names(app) == ["chat", "batch", "[red]evil�[2J"]
         await pilot.press("greater_than_sign")
         assert "by TENANT, up" in text_of(app)
-        assert names(app, "sequences") == ["1", "2", "1", "3", "3"]
+        assert shown_names(app, "sequences") == ["1", "2", "1", "3", "3"]
         await pilot.press("tab", "greater_than_sign")
         assert "by LENGTH, down" in text_of(app)
-        assert names(app, "sequences") == ["1", "1", "2", "3", "3"]
+        assert shown_names(app, "sequences") == ["1", "1", "2", "3", "3"]
 
 
 @played
@@ -112,24 +87,24 @@ async def test_a_click_on_a_heading_sorts_and_another_reverses(inspected: Inspec
     async with screen(inspected) as (app, pilot):
         tokens = (55, 1)
         await pilot.click("#sessions", offset=tokens)
-        assert names(app) == ["[red]evil�[2J", "batch", "chat"]
+        assert shown_names(app) == ["[red]evil�[2J", "batch", "chat"]
         assert "by TOKENS, down" in text_of(app)
         await pilot.click("#sessions", offset=tokens)
-        assert names(app) == ["chat", "batch", "[red]evil�[2J"]
+        assert shown_names(app) == ["chat", "batch", "[red]evil�[2J"]
 
 
 @played
 async def test_the_filter_is_the_daemons_search_while_it_is_typed(inspected: Inspected) -> None:
     async with screen(inspected) as (app, pilot):
         await pilot.press("slash", *"ba")
-        await until(lambda: names(app) == ["batch"])
+        await until(lambda: shown_names(app) == ["batch"])
         await pilot.press("t", "enter")
         await until(lambda: inspected.requests[-1].search == "bat")
         assert "Filter: bat" in text_of(app)
         await pilot.press("r")
         assert not app.query_one("#search").display
         await pilot.press("escape")
-        await until(lambda: len(names(app)) == 3)
+        await until(lambda: len(shown_names(app)) == 3)
         assert "Filter: " not in text_of(app)
         assert inspected.requests[-1].search == ""
 
@@ -148,7 +123,7 @@ async def test_a_daemon_that_goes_away_is_reported_and_found_again(inspected: In
         inspected.stop()
         await until(lambda: "No answer, trying again." in text_of(app))
         assert "50 of 100 blocks" in text_of(app)
-        assert len(names(app)) == 3
+        assert len(shown_names(app)) == 3
         inspected.snapshot.pool.active_blocks = 70
         inspected.start()
         await until(lambda: "80 of 100 blocks" in text_of(app))
@@ -166,7 +141,7 @@ async def test_nothing_is_asked_while_it_is_paused(inspected: Inspected) -> None
         assert len(inspected.requests) == asked
         assert "50 of 100 blocks" in text_of(app)
         await pilot.press("slash", *"chat")
-        await until(lambda: names(app) == ["chat"])
+        await until(lambda: shown_names(app) == ["chat"])
         await pilot.press("enter", "p")
         await until(lambda: len(inspected.requests) > asked + 6)
         assert "80 of 100 blocks" in text_of(app)
@@ -206,7 +181,7 @@ async def test_rows_keep_their_place_while_figures_change(inspected: Inspected) 
         inspected.snapshot.sequences.add(session_id=1, session_name="chat", sequence_id=number, blocks=1)
     async with screen(inspected, SHORT) as (app, pilot):
         await pilot.press("tab", *["pagedown"] * 3)
-        table = app.query_one("#sequences", SnapshotTable)
+        table = app.query_one("#sequences", DataTable)
         row, scrolled = table.cursor_row, table.scroll_offset
         assert row > 20
         inspected.snapshot.sequences[0].length = 555
@@ -217,12 +192,12 @@ async def test_rows_keep_their_place_while_figures_change(inspected: Inspected) 
         assert "205" not in str(table.border_title)
 
 
-@pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_it_is_left_by_key(inspected: Inspected, key: str) -> None:
-    async def scene() -> None:
+def test_it_is_left_by_key(inspected: Inspected) -> None:
+    async def scene(key: str) -> None:
         async with screen(inspected) as (app, pilot):
             await pilot.press(key)
             await until(lambda: not app.is_running)
             assert app.return_code == 0
 
-    asyncio.run(scene())
+    for key in ("q", "ctrl+c"):
+        asyncio.run(scene(key))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,25 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 from small_pool import SMALL_POOL
-from top_screen import text_of, until
+from top_screen import text_of, top, until
 from waiting import PATIENCE_S
 
 from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon
+from kvservice.top import Source
 from kvservice.top.app import TopApp
-from kvservice.top.source import Source
 
 
 def top_json(daemon: Daemon, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "kvservice", "top", "--once", "--json", "--address", daemon.address, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = top("--once", "--json", "--address", daemon.address, *arguments)
+    assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -78,6 +70,7 @@ def test_it_tells_what_the_daemon_holds() -> None:
         top_until(daemon, lambda found: found["sessions"] == [])
 
 
+@pytest.mark.slow
 def test_the_screen_outlives_the_daemon(tmp_path: Path) -> None:
     socket = tmp_path / "kvservice.sock"
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from each_row import each_row
 from inspected_pool import Inspected, add_scheduler, add_tiers, add_transfers
+from top_screen import top
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
 from kvservice.v1 import inspect_pb2
 
 
-def top(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "kvservice", "top", *arguments],
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
     done = top("--once", "--json", "--address", inspected.address)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["pool"]["num_blocks"] == 100
     assert found["pool"]["draining"] is False
@@ -58,7 +47,7 @@ def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
 
 def test_tables_for_people(inspected: Inspected) -> None:
     done = top("--once", "--address", inspected.address, "--sort", "tokens")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert "50 of 100 blocks, 50.0 %" in done.stdout
     assert "Store 1.0 GiB of 4.0 GiB" in done.stdout
     assert "found 75.0 %" in done.stdout
@@ -73,7 +62,7 @@ def test_a_line_for_each_tier(inspected: Inspected) -> None:
     assert "Disk" not in top("--once", "--address", inspected.address).stdout
     add_tiers(inspected.snapshot)
     done = top("--once", "--address", inspected.address)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("Disk"))
     assert lines[at - 2].startswith("Store")
@@ -96,7 +85,7 @@ def test_transfers_for_people(inspected: Inspected) -> None:
     assert "Transfer" not in top("--once", "--address", inspected.address).stdout
     add_transfers(inspected.snapshot)
     done = top("--once", "--address", inspected.address)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     (line,) = [line.rstrip() for line in done.stdout.splitlines() if line.startswith("Transfer")]
     assert line == (
         "Transfer engines 1 of 2  memory 48.0 MiB  in 300.0 MiB/s  out 1.0 GiB/s  in messages 5.0 MiB/s  running 1  "
@@ -108,7 +97,7 @@ def test_schedulers_for_people(inspected: Inspected) -> None:
     assert "Schedulers" not in top("--once", "--address", inspected.address).stdout
     add_scheduler(inspected.snapshot)
     done = top("--once", "--address", inspected.address)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     words = " ".join(done.stdout.split())
     assert "Requests waiting 70 running 25 swapped 4 stalled 3 generated 2,500 tokens/s" in words
     assert "preempted 0.5/s" in words
@@ -125,7 +114,7 @@ def test_a_restart_is_in_the_summary(inspected: Inspected) -> None:
     summary = "after signal 9: took over 2 sessions in 0.21 s, down 1.1 s; lost 1 sequence"
     inspected.snapshot.restart.summary = summary
     done = top("--once", "--address", inspected.address)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert f"Restarted 3 times, last 1:02:05 ago {summary}" in done.stdout
     found = json.loads(top("--once", "--json", "--address", inspected.address).stdout)
     assert found["restart"]["num_restarts"] == 3
@@ -151,44 +140,50 @@ def test_the_filter_is_the_daemons_search(inspected: Inspected) -> None:
 
 def test_an_observer_that_starts_is_waited_for(inspected: Inspected) -> None:
     inspected.errors = [ObserverUnavailableError("it starts"), ObserverUnavailableError("it starts")]
-    assert top("--once", "--json", "--address", inspected.address).returncode == 0
+    assert top("--once", "--json", "--address", inspected.address).exit_code == 0
     assert len(inspected.requests) == 3
 
 
 def test_other_errors_are_printed_at_once(inspected: Inspected) -> None:
     inspected.errors = [DrainingError("the daemon is shutting down")]
     refused = top("--once", "--address", inspected.address)
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert refused.stderr == f"Error: no answer from {inspected.address}: the daemon is shutting down\n"
     assert len(inspected.requests) == 1
 
 
 def test_the_address_is_the_one_that_serve_would_listen_on(inspected: Inspected) -> None:
     path = inspected.address.removeprefix("unix:")
-    assert top("--once", KVSERVICE_UNIX_SOCKET=path).returncode == 0
+    assert top("--once", KVSERVICE_UNIX_SOCKET=path).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--once",), 1, "no answer from unix:"),
-        (("--json",), 2, "--json needs --once"),
-        ((), 2, "standard output is not a terminal"),
-        (("--once", "--sort", "colour"), 2, "one of method"),
-        (("--interval", "0"), 2, "--interval"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_a_line(
-    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str
-) -> None:
-    refused = top(*arguments, KVSERVICE_UNIX_SOCKET=f"{tmp_path}/none.sock")
-    assert refused.returncode == status
-    assert said in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert refused.stdout == ""
+def test_what_cannot_be_done_is_said_in_a_line(tmp_path: Path) -> None:
+    refusals = {
+        ("--once",): (1, "no answer from unix:"),
+        ("--json",): (2, "--json needs --once"),
+        (): (2, "standard output is not a terminal"),
+        ("--once", "--sort", "colour"): (2, "one of method"),
+        ("--interval", "0"): (2, "--interval"),
+    }
+    with each_row() as row:
+        for arguments, (status, said) in refusals.items():
+            with row(arguments):
+                refused = top(*arguments, KVSERVICE_UNIX_SOCKET=f"{tmp_path}/none.sock")
+                assert isinstance(refused.exception, SystemExit)
+                assert refused.exit_code == status
+                assert said in refused.stderr
+                assert refused.stdout == ""
 
 
 def test_without_any_address_it_asks_for_one() -> None:
     refused = top("--once", KVSERVICE_UNIX_SOCKET="", KVSERVICE_TCP_ADDRESS="")
-    assert refused.returncode == 2
+    assert refused.exit_code == 2
     assert "--address is needed" in refused.stderr
+
+
+def test_it_is_a_command_of_the_program(inspected: Inspected) -> None:
+    """The other tests run it in their own process."""
+    command = [sys.executable, "-P", "-m", "kvservice", "top", "--once", "--json", "--address", inspected.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["pool"]["num_blocks"] == 100

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvservice.errors import CallTimeoutError, KVServiceError, ObserverUnavailableError
-from kvservice.top.source import Source
+from kvservice.top import Source
 from kvservice.v1 import inspect_pb2
 
 HANGS = ObserverUnavailableError("the observer does not answer")
@@ -24,14 +24,13 @@ class RefusingSource(Source):
         raise self._errors.pop(0)
 
 
-@pytest.mark.parametrize(
-    ("errors", "message"),
-    [
-        ([HANGS, CallTimeoutError("DEADLINE_EXCEEDED: Deadline Exceeded")], "the observer does not answer"),
-        ([CallTimeoutError("DEADLINE_EXCEEDED: Deadline Exceeded")], "no answer within 15 s"),
-    ],
-)
-def test_a_source_that_gives_up_says_why(errors: list[KVServiceError], message: str) -> None:
-    with pytest.raises(KVServiceError) as raised:
-        asyncio.run(RefusingSource(errors).first_snapshot())
-    assert str(raised.value) == message
+def test_a_source_that_gives_up_says_why() -> None:
+    timeout = CallTimeoutError("DEADLINE_EXCEEDED: Deadline Exceeded")
+    given_up: dict[str, list[KVServiceError]] = {
+        "the observer does not answer": [HANGS, timeout],
+        "no answer within 15 s": [timeout],
+    }
+    for message, errors in given_up.items():
+        with pytest.raises(KVServiceError) as raised:
+            asyncio.run(RefusingSource(errors).first_snapshot())
+        assert str(raised.value) == message

@@ -84,8 +84,13 @@ LEAVING: dict[str, Callable[[Terminal], None]] = {
 
 @pytest.mark.parametrize("way", LEAVING)
 def test_the_terminal_is_left_as_it_was(inspected: Inspected, way: str) -> None:
+    """Meanwhile a name writes nothing to it, and the colours are among its own."""
     with terminal(inspected) as opened:
         assert opened.modes != opened.modes_before
+        opened.read_until(lambda: b"evil" in opened.output)
+        assert b"\x1b[2J" not in opened.output[opened.output.index(b"evil") :]
+        assert COLOUR.search(opened.output)
+        assert not FIXED_COLOUR.search(opened.output)
         LEAVING[way](opened)
         opened.read_until(lambda: opened.process.poll() is not None and b"\x1b[?1049l" in opened.output)
         assert opened.process.returncode == 0
@@ -95,19 +100,7 @@ def test_the_terminal_is_left_as_it_was(inspected: Inspected, way: str) -> None:
             assert opened.output.rfind(b"\x1b[" + mode + off) > opened.output.rfind(b"\x1b[" + mode + on)
 
 
-def test_colours_are_the_terminals_own(inspected: Inspected) -> None:
-    with terminal(inspected) as opened:
-        assert COLOUR.search(opened.output)
-        assert not FIXED_COLOUR.search(opened.output)
-
-
 def test_no_color_is_heard(inspected: Inspected) -> None:
     with terminal(inspected, NO_COLOR="1") as opened:
         assert not COLOUR.search(opened.output)
         assert "▓".encode() in opened.output
-
-
-def test_a_name_cannot_write_to_the_terminal(inspected: Inspected) -> None:
-    with terminal(inspected) as opened:
-        opened.read_until(lambda: b"evil" in opened.output)
-        assert b"\x1b[2J" not in opened.output[opened.output.index(b"evil") :]
