@@ -1,14 +1,32 @@
 """Authentication: the identity of a caller, bearer tokens and TLS certificates.
 
 identity    the caller of the current RPC          tokens        bearer tokens, and the file with their hashes
+client      what a client presents                 token_file    changes of the token file
 addresses   whether an address is loopback         certificates  TLS certificates and keys
 reloading   a value that is read again when its files change
 """
 
 from kvservice.auth.addresses import is_loopback
 from kvservice.auth.certificates import CertificateFiles, Certificates
+from kvservice.auth.client import ClientCredentials, TLSConfig
 from kvservice.auth.identity import CALLER, UNNAMED, Identity
 from kvservice.auth.reloading import Reloading
-from kvservice.auth.tokens import Tokens
+from kvservice.auth.token_file import add as add_token
+from kvservice.auth.token_file import remove as remove_token
+from kvservice.auth.tokens import Tokens, new_token
 
-__all__ = ["CALLER", "UNNAMED", "CertificateFiles", "Certificates", "Identity", "Reloading", "Tokens", "is_loopback"]
+__all__ = [
+    "CALLER",
+    "UNNAMED",
+    "CertificateFiles",
+    "Certificates",
+    "ClientCredentials",
+    "Identity",
+    "Reloading",
+    "TLSConfig",
+    "Tokens",
+    "add_token",
+    "is_loopback",
+    "new_token",
+    "remove_token",
+]

@@ -35,6 +35,8 @@ class Budget:
     def __init__(self, limit_mib: int) -> None:
         self._limit_mib = limit_mib
         self.used_bytes = 0
+        # The memory of the host that is left for the daemon.
+        self.reserve_bytes = RESERVE_BYTES
         # The size in bytes of each released memory object that clients still keep, by file descriptor.
         self._kept: dict[int, int] = {}
         # Used to release memory when the process has no file descriptors left.
@@ -73,7 +75,7 @@ class Budget:
         self.reserve(num_bytes, field)
         try:
             sealed = yield from SealedMemory.in_slices(
-                name, num_bytes, read_only=read_only, reserve_bytes=RESERVE_BYTES
+                name, num_bytes, read_only=read_only, reserve_bytes=self.reserve_bytes
             )
         except OSError as error:
             self.release(num_bytes)

@@ -55,11 +55,17 @@ class _Offer:
 class FdServer:
     """Keeps offers of file descriptors until a client sends their token. It owns the offered descriptors."""
 
-    def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None], clock: Clock) -> None:
+    def __init__(
+        self,
+        uids: frozenset[int],
+        introduce: Callable[[bytes, Peer], bytes | None],
+        clock: Clock,
+        peer_of: Callable[[socket.socket], Peer] = peer_of,
+    ) -> None:
         """`uids` are the users allowed to use the socket. `introduce` maps a session token and the peer to the token to
-        send back, or None if there is no such session."""
+        send back, or None if there is no such session. `peer_of` returns the user of a connection."""
         self._uids = uids
-        self._introduce, self._clock = introduce, clock
+        self._introduce, self._clock, self._peer_of = introduce, clock, peer_of
         self._offers: dict[bytes, _Offer] = {}
         # The connections that have not sent a token, by user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
@@ -128,7 +134,7 @@ class FdServer:
     def _admit(self, connection: socket.socket) -> None:
         """Start to serve a connection if its user is allowed."""
         try:
-            peer = peer_of(connection)
+            peer = self._peer_of(connection)
         except OSError as error:
             logger.warning("a user is not handed anything: %s", error)
             connection.close()

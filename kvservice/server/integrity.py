@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from kvservice.blocks import Slices
@@ -67,10 +67,10 @@ class IntegrityWatch:
         logger.error("%s", self.failure, exc_info=None if isinstance(error, InternalError) else error)
         self._on_failure(self.failure)
 
-    async def run(self, interval_s: float) -> None:
+    async def run(self, interval_s: float, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         """Run passes until cancelled, each `interval_s` seconds after the end of the previous one. 0 runs none."""
         while interval_s:
-            await asyncio.sleep(interval_s)
+            await sleep(interval_s)
             self.begin()
             while not self.turn():
-                await asyncio.sleep(SLICE_EVERY_S)
+                await sleep(SLICE_EVERY_S)

@@ -109,7 +109,7 @@ class Observing:
         ours_asking, theirs_answering = socket.socketpair()
         ours_answering, theirs_asking = socket.socketpair()
         with theirs_asking, theirs_answering:
-            self._process = self._start(theirs_asking, theirs_answering)
+            self._process = self.start_process(theirs_asking, theirs_answering)
         self._asker = Asker(*await open_link(ours_asking))
         exchange = asyncio.ensure_future(self._exchange(self._asker, *await open_link(ours_answering)))
         silence = asyncio.ensure_future(self._silence())
@@ -145,7 +145,8 @@ class Observing:
             await self._sleep(1.0)
             self._silent_s += 1
 
-    def _start(self, asking: socket.socket, answering: socket.socket) -> subprocess.Popen[bytes]:
+    def start_process(self, asking: socket.socket, answering: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the observer with its ends of the two links. Raises OSError."""
         memory = self._arrays.read_only()
         descriptors = [memory, asking.fileno(), answering.fileno()]
         if self._http is not None:

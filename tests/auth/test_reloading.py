@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, encrypted
+from table_rows import table
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.errors import InvalidArgumentError
@@ -16,11 +17,15 @@ AUTHORITY = Authority()
 FIRST, SECOND = AUTHORITY.sign("first"), AUTHORITY.sign("second")
 
 
+def written(folder: Path) -> CertificateFiles:
+    client_ca = folder / "clients.crt"
+    client_ca.write_bytes(AUTHORITY.cert)
+    return CertificateFiles(*FIRST.write(folder, "tls"), client_ca)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> CertificateFiles:
-    client_ca = tmp_path / "clients.crt"
-    client_ca.write_bytes(AUTHORITY.cert)
-    return CertificateFiles(*FIRST.write(tmp_path, "tls"), client_ca)
+    return written(tmp_path)
 
 
 @pytest.fixture
@@ -35,46 +40,51 @@ def test_certificate_key_and_authority_are_read(files: CertificateFiles) -> None
     assert len(without.paths) == 2
 
 
-BAD: dict[str, tuple[str, bytes | None, str]] = {
-    "another certificate": ("cert", SECOND.cert, "tls_cert"),
-    "empty certificate": ("cert", b"", "tls_cert"),
-    "half a certificate": ("cert", FIRST.cert[:-60], "tls_cert"),
-    "no certificate": ("cert", None, "tls_cert"),
-    "another key": ("key", SECOND.key, "tls_cert"),
-    "half a key": ("key", FIRST.key[:80], "tls_cert"),
-    "encrypted key": ("key", encrypted(FIRST.key), "tls_cert"),
-    "no key": ("key", None, "tls_key"),
-    "empty authority": ("client_ca", b"", "tls_client_ca"),
-    "text for an authority": ("client_ca", b"no certificate", "tls_client_ca"),
-    "half an authority": ("client_ca", AUTHORITY.cert[:-60], "tls_client_ca"),
-    "bytes for an authority": ("client_ca", b"\xff", "tls_client_ca"),
-    "no authority": ("client_ca", None, "tls_client_ca"),
+UNUSABLE = "/tls.key: certificate and key cannot be used"
+# The file that is changed, its content, the option that is named, and a part of the message.
+BAD: dict[str, tuple[str, bytes | None, str, str]] = {
+    "another certificate": ("cert", SECOND.cert, "tls_cert", UNUSABLE),
+    "empty certificate": ("cert", b"", "tls_cert", "/tls.crt holds no certificate in PEM"),
+    "half a certificate": ("cert", FIRST.cert[:-60], "tls_cert", ""),
+    "a key for a certificate": ("cert", FIRST.key, "tls_cert", "/tls.crt holds no certificate in PEM"),
+    "no certificate": ("cert", None, "tls_cert", ""),
+    "another key": ("key", SECOND.key, "tls_cert", f"{UNUSABLE}: KEY_VALUES_MISMATCH"),
+    "half a key": ("key", FIRST.key[:80], "tls_cert", ""),
+    "encrypted key": ("key", encrypted(FIRST.key), "tls_cert", f"{UNUSABLE}: the key is enc"),
+    "a certificate for a key": ("key", FIRST.cert, "tls_key", "/tls.key holds no private key in PEM"),
+    "no key": ("key", None, "tls_key", ""),
+    "empty authority": ("client_ca", b"", "tls_client_ca", "/clients.crt holds no certificate"),
+    "text for an authority": ("client_ca", b"no certificate", "tls_client_ca", "/clients.crt holds no certificate"),
+    "half an authority": ("client_ca", AUTHORITY.cert[:-60], "tls_client_ca", ""),
+    "bytes for an authority": ("client_ca", b"\xff", "tls_client_ca", ""),
+    "no authority": ("client_ca", None, "tls_client_ca", ""),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_used_is_refused_and_later_kept_out(
-    files: CertificateFiles,
-    reloading: Reloading[Certificates],
-    caplog: pytest.LogCaptureFixture,
-    case: str,
-) -> None:
-    name, content, field = BAD[case]
-    file: Path = getattr(files, name)
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(content)
-    with pytest.raises(InvalidArgumentError) as caught:
-        Certificates.read(files)
-    assert caught.value.field == field
-    before = reloading.value
-    assert not reloading.reload()
-    assert reloading.value is before
-    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert str(file) in line.getMessage()
-    assert not reloading.reload(), "one change is one line"
-    assert len(caplog.records) == 1
+def test_what_cannot_be_used_is_refused_and_later_kept_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with table() as rows:
+        for case, (name, content, field, said) in BAD.items():
+            with rows[case]:
+                (tmp_path / case).mkdir()
+                files = written(tmp_path / case)
+                reloading = Reloading(files.paths, lambda files=files: Certificates.read(files))  # type: ignore[misc]
+                file: Path = getattr(files, name)
+                if content is None:
+                    file.unlink()
+                else:
+                    file.write_bytes(content)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    Certificates.read(files)
+                assert caught.value.field == field
+                assert said in str(caught.value)
+                before = reloading.value
+                caplog.clear()
+                assert not reloading.reload()
+                assert reloading.value is before
+                (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+                assert str(file) in line.getMessage()
+                assert not reloading.reload(), "one change is one line"
+                assert len(caplog.records) == 1
 
 
 def test_a_new_certificate_is_taken_when_its_key_is_there(
@@ -156,11 +166,7 @@ def test_a_change_while_the_files_are_read_is_seen_next_time(tmp_path: Path) -> 
     assert reloading.value.startswith("second")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_loopback(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]", "example", "", "localhost.example"])
-def test_not_loopback(host: str) -> None:
-    assert not is_loopback(host)
+def test_which_hosts_are_loopback() -> None:
+    loopback = {"127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"}
+    others = {"0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]", "example", "", "localhost.example"}
+    assert {host for host in loopback | others if is_loopback(host)} == loopback

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from table_rows import table
 
-from kvservice.auth import UNNAMED, Identity, Tokens, token_file
-from kvservice.auth.tokens import new_token
+from kvservice.auth import UNNAMED, Identity, Tokens, add_token, new_token, remove_token
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
 
 HASH = hashlib.sha256(b"x").hexdigest()
@@ -23,13 +23,14 @@ def file(tmp_path: Path) -> Path:
 
 
 def written(file: Path, text: str | bytes, mode: int = 0o600) -> Path:
+    file.unlink(missing_ok=True)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     file.chmod(mode)
     return file
 
 
 def test_a_token_identifies_its_name_and_no_other(file: Path) -> None:
-    tokens = {name: token_file.add(file, name) for name in ("alice", "bob@host", "c.d_e-1")}
+    tokens = {name: add_token(file, name) for name in ("alice", "bob@host", "c.d_e-1")}
     known = Tokens.read(file)
     assert len(known) == 3
     for name, token in tokens.items():
@@ -52,21 +53,22 @@ def test_a_missing_token_is_distinguished_from_a_wrong_one() -> None:
     assert caught.value.metadata == {"cause": "missing"}
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t[:-1], lambda t: t + "A", lambda t: "", lambda t: t[4:], lambda t: t * 999]
-)
-def test_what_is_cut_short_is_no_token(file: Path, change) -> None:
-    token = token_file.add(file, "alice")
-    with pytest.raises(UnauthenticatedError, match="cut short") as caught:
-        Tokens.read(file).identify(change(token))
-    assert caught.value.metadata == {"cause": "malformed"}
+def test_what_is_cut_short_is_no_token(file: Path) -> None:
+    token = add_token(file, "alice")
+    known = Tokens.read(file)
+    with table() as rows:
+        for wrong in (token[:-1], token + "A", "", token[4:], token * 999):
+            with rows[wrong[:100]]:
+                with pytest.raises(UnauthenticatedError, match="cut short") as caught:
+                    known.identify(wrong)
+                assert caught.value.metadata == {"cause": "malformed"}
 
 
 def test_a_name_is_known_by_its_present_token_only(file: Path) -> None:
-    old = token_file.add(file, "alice")
+    old = add_token(file, "alice")
     before = Tokens.read(file).identify(old)
-    token_file.remove(file, "alice")
-    new = token_file.add(file, "alice")
+    remove_token(file, "alice")
+    new = add_token(file, "alice")
     known = Tokens.read(file)
     after = known.identify(new)
     assert before == after, "sessions belong to names"
@@ -80,9 +82,8 @@ def test_comments_and_empty_lines_are_left_out(file: Path) -> None:
     assert len(Tokens.read(file)) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_wrong_line_is_named(file: Path) -> None:
+    wrong: list[tuple[str | bytes, str]] = [
         (f"alice {HASH}\nbob\n", "line 2: must be a name and 64"),
         (f"alice {HASH[:-1]}\n", "line 1: must be"),
         (f"alice {HASH.upper()}\n", "line 1: must be"),
@@ -93,24 +94,24 @@ def test_comments_and_empty_lines_are_left_out(file: Path) -> None:
         (f"alice {HASH}\nbob {HASH}\n", f"line 2: {HASH} is in line 1 already"),
         (b"\xff\xfe\n", "is not UTF-8 text"),
         ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
-    ],
-)
-def test_a_wrong_line_is_named(file: Path, text: str | bytes, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message) as caught:
-        Tokens.read(written(file, text))
-    assert caught.value.field == "auth_tokens"
-    assert str(file) in str(caught.value)
+    ]
+    with table() as rows:
+        for text, message in wrong:
+            with rows[message]:
+                with pytest.raises(InvalidArgumentError, match=message) as caught:
+                    Tokens.read(written(file, text))
+                assert caught.value.field == "auth_tokens"
+                assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o620, 0o666])
-def test_a_file_that_others_may_use_is_refused(file: Path, mode: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"mode {mode:04o}.*chmod 0600"):
-        Tokens.read(written(file, f"alice {HASH}\n", mode))
-
-
-@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
-def test_the_group_may_read(file: Path, mode: int) -> None:
-    assert len(Tokens.read(written(file, f"alice {HASH}\n", mode))) == 1
+def test_the_group_may_read_and_others_may_not_use_the_file(file: Path) -> None:
+    with table() as rows:
+        for mode in (0o604, 0o602, 0o601, 0o620, 0o666):
+            with rows[oct(mode)], pytest.raises(InvalidArgumentError, match=f"mode {mode:04o}.*chmod 0600"):
+                Tokens.read(written(file, f"alice {HASH}\n", mode))
+        for mode in (0o400, 0o600, 0o440, 0o640):
+            with rows[oct(mode)]:
+                assert len(Tokens.read(written(file, f"alice {HASH}\n", mode))) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -128,28 +129,30 @@ def test_what_is_no_file_is_refused(tmp_path: Path, file: Path) -> None:
         Tokens.read(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a\nb", "#a", "é", "a" * 65])
-def test_a_name_that_the_file_cannot_hold_is_refused(file: Path, name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="name:"):
-        token_file.add(file, name)
-    assert not file.exists()
+def test_a_name_that_the_file_cannot_hold_is_refused(file: Path) -> None:
+    with table() as rows:
+        for name in ("", "a b", "a\nb", "#a", "é", "a" * 65):
+            with rows[name]:
+                with pytest.raises(InvalidArgumentError, match="name:"):
+                    add_token(file, name)
+                assert not file.exists()
 
 
 def test_a_second_token_of_a_name_is_refused(file: Path) -> None:
-    token_file.add(file, "alice")
+    add_token(file, "alice")
     before = file.read_text()
     with pytest.raises(InvalidArgumentError, match="remove that one first"):
-        token_file.add(file, "alice")
+        add_token(file, "alice")
     assert file.read_text() == before
 
 
 def test_a_file_is_made_for_its_owner_alone_and_keeps_its_mode(file: Path) -> None:
     umask = os.umask(0)
     try:
-        token_file.add(file, "alice")
+        add_token(file, "alice")
         assert file.stat().st_mode & 0o777 == 0o600
         file.chmod(0o640)
-        token_file.add(file, "bob")
+        add_token(file, "bob")
         assert file.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(umask)
@@ -157,25 +160,25 @@ def test_a_file_is_made_for_its_owner_alone_and_keeps_its_mode(file: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_root_leaves_the_file_to_its_owner(file: Path) -> None:
-    token_file.add(file, "alice")
+    add_token(file, "alice")
     os.chown(file, 10001, 10001)
-    token_file.remove(file, "alice")
+    remove_token(file, "alice")
     assert (file.stat().st_uid, file.stat().st_gid) == (10001, 10001)
 
 
 def test_removing_leaves_the_rest_as_it_is(file: Path) -> None:
     written(file, f"# alice is first\nalice {HASH}\nbob {HASH[::-1]}")
-    token_file.remove(file, "alice")
+    remove_token(file, "alice")
     assert file.read_text() == f"# alice is first\nbob {HASH[::-1]}"
-    token_file.add(file, "carol")
+    add_token(file, "carol")
     assert [line.split()[0] for line in file.read_text().splitlines()] == ["#", "bob", "carol"]
     with pytest.raises(InvalidArgumentError, match="alice has no token"):
-        token_file.remove(file, "alice")
+        remove_token(file, "alice")
 
 
 def test_a_file_that_is_wrong_is_not_changed(file: Path) -> None:
     written(file, "nonsense\n")
-    for change in (token_file.add, token_file.remove):
+    for change in (add_token, remove_token):
         with pytest.raises(InvalidArgumentError, match="line 1"):
             change(file, "alice")
     assert file.read_text() == "nonsense\n"
@@ -184,13 +187,13 @@ def test_a_file_that_is_wrong_is_not_changed(file: Path) -> None:
 def test_a_link_stays_one(tmp_path: Path, file: Path) -> None:
     target = tmp_path / "real"
     file.symlink_to(target)
-    token_file.add(file, "alice")
+    add_token(file, "alice")
     assert file.is_symlink()
     assert len(Tokens.read(target)) == 1
 
 
 def test_no_change_is_lost_when_two_are_made_at_once(file: Path) -> None:
-    adding = [threading.Thread(target=token_file.add, args=(file, f"engine-{n}")) for n in range(16)]
+    adding = [threading.Thread(target=add_token, args=(file, f"engine-{n}")) for n in range(16)]
     for thread in adding:
         thread.start()
     for thread in adding:

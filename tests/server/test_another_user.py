@@ -11,21 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fd_socket
 import pytest
+from daemon_lives import Life
+from kept_files import HeldFiles
+from manual_clock import ManualClock
 from other_user import as_user, run_as
 from small_pool import SMALL_POOL
+from table_rows import table
 
 from kvservice.client import KVClient
-from kvservice.client.threads import finish
-from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
+from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
-from kvservice.server import session_user
-from kvservice.server.clock import Clock, SystemClock
-from kvservice.server.fd_passing import TOKEN_S
-from kvservice.server.peers import Peer
-from kvservice.server.session_user import SessionUser, Trust
-from kvservice.v1 import shared_memory_pb2
+from kvservice.v1 import host_pb2, shared_memory_pb2
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -62,7 +60,7 @@ from kvservice.v1 import shared_memory_pb2 as shm
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
 outcomes = {}
 for number, key in enumerate(sys.argv[2:]):
-    token = fd_passing.introduce(fd_passing.socket_path(sys.argv[1]), session.token)
+    token = fd_socket.introduce(fd_socket.path_of(sys.argv[1]), session.token)
     request = shm.SystemSharedMemoryRegisterRequest(name=key, key=key, byte_size=4096, handover_token=token)
     outcomes[key] = getattr(session.call("system_shared_memory_register", request), "reason", "done")
     session.call("system_shared_memory_unregister", shm.SystemSharedMemoryUnregisterRequest(name=key))
@@ -86,7 +84,7 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
 print(json.dumps(outcomes))
 """
 SILENT = """
-path = fd_passing.socket_path(sys.argv[1])
+path = fd_socket.path_of(sys.argv[1])
 connections = [socket.socket(socket.AF_UNIX) for _ in range(200)]
 for connection in connections:
     connection.connect(path)
@@ -97,14 +95,19 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def auto() -> Iterator[Daemon]:
-    with Daemon(**OPEN_TO_ALL) as running:
-        os.chmod(Path(running.address.removeprefix("unix://")).parent, 0o755)
+    with open_to_all() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def trusting() -> Iterator[Daemon]:
-    with Daemon(**OPEN_TO_ALL, allow_client_shm="on", trusted_uids=str(UID)) as running:
+    with open_to_all(allow_client_shm="on", trusted_uids=str(UID)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def open_to_all(**options: Any) -> Iterator[Daemon]:
+    with Daemon(**OPEN_TO_ALL, **options) as running:
         os.chmod(Path(running.address.removeprefix("unix://")).parent, 0o755)
         yield running
 
@@ -122,17 +125,14 @@ def shm_object(mode: int, uid: int = 0, gid: int = 0) -> Iterator[Path]:
 
 
 def test_a_stranger_gets_no_memory_and_a_log_line_that_says_so(auto: Daemon) -> None:
-    transport, logged = json.loads(run_as(UID, TRANSPORT, auto.address))
+    with shm_object(0o666) as path:
+        using, asking = map(json.loads, run_as(UID, TRANSPORT + RAW, auto.address, path.name).splitlines())
+    transport, logged = using
     assert transport == "inline"
     assert "uses the transport inline, slower than what the daemon offers (lane: " in logged
     assert f"the daemon hands nothing over to user {UID} (allow_client_shm, trusted_uids)" in logged
-
-
-def test_a_stranger_who_asks_all_the_same_costs_no_memory(auto: Daemon) -> None:
-    with shm_object(0o666) as path:
-        assert json.loads(run_as(UID, RAW, auto.address, path.name)) == [
-            "REGIONS_NOT_ALLOWED", "REGIONS_NOT_ALLOWED", "POOL_NOT_SHARED", "REGIONS_NOT_ALLOWED"
-        ]  # fmt: skip
+    # A stranger who asks all the same costs no memory.
+    assert asking == ["REGIONS_NOT_ALLOWED", "REGIONS_NOT_ALLOWED", "POOL_NOT_SHARED", "REGIONS_NOT_ALLOWED"]
     maps = Path(f"/proc/{auto.process.pid}/maps").read_text()
     assert "kvservice-lane" not in maps
     assert "kvservice-region" not in maps
@@ -144,17 +144,20 @@ def test_the_daemons_user_has_a_lane_beside_it(auto: Daemon) -> None:
         assert bytes(kv.open_region(path.name, 4096).array(4096, "uint8")) == CONTENT
 
 
-def test_without_a_token_nothing_is_opened_by_its_name(auto: Daemon) -> None:
+def test_without_a_token_nothing_is_opened_by_its_name(auto: Daemon, raw: Any) -> None:
     """The client runs as the daemon's own user, but gRPC does not report it, and other users can connect."""
-    request = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", byte_size=4096)
-    with KVClient(auto.address) as client, client.session() as kv, shm_object(0o600) as path:
-        request.key = path.name
-        with pytest.raises(RegionsNotAllowedError, match="handover_token"):
-            finish(cast(Any, kv._core).call("system_shared_memory_register", request))
+    with contextlib.closing(raw.Wire(auto.address)) as wire, shm_object(0o600) as path:
+        with contextlib.closing(raw.RawSession(wire)) as session:
+            assert fd_socket.introduce(fd_socket.path_of(auto.address), session.token)
+            answer = session.call("system_shared_memory_register", opening("r", path))
+        assert answer.reason == "REGIONS_NOT_ALLOWED"
+        assert "handover_token" in answer.message
 
 
-def test_who_is_trusted_has_a_lane(trusting: Daemon) -> None:
-    assert json.loads(run_as(UID, TRANSPORT, trusting.address)) == ["lane", ""]
+def opening(name: str, path: Path, token: bytes = b"") -> Any:
+    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
+        name=name, key=path.name, byte_size=4096, handover_token=token
+    )
 
 
 # Mode, owner and group of an object, and whether the other user may open it. That user is in one supplementary group.
@@ -171,12 +174,15 @@ OBJECTS = [
 ]
 
 
-@pytest.mark.parametrize("way", [BY_NAME, OPEN_REGION], ids=["by name", "client"])
-def test_an_object_is_opened_if_its_peer_could(trusting: Daemon, way: str) -> None:
+def test_who_is_trusted_has_a_lane_and_opens_the_objects_that_its_user_could(trusting: Daemon) -> None:
     with contextlib.ExitStack() as stack:
         objects = {stack.enter_context(shm_object(*of)): may for *of, may in OBJECTS}
-        outcomes = json.loads(run_as(UID, way, trusting.address, *(path.name for path in objects), groups=(GROUP,)))
-        assert outcomes == {path.name: "done" if may else "REGION_NOT_OPENED" for path, may in objects.items()}
+        names = [path.name for path in objects]
+        said = run_as(UID, TRANSPORT + BY_NAME + OPEN_REGION, trusting.address, *names, groups=(GROUP,))
+        transport, *outcomes = map(json.loads, said.splitlines())
+        assert transport == ["lane", ""]
+        expected = {path.name: "done" if may else "REGION_NOT_OPENED" for path, may in objects.items()}
+        assert outcomes == [expected, expected], "by name, and with the client library"
         for path, may in objects.items():
             assert may or path.read_bytes() == CONTENT
 
@@ -200,21 +206,19 @@ def test_an_access_control_list_lets_no_one_in(trusting: Daemon) -> None:
         assert outcomes == {path.name: "REGION_NOT_OPENED"}
 
 
-def test_a_token_is_of_one_session_and_good_once(trusting: Daemon) -> None:
+def test_a_token_is_of_one_session_and_good_once(trusting: Daemon, raw: Any) -> None:
     with (
-        KVClient(trusting.address) as client,
-        client.session() as one,
-        client.session() as other,
+        contextlib.closing(raw.Wire(trusting.address)) as wire,
+        contextlib.closing(raw.RawSession(wire)) as one,
+        contextlib.closing(raw.RawSession(wire)) as other,
         shm_object(0o600) as path,
     ):
-        request = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=path.name, byte_size=4096)
-        request.handover_token = finish(one._core.context.fds.introduce())
-        with pytest.raises(InvalidArgumentError, match="handover_token"):
-            finish(cast(Any, other._core).call("system_shared_memory_register", request))
-        finish(cast(Any, one._core).call("system_shared_memory_register", request))
-        request.name = "s"
-        with pytest.raises(InvalidArgumentError, match="handover_token"):
-            finish(cast(Any, one._core).call("system_shared_memory_register", request))
+        token, _ = (fd_socket.introduce(fd_socket.path_of(trusting.address), each.token) for each in (one, other))
+        refused = other.call("system_shared_memory_register", opening("r", path, token))
+        assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "handover_token")
+        one.ok("system_shared_memory_register", opening("r", path, token))
+        refused = one.call("system_shared_memory_register", opening("s", path, token))
+        assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "handover_token")
 
 
 def test_idle_connections_of_one_user_keep_no_other_out(trusting: Daemon) -> None:
@@ -226,69 +230,101 @@ def test_idle_connections_of_one_user_keep_no_other_out(trusting: Daemon) -> Non
         process.communicate()
 
 
-class TestWhoIsKnown:
-    """The user of a session, as identified by its introduction."""
+# ---- the user of a session, as identified by its introduction
 
-    OWN, TRUSTED, STRANGER = (Peer(uid, frozenset()) for uid in (os.geteuid(), 1, 2))
 
-    def user(self, clock: Clock | None = None, **options: Any) -> SessionUser:
-        trust = Trust.of(ServeConfig(**{"unix_socket_mode": "0666", "trusted_uids": "1"} | options))
-        return SessionUser(trust, clock or SystemClock())
+OWN, TRUSTED, STRANGER = (
+    cast(Any, SimpleNamespace(uid=uid, gids=frozenset(), may_read_and_write=lambda _: True))
+    for uid in (os.geteuid(), 1, 2)
+)
+MAX_INTRODUCTIONS, TOKEN_S = 8, 10.0
 
-    @pytest.mark.parametrize(
-        ("option", "allowed"), [("off", []), ("auto", [OWN]), ("on", [OWN, TRUSTED])], ids=lambda part: str(part)
-    )
-    def test_who_may_have_lanes_and_regions(self, option: str, allowed: list[Peer]) -> None:
-        async def scenario() -> None:
-            for peer in (self.OWN, self.TRUSTED, self.STRANGER):
-                user = self.user(allow_client_shm=option)
-                with pytest.raises(RegionsNotAllowedError):
-                    user.check_may_share()
-                user.introduce(peer)
-                with contextlib.nullcontext() if peer in allowed else pytest.raises(RegionsNotAllowedError):
-                    user.check_may_share()
 
-        asyncio.run(scenario())
+@contextlib.contextmanager
+def life(clock: ManualClock, **options: Any) -> Iterator[Life]:
+    """A daemon to which other users can connect, one of whom is trusted."""
+    clock.advance(1000.0)  # a machine's clock is not at its begin
+    held = HeldFiles()
+    opened = Life(held, clock, **{"unix_socket_mode": "0666", "trusted_uids": "1"} | options)
+    yield opened
+    opened.kill()
+    held.close()
 
-    @pytest.mark.parametrize("shared", ["off", "read"])
-    def test_who_may_map_the_pool(self, shared: str) -> None:
-        async def scenario() -> None:
-            for peer in (None, self.OWN, self.TRUSTED, self.STRANGER):
-                user = self.user(share_pool=shared, allow_client_shm="auto")
-                if peer is not None:
-                    user.introduce(peer)
-                allowed = shared == "read" and peer in (self.OWN, self.TRUSTED)
-                with contextlib.nullcontext() if allowed else pytest.raises(PoolNotSharedError):
-                    user.check_may_map()
 
-        asyncio.run(scenario())
+async def refusal(life: Life, session: Any, method: str, request: Any) -> str:
+    """Return the reason why a call is refused, or an empty string."""
+    try:
+        await life.call(session, method, request)
+    except KVServiceError as error:
+        return error.reason
+    return ""
 
-    def test_where_nobody_else_can_connect_it_is_the_daemons_user(self) -> None:
-        user = self.user(unix_socket_mode="0600")
-        user.check_may_share()
-        assert user.opening_peer(b"").uid == os.geteuid()
 
-    def test_another_client_of_the_session_is_not_known(self) -> None:
-        async def scenario() -> None:
-            user = self.user(allow_client_shm="on")
-            token = user.introduce(self.TRUSTED)
-            user.forget()
-            with pytest.raises(RegionsNotAllowedError):
-                user.check_may_share()
-            with pytest.raises(InvalidArgumentError):
-                user.opening_peer(token)
+def test_who_may_have_regions_and_the_pool(clock: ManualClock) -> None:
+    regions = {"off": [], "auto": [OWN], "on": [OWN, TRUSTED]}
+    create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
 
-        asyncio.run(scenario())
+    async def scenario() -> None:
+        with table() as rows:
+            for option, may in regions.items():
+                for shared in ("off", "read"):
+                    with life(clock, allow_client_shm=option, share_pool=shared) as daemon:
+                        for peer in (None, OWN, TRUSTED, STRANGER):
+                            with rows[option, shared, peer]:
+                                session = daemon.open()
+                                assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
+                                if peer is not None:
+                                    session.access.user.introduce(peer)
+                                expected = "" if peer in may else "REGIONS_NOT_ALLOWED"
+                                assert await refusal(daemon, session, "create_region", create) == expected
+                                may_map = shared == "read" and peer in (OWN, TRUSTED)
+                                refused = await refusal(daemon, session, "map_pool", host_pb2.MapPoolRequest())
+                                assert refused == ("" if may_map else "POOL_NOT_SHARED")
 
-    def test_a_token_is_good_for_so_long_and_so_many_are(self) -> None:
-        clock: Any = SimpleNamespace(time=lambda: clock.now, now=1000.0)
-        user = self.user(clock)
-        tokens = [user.introduce(self.TRUSTED) for _ in range(session_user.MAX_INTRODUCTIONS + 1)]
-        with pytest.raises(InvalidArgumentError):
-            user.opening_peer(tokens[0])
-        clock.now += TOKEN_S
-        assert user.opening_peer(tokens[1]) == self.TRUSTED
-        clock.now += 0.001
-        for token in tokens:
-            with pytest.raises(InvalidArgumentError):
-                user.opening_peer(token)
+    asyncio.run(scenario())
+
+
+def test_where_nobody_else_can_connect_it_is_the_daemons_user(clock: ManualClock) -> None:
+    async def scenario() -> None:
+        with life(clock, unix_socket_mode="0600") as daemon, shm_object(0o600) as path:
+            session = daemon.open()
+            create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
+            assert await refusal(daemon, session, "create_region", create) == ""
+            assert await refusal(daemon, session, "system_shared_memory_register", opening("s", path)) == ""
+
+    asyncio.run(scenario())
+
+
+def test_another_client_of_the_session_is_not_known(clock: ManualClock) -> None:
+    async def scenario() -> None:
+        with life(clock, allow_client_shm="on") as daemon, shm_object(0o666) as path:
+            session = daemon.open(detachable=True)
+            token = session.access.user.introduce(TRUSTED)
+            daemon.attach(session.token, holder=2)
+            create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
+            assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
+            session.access.user.introduce(TRUSTED)
+            opened = await refusal(daemon, session, "system_shared_memory_register", opening("s", path, token))
+            assert opened == "INVALID_ARGUMENT"
+
+    asyncio.run(scenario())
+
+
+def test_a_token_is_good_for_so_long_and_so_many_are(clock: ManualClock) -> None:
+    async def scenario() -> None:
+        with life(clock, allow_client_shm="on") as daemon, shm_object(0o666) as path:
+            session = daemon.open()
+
+            async def opened(token: bytes) -> str:
+                request = opening(f"r{clock.now}", path, token)
+                return await refusal(daemon, session, "system_shared_memory_register", request)
+
+            tokens = [session.access.user.introduce(TRUSTED) for _ in range(MAX_INTRODUCTIONS + 1)]
+            assert await opened(tokens[0]) == "INVALID_ARGUMENT"
+            clock.advance(TOKEN_S)
+            assert await opened(tokens[1]) == ""
+            clock.advance(0.001)
+            for token in tokens:
+                assert await opened(token) == "INVALID_ARGUMENT"
+
+    asyncio.run(scenario())

@@ -102,9 +102,11 @@ def test_so_many_connections_are_remembered() -> None:
     audit = Audit()
     for port in range(MAX_KNOWN_CONNECTIONS + 1):
         audit.accepted(f"ipv4:192.0.2.1:{port}", UNNAMED)
-    assert len(audit._known) == MAX_KNOWN_CONNECTIONS
-    audit.accepted(f"ipv4:192.0.2.1:{MAX_KNOWN_CONNECTIONS}", UNNAMED)
+    for port in range(1, MAX_KNOWN_CONNECTIONS + 1):
+        audit.accepted(f"ipv4:192.0.2.1:{port}", UNNAMED)
     assert audit.num_connections == MAX_KNOWN_CONNECTIONS + 1
+    audit.accepted("ipv4:192.0.2.1:0", UNNAMED)
+    assert audit.num_connections == MAX_KNOWN_CONNECTIONS + 2, "the oldest was forgotten"
 
 
 def test_a_log_has_so_many_lines_a_minute_and_says_what_is_left_out(lines: Callable[[], list[str]]) -> None:

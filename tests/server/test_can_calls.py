@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from table_rows import table
 
 from kvservice.client import KVClient, Session
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, SequenceNotSwappedError
@@ -32,36 +33,40 @@ def kv(daemon: Daemon) -> Iterator[Session]:
         session.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "lookahead", "fits"), [(4, 0, True), (3, 1, True), (5, 0, False), (4, 1, False)]
-)
-def test_an_append_fits_if_the_check_says_so(kv: Session, num_tokens: int, lookahead: int, fits: bool) -> None:
-    one = kv.allocate(range(BLOCK_SIZE))
-    other = kv.allocate(range(BLOCK_SIZE * (NUM_BLOCKS - 2)))  # one block is left
-    before = kv.describe(token_ids=True, block_ids=True)
-    assert kv.can_append([one], [num_tokens], lookahead=lookahead) is fits
-    assert kv.describe(token_ids=True, block_ids=True) == before
-    if fits:
-        kv.append([one], [7] * num_tokens, num_tokens=[num_tokens], lookahead=lookahead)
-    else:
-        with pytest.raises(OutOfBlocksError):
-            kv.append([one], [7] * num_tokens, num_tokens=[num_tokens], lookahead=lookahead)
-    assert kv.can_append([one]) is not (fits and num_tokens == BLOCK_SIZE and not lookahead)
-    kv.free([other])
-    assert kv.can_append([one], [BLOCK_SIZE])
+def test_an_append_fits_if_the_check_says_so(kv: Session) -> None:
+    with table() as rows:
+        for num_tokens, lookahead, fits in ((4, 0, True), (3, 1, True), (5, 0, False), (4, 1, False)):
+            with rows[num_tokens, lookahead]:
+                one = kv.allocate(range(BLOCK_SIZE))
+                other = kv.allocate(range(BLOCK_SIZE * (NUM_BLOCKS - 2)))  # one block is left
+                before = kv.describe(token_ids=True, block_ids=True)
+                assert kv.can_append([one], [num_tokens], lookahead=lookahead) is fits
+                assert kv.describe(token_ids=True, block_ids=True) == before
+                if fits:
+                    kv.append([one], [7] * num_tokens, num_tokens=[num_tokens], lookahead=lookahead)
+                else:
+                    with pytest.raises(OutOfBlocksError):
+                        kv.append([one], [7] * num_tokens, num_tokens=[num_tokens], lookahead=lookahead)
+                assert kv.can_append([one]) is not (fits and num_tokens == BLOCK_SIZE and not lookahead)
+                kv.free([other])
+                assert kv.can_append([one], [BLOCK_SIZE])
+                kv.free([one])
 
 
-@pytest.mark.parametrize(("num_blocks", "fits"), [(4, True), (5, False)])
-def test_swapping_out_fits_if_the_check_says_so(kv: Session, num_blocks: int, fits: bool) -> None:
-    sequence = kv.allocate(range(BLOCK_SIZE * num_blocks))
-    before = kv.describe(block_ids=True)
-    assert kv.can_swap_out([sequence]) is fits
-    assert kv.describe(block_ids=True) == before
-    if fits:
-        assert kv.swap_out([sequence]) == num_blocks
-    else:
-        with pytest.raises(OutOfBlocksError):
-            kv.swap_out([sequence])
+def test_swapping_out_fits_if_the_check_says_so(kv: Session) -> None:
+    with table() as rows:
+        for num_blocks, fits in ((4, True), (5, False)):
+            with rows[num_blocks]:
+                sequence = kv.allocate(range(BLOCK_SIZE * num_blocks))
+                before = kv.describe(block_ids=True)
+                assert kv.can_swap_out([sequence]) is fits
+                assert kv.describe(block_ids=True) == before
+                if fits:
+                    assert kv.swap_out([sequence]) == num_blocks
+                else:
+                    with pytest.raises(OutOfBlocksError):
+                        kv.swap_out([sequence])
+                kv.free([sequence])
 
 
 def test_swapping_in_fits_if_the_check_says_so(kv: Session) -> None:

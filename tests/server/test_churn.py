@@ -49,6 +49,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert not errors, errors  # there was no error before the kill
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600 + 2 * SECONDS)
 def test_clients_that_come_and_go_leave_nothing() -> None:
     """come_and_go fails if sessions, blocks, memory or descriptors remain."""

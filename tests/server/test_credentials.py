@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import pytest
-from certificates import Authority, encrypted
+from certificates import Authority, Signed
+from refused_starts import refusals_to_serve
+from secure_daemon import Secured
+from small_pool import SMALL_POOL
 
-from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError
-from kvservice.server.credentials import Credentials
+from kvservice.launch import Daemon
 
 AUTHORITY = Authority()
-SIGNED, OTHER = AUTHORITY.sign("daemon"), AUTHORITY.sign("other")
+EXPIRED = "clients will refuse it: certificate has expired"
 
 
-@pytest.mark.parametrize(
-    ("cert", "key", "field", "said"),
-    [
-        (b"", SIGNED.key, "tls_cert", "tls.crt holds no certificate in PEM"),
-        (SIGNED.key, SIGNED.key, "tls_cert", "tls.crt holds no certificate in PEM"),
-        (SIGNED.cert, SIGNED.cert, "tls_key", "tls.key holds no private key in PEM"),
-        (SIGNED.cert, OTHER.key, "tls_cert", "tls.key: certificate and key cannot be used: KEY_VALUES_MISMATCH"),
-        (SIGNED.cert, encrypted(SIGNED.key), "tls_cert", "tls.key: certificate and key cannot be used: the key is enc"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, cert: bytes, key: bytes, field: str, said: str) -> None:
-    config = configured(tmp_path, cert, key)
-    with pytest.raises(InvalidArgumentError, match=said) as caught:
-        Credentials(config)
-    assert caught.value.field == field
+def configured(directory: Path, signed: Signed) -> dict[str, Any]:
+    cert, key = signed.write(directory, "tls")
+    return {"tcp_address": "127.0.0.1:0", "tls_cert": cert, "tls_key": key}
 
 
-def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
-    config = configured(tmp_path, SIGNED.cert, SIGNED.key, tls_client_ca=str(tmp_path / "tls.key"))
-    with pytest.raises(InvalidArgumentError, match=r"tls_client_ca: .*/tls.key holds no certificate"):
-        Credentials(config)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    mismatched = Signed(AUTHORITY.sign("daemon").cert, AUTHORITY.sign("other").key)
+    (said,) = refusals_to_serve(configured(tmp_path, mismatched))
+    files = f"{tmp_path}/tls.crt and {tmp_path}/tls.key"
+    assert f"tls_cert: {files}: certificate and key cannot be used: KEY_VALUES_MISMATCH" in said
 
 
-@pytest.mark.parametrize("expired", [True, False])
-def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, caplog, expired: bool) -> None:
-    signed = AUTHORITY.sign("daemon", expired=expired)
-    Credentials(configured(tmp_path, signed.cert, signed.key))
-    said = f"{tmp_path}/tls.crt: clients will refuse it: certificate has expired"
-    assert caplog.messages == ([said] if expired else [])
-
-
-def configured(directory: Path, cert: bytes, key: bytes, **more: str) -> ServeConfig:
-    for name, pem in (("tls.crt", cert), ("tls.key", key)):
-        (directory / name).write_bytes(pem)
-    return ServeConfig(tls_cert=str(directory / "tls.crt"), tls_key=str(directory / "tls.key"), **more)
+def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: Secured) -> None:
+    with Daemon(**SMALL_POOL | configured(tmp_path, AUTHORITY.sign("daemon", expired=True))) as daemon:
+        assert f"{tmp_path}/tls.crt: {EXPIRED}" in daemon.log.read_text()
+    assert EXPIRED not in encrypted.daemon.log.read_text()

@@ -13,6 +13,7 @@ import pytest
 from daemon_lives import Life, end_stream
 from kept_files import HeldFiles, at_every_line
 from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle
+from table_rows import table
 
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -24,7 +25,6 @@ from kvservice.errors import (
     SessionNotRestoredError,
     UnknownSequenceError,
 )
-from kvservice.server.server_session import ServerSession
 from kvservice.v1 import blocks_pb2, session_pb2
 
 Start = Callable[..., Life]
@@ -57,19 +57,19 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
-async def swap_out(life: Life, session: ServerSession, *ids: int, request_id: int = 0) -> int:
+async def swap_out(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
     request = blocks_pb2.SwapOutRequest(sequence_ids=ids, tier=DISK, request_id=request_id)
     return int((await life.call(session, "swap_out", request)).moved_blocks)
 
 
-async def swap_in(life: Life, session: ServerSession, *ids: int, request_id: int = 0) -> int:
+async def swap_in(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
     request = blocks_pb2.SwapInRequest(sequence_ids=ids, request_id=request_id)
     moved = int((await life.call(session, "swap_in", request)).moved_blocks)
     await asyncio.sleep(0)
     return moved
 
 
-async def describe(life: Life, session: ServerSession, *ids: int, first: int = 0) -> Any:
+async def describe(life: Life, session: Any, *ids: int, first: int = 0) -> Any:
     return await life.call(session, "describe", blocks_pb2.DescribeRequest(sequence_ids=ids, first=first))
 
 
@@ -77,10 +77,10 @@ def swapped_files(disk: Path) -> list[Path]:
     return sorted((disk / "sessions").glob("*.swapped"))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_sequences_come_back_byte_by_byte(start: Start, disk: Path, seed: int) -> None:
-    async def scenario() -> None:
-        life = start()
+def test_random_sequences_come_back_byte_by_byte(start: Start, tmp_path: Path) -> None:
+    async def scenario(seed: int) -> None:
+        disk = tmp_path / f"disk{seed}"
+        life = start(disk=str(disk))
         session = life.open()
         await random_session(life, session, seed)
         expected = {name: one._replace(swapped=False) for name, one in (await found(life, session)).items()}
@@ -100,7 +100,10 @@ def test_random_sequences_come_back_byte_by_byte(start: Start, disk: Path, seed:
         assert swapped_files(disk) == []
         life.manager.check_integrity()
 
-    run(scenario())
+    with table() as rows:
+        for seed in range(8):
+            with rows[seed]:
+                run(scenario(seed))
 
 
 def test_sequences_on_the_disk_are_known_but_not_used(start: Start) -> None:
@@ -201,12 +204,8 @@ def test_no_room_or_a_damaged_file_leaves_them_on_the_disk(start: Start, disk: P
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [({"disk": ""}, SavedSessionsOffError), ({"disk_sessions_gib": 8192 / 2**30}, QuotaExceededError)],
-)
-def test_a_swap_out_that_fails_changes_nothing(start: Start, options: dict[str, Any], error: type[Exception]) -> None:
-    async def scenario() -> None:
+def test_a_swap_out_that_fails_changes_nothing(start: Start) -> None:
+    async def scenario(options: dict[str, Any], error: type[Exception]) -> None:
         life = start(**options)
         session = life.open()
         kv = await life.compute(session, 1, TOKENS, seed=1)
@@ -217,7 +216,8 @@ def test_a_swap_out_that_fails_changes_nothing(start: Start, options: dict[str, 
         assert np.array_equal(await life.read(session, 1, 10), kv)
         life.manager.check_integrity()
 
-    run(scenario())
+    run(scenario({"disk": ""}, SavedSessionsOffError))
+    run(scenario({"disk_sessions_gib": 8192 / 2**30}, QuotaExceededError))
 
 
 def test_a_saved_session_keeps_its_sequences_on_the_disk(start: Start, disk: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_saved_session_keeps_its_sequences_on_the_disk(start: Start, disk: Pat
 def test_a_loop_of_swaps_leaves_no_files_beside_the_saved_state(start: Start, disk: Path) -> None:
     """The saved state needs one file. Each cycle after it writes another one, and removes it."""
 
-    async def cycle(life: Life, session: ServerSession) -> None:
+    async def cycle(life: Life, session: Any) -> None:
         await swap_out(life, session, 1)
         assert len(swapped_files(disk)) == 2
         await swap_in(life, session, 1)

@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from reply_rings import no_replies
+from daemon_lives import Life
+from kept_files import HeldFiles
+from manual_clock import ManualClock
+from raw_wire import tensor
 
-from kvservice.blocks import BlockManager, BlocksConfig
-from kvservice.blocks.plans import numpy_zeros
-from kvservice.config import ServeConfig
-from kvservice.errors import DrainingError, RestartingError, StaleStepError
-from kvservice.server.block_calls import BlockCalls
-from kvservice.server.dispatch import Dispatcher
-from kvservice.server.handlers import SessionHandler, WhileDraining
-from kvservice.telemetry.calls import CallTable
+from kvservice.errors import DrainingError, RestartingError
 from kvservice.v1 import attention_pb2, blocks_pb2
 
 
-def session_with(namespace: Any, access: Any) -> Any:
-    """Return a session without a scheduler."""
-    return SimpleNamespace(
-        begin_call=lambda: None,
-        namespace=namespace,
-        access=access,
-        replies=no_replies(),
-        session_id=1,
-        check_unscheduled=lambda *_: None,
-        allocating=lambda _: contextlib.nullcontext(),
-    )
+@pytest.fixture
+def life(clock: ManualClock) -> Iterator[Life]:
+    held = HeldFiles()
+    opened = Life(held, clock)
+    yield opened
+    opened.kill()
+    held.close()
 
 
 class Access:
-    """Publishes steps when the test says so."""
+    """Publishes steps when the test says so. `num_published` is the number of steps that are published."""
 
     def __init__(self) -> None:
-        self.published = asyncio.Event()
+        self.may_publish = asyncio.Event()
+        self.num_published = 0
 
     def publish(self, _: Any, *, to_lane: bool, run: Any) -> Any:
         assert to_lane
         assert run is None
-        return None, self.published.wait()
+        return None, self._published()
+
+    async def _published(self) -> None:
+        await self.may_publish.wait()
+        self.num_published += 1
 
 
 async def turns() -> None:
@@ -52,103 +47,79 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def dispatcher_of(handlers: Any) -> Dispatcher:
-    sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None), find=lambda _: None)
-    return Dispatcher(
-        handlers, sessions, CallTable([handler.method for handler in handlers], numpy_zeros), None, lambda: None
-    )
+async def session_with(life: Life, access: Access) -> Any:
+    """Return a session with sequence 1, whose steps wait for the test."""
+    session: Any = life.open()
+    await life.allocate(session, 1, [1, 2])
+    session.access = access
+    return session
 
 
-def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
+def test_the_response_of_a_step_waits_until_the_step_is_published(life: Life) -> None:
     """The client may work on the step from the response on. The same request, sent again meanwhile, waits too."""
 
     async def scenario() -> None:
-        manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
-        engine: Any = SimpleNamespace(manager=manager, append=manager.append)
-        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine, swaps=Mock()).handlers())
-        namespace, access = manager.open_namespace(1), Access()
-        session = session_with(namespace, access)
-
-        async def call(method: str, request: Any) -> Any:
-            return await dispatcher.call(method, request, session, "stream", local=True)
-
-        allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1, 2])
-        await call("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
+        session = await session_with(life, access := Access())
         request = blocks_pb2.AppendRequest(request_id=1, sequence_ids=[1], token_ids=[3])
-        first = asyncio.create_task(call("append", request))
+        first = asyncio.create_task(life.call(session, "append", request))
         await turns()
-        again = asyncio.create_task(call("append", request))
+        again = asyncio.create_task(life.call(session, "append", request))
         await turns()
         assert not first.done()
         assert not again.done()
-        assert dispatcher.in_flight == 2
-        access.published.set()
+        assert life.dispatcher.in_flight == 2
+        access.may_publish.set()
         response = await first
         assert list(response.context_lens) == [3]
         assert await again is response
-        assert await call("append", request) is response
+        assert await life.call(session, "append", request) is response
+        assert access.num_published == 1
 
     asyncio.run(scenario())
 
 
-def test_a_step_whose_caller_has_gone_is_published() -> None:
+def test_a_step_whose_caller_has_gone_is_published(life: Life) -> None:
     async def scenario() -> None:
-        manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
-        engine: Any = SimpleNamespace(manager=manager, open_step=manager.open_step)
-        dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine, swaps=Mock()).handlers())
-        namespace, done = manager.open_namespace(1), []
-
-        async def publish() -> None:
-            await asyncio.sleep(0)
-            done.append(True)
-
-        access = SimpleNamespace(publish=lambda _, to_lane, run: (None, publish()))
-        session = session_with(namespace, access)
-        allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1, 2])
-        await dispatcher.call(
-            "allocate", blocks_pb2.AllocateRequest(sequences=[allocation]), session, "stream", local=True
-        )
+        session = await session_with(life, access := Access())
         request = blocks_pb2.OpenStepRequest(sequence_ids=[1])
-        call = asyncio.create_task(dispatcher.call("open_step", request, session, "stream", local=True))
-        await asyncio.sleep(0)
+        call = asyncio.create_task(life.call(session, "open_step", request))
+        await turns()
         call.cancel()
         await turns()
         assert call.cancelled()
-        assert done == [True]
+        access.may_publish.set()
+        await turns()
+        assert access.num_published == 1
+        assert life.dispatcher.in_flight == 0
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("restarting", "refusal"), [(False, DrainingError), (True, RestartingError)])
-def test_while_draining_only_begun_steps_go_on(restarting: bool, refusal: type[DrainingError]) -> None:
+def test_while_draining_only_begun_steps_go_on(life: Life, restarting: bool, refusal: type[DrainingError]) -> None:
     async def scenario() -> None:
-        async def extend(_: Any, __: Any) -> blocks_pb2.FreeResponse:
-            return blocks_pb2.FreeResponse()
+        session = life.open()
+        steps = []
+        for sequence_id in (1, 2):
+            await life.allocate(session, sequence_id, [sequence_id])
+            request = blocks_pb2.OpenStepRequest(sequence_ids=[sequence_id])
+            steps.append((await life.call(session, "open_step", request)).step_id)
+        begun, not_begun = steps
 
-        def stale(_: Any, __: Any) -> blocks_pb2.FreeResponse:
-            raise StaleStepError("not refused by the dispatcher")
+        async def extend(step_id: int, layer: int) -> None:
+            request = attention_pb2.AttendRequest(step_id=step_id, layer=layer)
+            for field, heads in (("query", 4), ("key", 2), ("value", 2)):
+                getattr(request, field).CopyFrom(tensor(1, heads, 32))
+            await life.call(session, "extend", request)
 
-        dispatcher = dispatcher_of(
-            [
-                SessionHandler("extend", attention_pb2.AttendRequest, extend, WhileDraining.FOR_BEGUN_STEPS),
-                SessionHandler("fork", blocks_pb2.ForkRequest, stale, WhileDraining.REFUSED),
-                SessionHandler("free", blocks_pb2.FreeRequest, stale),
-            ]
-        )
-        namespace = SimpleNamespace(in_progress=lambda step_id: step_id == 7)
-        session: Any = SimpleNamespace(namespace=namespace, replies=no_replies(), session_id=1, begin_call=lambda: None)
-
-        async def call(method: str, request: Any) -> Any:
-            return await dispatcher.call(method, request, session, "stream", local=True)
-
-        dispatcher.draining, dispatcher.restarting = True, restarting
-        await call("extend", attention_pb2.AttendRequest(step_id=7))
-        with pytest.raises(refusal, match="has not begun") as not_begun:
-            await call("extend", attention_pb2.AttendRequest(step_id=8))
-        with pytest.raises(refusal) as refused:
-            await call("fork", blocks_pb2.ForkRequest())
-        assert type(not_begun.value) is type(refused.value) is refusal
-        with pytest.raises(StaleStepError):
-            await call("free", blocks_pb2.FreeRequest())
+        await extend(begun, 0)
+        life.dispatcher.draining, life.dispatcher.restarting = True, restarting
+        await extend(begun, 1)
+        with pytest.raises(refusal, match="has not begun") as of_step:
+            await extend(not_begun, 0)
+        with pytest.raises(refusal) as of_fork:
+            await life.call(session, "fork", blocks_pb2.ForkRequest(parent_ids=[1], child_ids=[9]))
+        assert type(of_step.value) is type(of_fork.value) is refusal
+        await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[1, 2]))
 
     asyncio.run(scenario())

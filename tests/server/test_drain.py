@@ -15,9 +15,11 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from refused_starts import refusals_to_serve
 from waiting import PATIENCE_S, until
 
 from kvservice.client import KVClient, PutStatus, Session, Step, StoreNamespace
+from kvservice.environment import missing_environment
 from kvservice.errors import ConnectionLostError, DrainingError
 from kvservice.launch import Daemon
 from kvservice.server.draining import Drain
@@ -41,17 +43,6 @@ def send_layer(step: Step, layer: int) -> np.ndarray:
     return output
 
 
-def call_with_id(kv: Session, request: blocks_pb2.PinRequest, request_id: int) -> blocks_pb2.PinResponse:
-    """Send a pin request like the client does, with the given request_id."""
-    request.request_id = request_id
-    try:
-        kv._core.call("pin", request).send(None)
-    except StopIteration as end:
-        response: blocks_pb2.PinResponse = end.value
-        return response
-    raise AssertionError("the blocking face suspended")
-
-
 def begun_step(kv: Session) -> Step:
     step = kv.open_step([kv.allocate([1, 2, 3])])
     send_layer(step, 0)
@@ -66,16 +57,18 @@ def drains(kv: Session) -> bool:
     return False
 
 
-def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> None:
+def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun(raw: Any) -> None:
     options = POOL | {"drain_stall_s": 60}
     with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        wire = raw.Wire(daemon.address)
+        pinning = raw.RawSession(wire)
         step = begun_step(kv)
         waiting = kv.allocate([4, 5])
         unbegun = kv.open_step([waiting])
         computed = kv.allocate(list(range(16)))
         kv.open_step([computed]).write(*(np.ones((3, 16, 1, 32), np.float32),) * 2)
-        pinned = blocks_pb2.PinRequest(token_ids=range(16), ttl_s=60)
-        pin = call_with_id(kv, pinned, 99)
+        pinned = blocks_pb2.PinRequest(token_ids=range(16), ttl_s=60, request_id=99)
+        pin = pinning.ok("pin", pinned)
         states: queue.SimpleQueue[int] = queue.SimpleQueue()
         watching = threading.Thread(target=_watch, args=(daemon.address, states))
         watching.start()
@@ -96,7 +89,9 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
                 refused()
         assert daemon.process.poll() is None
         # A repeated request still gets its reply.
-        assert call_with_id(kv, pinned, 99).pin_id == pin.pin_id
+        assert pinning.ok("pin", pinned).pin_id == pin.pin_id
+        pinning.stream.cancel()
+        wire.close()
         for layer in (1, 2):
             np.testing.assert_array_equal(send_layer(step, layer), np.full((3, 1, 32), 1.0 + layer, np.float32))
         assert daemon.process.wait(10) == 0
@@ -156,19 +151,22 @@ def test_a_draining_daemon_finishes_what_the_block_store_has_begun() -> None:
             store.lookup(keys)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away(number: signal.Signals) -> None:
+def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away() -> None:
     options = POOL | {"log_level": "info", "store_gib": 1 / 64}
     with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         kv.allocate([1])
-        socket = Path(daemon.address.removeprefix("unix://"))
-        assert socket.exists()
-        daemon.process.send_signal(number)
-        assert daemon.process.wait(5) == 0
-        assert not socket.exists()
+        leaves_at_once(daemon, signal.SIGTERM)
         log = daemon.log.read_text()
     assert f"the block store takes {4 * (4 << 20) * 1025 // 1024} bytes, share_store is read" in log
     assert log.index("draining") < log.index("stopped")
+
+
+def leaves_at_once(daemon: Daemon, number: signal.Signals) -> None:
+    socket = Path(daemon.address.removeprefix("unix://"))
+    assert socket.exists()
+    daemon.process.send_signal(number)
+    assert daemon.process.wait(20) == 0  # the drain time is 30 s
+    assert not socket.exists()
 
 
 def test_a_step_that_is_never_finished_does_not_hold_the_daemon() -> None:
@@ -220,65 +218,47 @@ def test_a_killed_clients_step_does_not_hold_the_daemon() -> None:
         assert "still busy" not in daemon.log.read_text()
 
 
-def refusal_to_serve(**options: object) -> str:
-    """Return the error of a daemon that must not start."""
-    defaults = {"unix_socket": "", "tcp_address": "", "http_address": ""}
-    environ = {f"KVSERVICE_{name.upper()}": str(value) for name, value in (POOL | defaults | options).items()}
-    command = [sys.executable, "-P", "-m", "kvservice", "serve"]
-    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    return done.stderr
-
-
-def test_a_served_socket_is_not_taken_and_a_stale_one_is(tmp_path: Path) -> None:
-    path = tmp_path / "k.sock"
-    with Daemon(unix_socket=path, **POOL) as first:
-        assert "served by another process" in refusal_to_serve(unix_socket=path)
-        with KVClient(first.address) as client:
-            assert client.ping(b"still here") == b"still here"
+def test_only_a_stale_socket_is_taken(tmp_path: Path, free_port: int) -> None:
+    path, precious, address = tmp_path / "k.sock", tmp_path / "file.sock", f"127.0.0.1:{free_port}"
+    precious.write_text("precious")
+    with Daemon(unix_socket=path, unix_socket_mode="0660", tcp_address=address, **POOL) as first:
+        assert path.stat().st_mode & 0o777 == 0o660
+        served, no_socket, in_use = refusals_to_serve(
+            {"unix_socket": path}, {"unix_socket": precious}, {"tcp_address": address}
+        )
+        assert "served by another process" in served
+        assert "is not a socket" in no_socket
+        assert precious.read_text() == "precious"
+        assert "tcp_address" in in_use
+        for of_first in (first.address, address):
+            with KVClient(of_first) as client:
+                assert client.ping(b"still here") == b"still here"
+        assert first.process.poll() is None
         first.process.kill()
         first.process.wait()
         assert path.exists()
-        with Daemon(unix_socket=path, **POOL) as second, KVClient(second.address) as client:
-            assert client.ping() == b""
-
-
-def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
-    path = tmp_path / "k.sock"
-    path.write_text("precious")
-    assert "is not a socket" in refusal_to_serve(unix_socket=path)
-    assert path.read_text() == "precious"
-
-
-def test_a_port_in_use_is_refused(free_port: int) -> None:
-    address = f"127.0.0.1:{free_port}"
-    with Daemon(tcp_address=address, **POOL) as first, KVClient(address) as client:
-        assert "tcp_address" in refusal_to_serve(tcp_address=address)
-        assert client.ping(b"x") == b"x"
-        assert first.process.poll() is None
-
-
-def test_the_sockets_mode_is_what_the_configuration_says(tmp_path: Path) -> None:
-    with Daemon(unix_socket=tmp_path / "k.sock", unix_socket_mode="0660", **POOL):
-        assert (tmp_path / "k.sock").stat().st_mode & 0o777 == 0o660
+        with Daemon(unix_socket=path, **POOL) as second:
+            with KVClient(second.address) as client:
+                assert client.ping() == b""
+            leaves_at_once(second, signal.SIGINT)
 
 
 def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path) -> None:
     """After a failed kernel the contents of the pool are unknown, and serving them would be worse than not serving."""
     script = tmp_path / "faulty.py"
     script.write_text(
-        "import sys\n"
         "from kvservice import ops\n"
-        "from kvservice.config_sources import load_config\n"
-        "from kvservice.server.daemon import run\n"
+        "from kvservice.cli import main\n"
         "def broken(*_, **__): raise RuntimeError('a broken kernel')\n"
         "ops.write_kv = broken\n"
-        f"options = dict({POOL!r}, tcp_address='', http_address='', unix_socket=sys.argv[1])\n"
-        "sys.exit(run(load_config(options, {})))\n"
+        "main(['serve'])\n"
     )
     path = tmp_path / "k.sock"
+    options = POOL | {"tcp_address": "", "http_address": "", "unix_socket": path, "keeper": False}
+    environ = os.environ | missing_environment(os.environ)
+    environ |= {f"KVSERVICE_{name.upper()}": str(value) for name, value in options.items()}
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-P", str(script)], stdout=log, stderr=log, env=environ)
     try:
         until(path.exists)
         with KVClient(f"unix://{path}", transport="inline") as client, client.session() as kv:

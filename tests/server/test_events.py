@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 from unittest.mock import Mock
 
 import grpc
 import numpy as np
 import pytest
+from table_rows import table
 
-from kvservice.blocks import EventJournal
-from kvservice.blocks.prefix import token_bytes
 from kvservice.chain_hash import block_hash, root_hash
 from kvservice.client import (
     AllBlocksCleared,
@@ -30,19 +30,19 @@ from kvservice.client import (
 from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceError, QuotaExceededError
 from kvservice.launch import Daemon
-from kvservice.server.events import EventStreams
-from kvservice.server.services import Services
-from kvservice.server.slots import RPC, Rpc, Slots
+from kvservice.server import services
 from kvservice.v1 import events_pb2
 
 BLOCK_SIZE = 4
+# Token ids that only one test has.
+MARKS = itertools.count(1_000_000)
 POOL: dict[str, Any] = {
     "num_layers": 1, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": 8,
     "watermark": 0.0, "swap_space_gib": 0.0,
 }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with Daemon(event_token_ids=True, max_event_streams=2, **POOL) as running:
         yield running
@@ -61,23 +61,39 @@ def compute(kv: Session, token_ids: list[int]) -> Sequence:
     return sequence
 
 
+def next_number(client: KVClient, kv: Session) -> int:
+    """Clear the cache, and return the number of the next batch of events."""
+    token_ids = [next(MARKS)] * BLOCK_SIZE
+    kv.free([compute(kv, token_ids)])
+    kv.reset_prefix_cache()
+    events = client.events(start_number=1)
+    stored = BlockStored(tuple(chain(token_ids)), None, tuple(token_ids), BLOCK_SIZE, "CPU")
+    while stored not in next(events).events:
+        pass
+    cleared = next(events)
+    assert cleared.events == (AllBlocksCleared(),)
+    events.close()
+    return cleared.number + 1
+
+
 def chain(token_ids: list[int]) -> list[bytes]:
     hashes = [root_hash(BLOCK_SIZE)]
     for begin in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        tokens = np.array(token_ids[begin : begin + BLOCK_SIZE], np.int32)
-        hashes.append(block_hash(hashes[-1], token_bytes(tokens)))
+        tokens = np.array(token_ids[begin : begin + BLOCK_SIZE], "<i4")
+        hashes.append(block_hash(hashes[-1], tokens.tobytes()))
     return hashes[1:]
 
 
 def test_events_tell_what_enters_and_leaves_the_cache(client: KVClient) -> None:
     with client.session() as kv:
-        events = client.events(start_number=1)
+        start = next_number(client, kv)
+        events = client.events(start_number=start)
         tokens = list(range(10))
         first = compute(kv, tokens)
         hashes = chain(tokens)
         stored = BlockStored(tuple(hashes), None, tuple(range(8)), BLOCK_SIZE, "CPU")
         batch = next(events)
-        assert (batch.number, batch.events, batch.gap) == (1, (stored,), None)
+        assert (batch.number, batch.events, batch.gap) == (start, (stored,), None)
         kv.append([first], [10])
         second = compute(kv, [*range(8), *range(50, 58)])  # continues the prefix of the first
         deeper = chain([*range(8), *range(50, 58)])[2:]
@@ -93,7 +109,7 @@ def test_events_tell_what_enters_and_leaves_the_cache(client: KVClient) -> None:
 
 def test_several_chains_of_one_step_are_distinguished(client: KVClient) -> None:
     with client.session() as kv:
-        events = client.events(start_number=1)
+        events = client.events(start_number=next_number(client, kv))
         one, other = (kv.allocate([n] * 8) for n in (1, 2))
         step = kv.open_step([one, other])
         step.write(*(np.ones((1, step.num_tokens, 1, 32), np.float32),) * 2)
@@ -102,16 +118,20 @@ def test_several_chains_of_one_step_are_distinguished(client: KVClient) -> None:
         events.close()
 
 
-def test_without_permission_events_have_no_tokens() -> None:
-    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
-        events = client.events(start_number=1)
-        compute(kv, [1, 2, 3, 4])
-        assert next(events).events == (BlockStored(tuple(chain([1, 2, 3, 4])), None, (), BLOCK_SIZE, "CPU"),)
-        events.close()
+def test_without_permission_events_have_no_tokens_and_the_daemon_ends_with_streams_open() -> None:
+    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client:
+        with client.session() as kv:
+            events = client.events(start_number=1)
+            compute(kv, [1, 2, 3, 4])
+            assert next(events).events == (BlockStored(tuple(chain([1, 2, 3, 4])), None, (), BLOCK_SIZE, "CPU"),)
+        assert daemon.stop() == 0
+        with pytest.raises(KVServiceError):
+            next(events)
 
 
 def test_from_now_on_means_from_now_on(client: KVClient) -> None:
     with client.session() as kv:
+        first = next_number(client, kv)
         compute(kv, [1, 2, 3, 4])
         received: queue.SimpleQueue[int] = queue.SimpleQueue()
         events = client.events()
@@ -122,14 +142,14 @@ def test_from_now_on_means_from_now_on(client: KVClient) -> None:
             reader.join(0.02)
             if not reader.is_alive():
                 break
-        assert received.get(timeout=10) > 1
+        assert received.get(timeout=10) > first
         events.close()
 
 
 def test_the_asynchronous_client_reads_them_too(daemon: Daemon) -> None:
-    async def run() -> list[int]:
+    async def run(start: int) -> list[int]:
         async with AsyncKVClient(daemon.address) as client:
-            events = client.events(start_number=1)
+            events = client.events(start_number=start)
             numbers = [(await asyncio.wait_for(anext(events), 10)).number for _ in range(2)]
             await events.aclose()
             with pytest.raises(InvalidArgumentError, match="start_number"):
@@ -137,9 +157,10 @@ def test_the_asynchronous_client_reads_them_too(daemon: Daemon) -> None:
             return numbers
 
     with KVClient(daemon.address) as client, client.session() as kv:
+        start = next_number(client, kv)
         compute(kv, [1, 2, 3, 4])
         kv.reset_prefix_cache()
-        assert asyncio.run(run()) == [1, 2]
+        assert asyncio.run(run(start)) == [start, start + 1]
 
 
 def test_a_gap_is_reported() -> None:
@@ -229,26 +250,39 @@ class LeavingContext:
         raise self._outcome
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [grpc.aio.InternalError, grpc.aio.UsageError, asyncio.CancelledError],
-    ids=["noticed by sending", "noticed before sending", "noticed by waiting"],
-)
-def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault(outcome: type[BaseException]) -> None:
-    """gRPC logs an error with traceback for each exception that leaves a handler, except for a cancellation."""
-    journal = EventJournal(8, False)
-    journal.cleared()
-    streams = EventStreams(ServeConfig(), journal)
-    services = Services(Mock(), Mock(), streams, Mock(), Mock(), Slots(ServeConfig()))
+class Streams:
+    """A journal with one batch. `count` is the number of open streams."""
 
-    async def subscribe() -> None:
-        context: Any = LeavingContext(outcome)
-        RPC.set(Rpc(Mock(), None, Mock(), "event stream"))
+    count = 0
+
+    async def subscribe(self, _: Any) -> AsyncIterator[bytes]:
+        self.count += 1
+        try:
+            yield b"a batch"
+        finally:
+            self.count -= 1
+
+
+def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault() -> None:
+    """gRPC logs an error with traceback for each exception that leaves a handler, except for a cancellation. The
+    subscriber's end is noticed by sending, before sending, and by waiting."""
+    rpc: Any = Mock(working=contextlib.nullcontext, waiting=contextlib.nullcontext, ended_for=None)
+    slots: Any = Mock(of_peer=lambda *_: contextlib.nullcontext())
+
+    async def subscribe(outcome: type[BaseException]) -> None:
+        streams: Any = Streams()
+        limits = ServeConfig().request_limits
+        handlers = services.Services(Mock(), Mock(), streams, limits, Mock(), slots).handlers()
+        handler: Any = handlers["/kvservice.v1.EventService/Subscribe"]
+        cast(Any, services).RPC.set(rpc)
         with contextlib.suppress(asyncio.CancelledError):
-            await services._subscribe(events_pb2.SubscribeRequest(start_number=1), context)
+            await handler.unary_stream(events_pb2.SubscribeRequest(start_number=1), LeavingContext(outcome))
         assert streams.count == 0
 
-    asyncio.run(subscribe())
+    with table() as rows:
+        for outcome in (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.CancelledError):
+            with rows[outcome.__name__]:
+                asyncio.run(subscribe(outcome))
 
 
 def test_refusals(client: KVClient) -> None:
@@ -259,13 +293,3 @@ def test_refusals(client: KVClient) -> None:
             next(other.events())
         with other.session() as kv:
             compute(kv, [1, 2, 3, 4])
-
-
-def test_the_daemon_ends_with_streams_open(daemon: Daemon, client: KVClient) -> None:
-    with client.session() as kv:
-        compute(kv, [1, 2, 3, 4])
-    events = client.events(start_number=1)
-    next(events)
-    assert daemon.stop() == 0
-    with pytest.raises(KVServiceError):
-        next(events)

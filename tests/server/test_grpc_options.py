@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import importlib
+import os
 import queue
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import held_daemon
 import pytest
-from certificates import Authority
 from http2_pings import PingingClient
+from scraping import value
+from secure_daemon import Secured
+from small_pool import SMALL_POOL
+from waiting import PATIENCE_S, until
 
 import kvservice
-from kvservice.client.channel import channel_options
-from kvservice.config import ServeConfig
-from kvservice.server.grpc_options import CONNECTION_OPTIONS, server_options
-from kvservice.server.slots import max_rpcs, max_rpcs_of_connection
-from kvservice.wire.channels import SERVER_NAME_OPTION
+from kvservice.client import KVClient, TLSConfig
+from kvservice.environment import missing_environment
+from kvservice.health import check
+from kvservice.launch import Daemon
 
 PACKAGE = Path(kvservice.__file__).parent
 LIBRARY = Path(str(importlib.import_module("grpc._cython.cygrpc").__file__)).read_bytes()
-PERMISSION = "grpc.http2.min_ping_interval_without_data_ms"
-PINGS = 8  # gRPC closes the connection at the third ping that it does not permit
+CONNECTIONS = "kvservice_tcp_connections_total"
+# gRPC closes a connection at the third ping that it does not permit. A client pings every five seconds.
+IDLE_S = 18
 
 
 def is_known(name: str) -> bool:
@@ -49,118 +54,84 @@ def names_in_sources() -> Iterator[str]:
 
 
 def test_every_option_is_one_that_grpc_knows() -> None:
-    ours = {name for name, _ in (*server_options(ServeConfig()), *channel_options("unix:"))}
-    ours.add(SERVER_NAME_OPTION)
+    ours = {*names_in_sources()}
+    assert len(ours) > 10
     assert {name for name in ours if not is_known(name)} == set()
-    assert set(names_in_sources()) == ours, "an option is set elsewhere"
-
-
-def test_a_wrong_name_is_noticed() -> None:
-    assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms")
+    assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms"), "a wrong name is noticed"
     assert not is_known("grpc.http2.min_ping_interval")
 
 
-def test_clients_ping_less_often_than_the_daemon_permits() -> None:
-    assert int(dict(channel_options("unix:"))["grpc.keepalive_time_ms"]) >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
-
-
-@contextmanager
-def serving(options: Iterable[tuple[str, int]], path: Path) -> Iterator[None]:
-    """Run a gRPC server with these options and no services."""
-    server = grpc.server(ThreadPoolExecutor(1), options=list(options))
-    assert server.add_insecure_port(f"unix:{path}")
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop(None).wait()
-
-
-def test_a_client_that_does_not_answer_loses_its_connection_in_its_time(tmp_path: Path) -> None:
-    """gRPC's default limit is a minute."""
-    options = server_options(ServeConfig(client_timeout_s=3.0))
-    with serving(options, tmp_path / "socket"):
+def test_clients_that_ping_too_often_or_do_not_answer_lose_their_connections_in_their_time() -> None:
+    """gRPC's default limit of the time for an answer is a minute."""
+    with Daemon(**SMALL_POOL, client_timeout_s=3.0) as daemon:
+        path = Path(daemon.address.removeprefix("unix://"))
         begin = time.monotonic()
-        with PingingClient(tmp_path / "socket") as client:
+        with PingingClient(path) as client:
+            with PingingClient(path) as hasty:
+                while not (answer := hasty.ping()):
+                    pass
+                assert answer == b"too_many_pings"
             assert client.goodbye() == b"ping_timeout"
         assert 2.9 < time.monotonic() - begin < 30
 
 
-def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
-    """The limit applies to RPCs that arrive while the loop is busy. gRPC's default is 3000."""
-    config = ServeConfig(max_sessions=1)
-    bound = max_rpcs(config)
-    with held_loop(server_options(config), tmp_path / "socket") as is_free, contextlib.ExitStack() as clients:
-        done: queue.Queue[Any] = queue.Queue()
-        for _ in range(bound // max_rpcs_of_connection(config) + 1):
-            options = [("grpc.use_local_subchannel_pool", 1)]
-            channel = clients.enter_context(grpc.insecure_channel(f"unix:{tmp_path}/socket", options))
-            for _ in range(max_rpcs_of_connection(config)):
-                method: Any = channel.unary_unary("/none/none")
-                method.future(b"").add_done_callback(done.put)
-        code = done.get(timeout=30).code()
-        is_free.set()
-    assert code is grpc.StatusCode.CANCELLED
-
-
-@contextmanager
-def held_loop(options: Iterable[tuple[str, int]], path: Path) -> Iterator[threading.Event]:
-    """Run a server whose event loop is blocked until the event is set."""
-    started, is_free, stop = threading.Event(), threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        server = grpc.aio.server(options=list(options))
-        server.add_insecure_port(f"unix:{path}")
-        await server.start()
-        started.set()
-        is_free.wait()
-        await asyncio.to_thread(stop.wait)
-        await server.stop(None)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert started.wait(60)
-        yield is_free
-    finally:
-        is_free.set()
-        stop.set()
-        thread.join()
-
-
-def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
-    """Return the responses of a server with these options to pings that arrive at least two milliseconds apart."""
-    with serving(options, path), PingingClient(path) as client:
-        found = [client.ping()]
-        while len(found) < PINGS and not found[-1]:
-            time.sleep(0.002)
-            found.append(client.ping())
-        return found
-
-
-def test_pings_at_the_permitted_interval_are_answered(tmp_path: Path) -> None:
-    quicker = [(name, 1 if name == PERMISSION else value) for name, value in CONNECTION_OPTIONS]
-    assert answers(quicker, tmp_path / "socket") == [b""] * PINGS
-
-
-def test_without_the_permission_they_end_the_connection(tmp_path: Path) -> None:
-    without = [(name, value) for name, value in CONNECTION_OPTIONS if name != PERMISSION]
-    assert answers(without, tmp_path / "socket")[-1] == b"too_many_pings"
-
-
-@pytest.mark.parametrize("tls", [False, True])
-def test_a_connection_that_says_nothing_ends(tls: bool) -> None:
-    """The read would time out if the server kept the connection."""
-    quicker = [(name, 1 if name == "grpc.server_handshake_timeout_ms" else value) for name, value in CONNECTION_OPTIONS]
-    server = grpc.server(ThreadPoolExecutor(1), options=quicker)
-    signed = Authority().sign("daemon")
-    credentials = grpc.ssl_server_credentials([(signed.key, signed.cert)])
-    address = "127.0.0.1:0"
-    port = server.add_secure_port(address, credentials) if tls else server.add_insecure_port(address)
-    server.start()
-    try:
-        with socket.create_connection(("127.0.0.1", port), 60) as silent:
+@pytest.mark.slow
+def test_clients_that_ping_as_often_as_they_may_keep_their_connections_and_silent_ones_do_not(
+    encrypted: Secured,
+) -> None:
+    """The daemon permits a ping a second, and waits ten seconds for the first bytes or the handshake. The reads of
+    silent connections would time out if it kept them."""
+    path = Path(encrypted.daemon.address.removeprefix("unix://"))
+    (encrypted.files / "ca.crt").write_bytes(encrypted.authority.cert)
+    tls = TLSConfig(encrypted.files / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", encrypted.port), 60) as by_tls,
+        socket.socket(socket.AF_UNIX) as by_path,
+        KVClient(encrypted.address, token=encrypted.tokens["alice"], tls=tls) as client,
+        client.session() as idle,
+        PingingClient(path) as pinging,
+    ):
+        by_path.settimeout(60)
+        by_path.connect(str(path))
+        assert idle.describe() == []
+        before = value(encrypted.samples(), CONNECTIONS)
+        for _ in range(IDLE_S):  # an idle client has pinged more often than gRPC tolerates a ping too many
+            assert pinging.ping() == b""
+            threading.Event().wait(1.1)
+        for silent in (by_tls, by_path):
             while silent.recv(4096):  # the initial data of the server
                 pass
-    finally:
-        server.stop(None).wait()
+        assert idle.describe() == []
+        assert value(encrypted.samples(), CONNECTIONS) == before, "the idle client has not connected again"
+
+
+def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
+    """The limit applies to RPCs that arrive while the loop is busy. gRPC's default is at least 1000."""
+    path = tmp_path / "socket"
+    options = SMALL_POOL | {
+        "unix_socket": path, "tcp_address": "", "http_address": "", "keeper": False, "max_sessions": 1,
+    }  # fmt: skip
+    environ = os.environ | missing_environment(os.environ)
+    environ |= {f"KVSERVICE_{name.upper()}": str(value) for name, value in options.items()}
+    command = [sys.executable, "-P", held_daemon.__file__]
+    with (
+        subprocess.Popen(command, env=environ, stdin=subprocess.PIPE) as process,
+        contextlib.ExitStack() as clients,
+    ):
+        clients.callback(process.kill)
+        until(lambda: path.is_socket() and check(f"unix:{path}", timeout_s=PATIENCE_S))
+        process.send_signal(signal.SIGUSR1)
+        done: queue.Queue[Any] = queue.Queue()
+        for _ in range(7):
+            channel = clients.enter_context(
+                grpc.insecure_channel(f"unix:{path}", [("grpc.use_local_subchannel_pool", 1)])
+            )
+            for _ in range(129):  # a connection has no more at a time
+                method: Any = channel.unary_unary("/none/none")
+                method.future(b"").add_done_callback(done.put)
+        assert done.get(timeout=PATIENCE_S).code() is grpc.StatusCode.CANCELLED
+        assert process.stdin is not None
+        process.stdin.write(b"1")
+        process.stdin.flush()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from grpc_health.v1 import health_pb2
+from table_rows import table
 
 from kvservice.server.health import Health, note_of
 from kvservice.tiers import TierStats
-from kvservice.tiers.protocol import STATES
-from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON
 
 Status = health_pb2.HealthCheckResponse
 
@@ -84,25 +82,25 @@ class _Context:
         self.metadata = metadata
 
 
-@pytest.mark.parametrize("reason", ["", "it drains"])
-@pytest.mark.parametrize("note", ["", "the tier disk is suspended"])
-def test_a_check_says_why_and_what_is_missing(reason: str, note: str) -> None:
-    health = Health(lambda: note)
-    health.set("", reason=reason)
-    context = _Context()
-    answer = asyncio.run(health.check(health_pb2.HealthCheckRequest(), context))
-    assert answer.status == (Status.NOT_SERVING if reason else Status.SERVING)
-    texts = {HEALTH_REASON: reason, HEALTH_NOTE: note}
-    assert dict(context.metadata) == {key: text for key, text in texts.items() if text}
+def test_a_check_says_why_and_what_is_missing() -> None:
+    with table() as rows:
+        for reason in ("", "it drains"):
+            for note in ("", "the tier disk is suspended"):
+                with rows[reason, note]:
+                    health = Health(lambda note=note: note)  # type: ignore[misc]
+                    health.set("", reason=reason)
+                    context = _Context()
+                    answer = asyncio.run(health.check(health_pb2.HealthCheckRequest(), context))
+                    assert answer.status == (Status.NOT_SERVING if reason else Status.SERVING)
+                    texts = {"kvservice-reason": reason, "kvservice-note": note}
+                    assert dict(context.metadata) == {key: text for key, text in texts.items() if text}
 
 
 def test_tiers_that_are_not_open_are_named() -> None:
     assert note_of(()) == note_of([TierStats("disk")]) == ""
-    assert note_of([TierStats(state, state) for state in STATES]) == (
+    assert note_of([TierStats(state, state) for state in ("open", "opening", "suspended", "failed")]) == (
         "the tier opening is opening, the tier suspended is suspended, the tier failed has failed"
     )
-
-
-def test_a_note_of_the_transfers_is_added() -> None:
+    # A note of the transfers is added.
     assert note_of((), "no engine") == note_of([TierStats("disk")], "no engine") == "no engine"
     assert note_of([TierStats("disk", "failed")], "no engine") == "the tier disk has failed, no engine"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -25,8 +24,7 @@ from kvservice.client import KVClient
 from kvservice.environment import missing_environment
 from kvservice.errors import InternalError
 from kvservice.health import check
-from kvservice.server import integrity
-from kvservice.server.integrity import IntegrityWatch
+from kvservice.server.integrity import SLICE_EVERY_S, IntegrityWatch
 
 CHECKS, FAILURES = "kvservice_integrity_checks_total", "kvservice_integrity_failures_total"
 
@@ -109,7 +107,7 @@ def test_a_check_that_breaks_has_failed(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.records[0].exc_info, "with what is needed to understand it"
 
 
-def test_passes_come_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_come_at_their_interval() -> None:
     rig, slept = Rig(2, *[True] * 9), list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -117,11 +115,10 @@ def test_passes_come_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(slept) == 7:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(integrity, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(rig.watch.run(60.0))
-    assert slept == [60.0, integrity.SLICE_EVERY_S, integrity.SLICE_EVERY_S] * 2 + [60.0]
-    asyncio.run(rig.watch.run(0.0))
+        asyncio.run(rig.watch.run(60.0, sleep))
+    assert slept == [60.0, SLICE_EVERY_S, SLICE_EVERY_S] * 2 + [60.0]
+    asyncio.run(rig.watch.run(0.0, sleep))
     assert len(slept) == 7
 
 
@@ -133,9 +130,11 @@ def corruptible(tmp_path: Path, free_port: int) -> Iterator[tuple[subprocess.Pop
         "tcp_address": "",
         "http_address": f"127.0.0.1:{free_port}",
         "integrity_interval_s": 0.05,
+        "keeper": False,
     }
-    command = [sys.executable, "-P", corruptible_daemon.__file__, json.dumps(config)]
+    command = [sys.executable, "-P", corruptible_daemon.__file__]
     environment = os.environ | missing_environment(os.environ)
+    environment |= {f"KVSERVICE_{name.upper()}": str(value) for name, value in config.items()}
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log, env=environment) as process:
         try:
             yield process, f"unix:{tmp_path}/socket", (tmp_path / "log").read_text

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from daemon_lives import Life
+from kept_files import HeldFiles, at_every_line
+from manual_clock import ManualClock
+from sleeping import FEW
+from table_rows import table
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.kept import KeptArrays, KeptState
 from kvservice.server.kept_replies import ALL_RING_BYTES, MAX_REPLIES, RING_BYTES, KeptReplies, ReplyRing
-from kvservice.server.replies import Replies
 from kvservice.v1 import blocks_pb2
 
 LARGEST_ID = (1 << 64) - 1
@@ -67,10 +72,16 @@ def test_a_reply_that_does_not_fit_is_forgotten_and_its_request_is_not(arrays: K
     assert taken_over(arrays) == {1: None, 2: None, 3: None, 4: largest}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_ring_never_returns_another_replys_bytes(arrays: KeptArrays, seed: int) -> None:
+def test_the_ring_never_returns_another_replys_bytes() -> None:
     """Replies of random sizes, also by rings that were taken over in between. What is found of a reply is the reply,
     and the newest ones are found as long as they fit together."""
+    with table() as rows:
+        for seed in range(20):
+            with rows[seed]:
+                check_random_replies(KeptState.fresh().arrays, seed)
+
+
+def check_random_replies(arrays: KeptArrays, seed: int) -> None:
     rng = random.Random(seed)
     put_replies: dict[int, bytes] = {}
     ring = KeptReplies(2, arrays).ring(0)
@@ -111,51 +122,36 @@ def test_a_reply_counts_with_its_operation(arrays: KeptArrays) -> None:
     assert taken_over(arrays, undone=True) == {1: b"1", 2: b"2"}, "recovery may run twice"
 
 
-class _Killed(BaseException):
-    """The process ends here."""
-
-
-class _Doomed:
-    """A memoryview that ends the process at one of its stores."""
-
-    def __init__(self, view: Any, fuse: list[int]) -> None:
-        self._view, self._fuse = view, fuse
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._view[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._fuse[0] -= 1
-        if self._fuse[0] < 0:
-            raise _Killed
-        self._view[key] = value
-
-
 def test_a_reply_is_whole_or_unknown_wherever_the_process_ends() -> None:
-    """The process ends at each store of a reply that takes the place of others, first before its operation ended."""
-    stores = 0
-    while True:
-        replies = KeptReplies(2, KeptState.fresh().arrays)
-        before = _filled(replies)
-        ring = replies.ring(0)
-        fuse = [stores]
-        for name in ("_entries", "_ring", "_pending"):
-            setattr(ring, name, _Doomed(getattr(ring, name), fuse))
-        new = bytes(range(256)) * (RING_BYTES // 1024)
-        try:
-            ring.put(1000, "append", new)
-            finished = True
-        except _Killed:
-            finished = False
-        replies.recover(undone=True)
-        found = {kept.request_id: kept.data for kept in replies.ring(0)}
+    """The process ends at each line of storing a reply that takes the place of others, first before its operation
+    ended."""
+    held = HeldFiles()
+    state = KeptState.open(held.start(), {})
+    replies = KeptReplies(2, state.arrays)
+    state.ready()
+    before = _filled(replies)
+    ring = replies.ring(0)
+    new = bytes(range(256)) * (RING_BYTES // 1024)
+    contents: list[Any] = []
+
+    def note() -> None:
+        if (content := held.content()) not in contents[-1:]:
+            contents.append(content)
+
+    with at_every_line(["server/kept_replies.py"], note):
+        ring.put(1000, "append", new)
+    note()
+    held.close()
+    assert len(contents) > 6
+    for content in contents:
+        copy = HeldFiles.of(content)
+        later = KeptReplies(2, KeptState.open(copy.start(), {}).arrays)
+        later.recover(undone=True)
+        found = {kept.request_id: kept.data for kept in later.ring(0)}
         assert 1000 not in found
         assert all(data in (None, before[request_id]) for request_id, data in found.items())
         assert len(found) >= MAX_REPLIES - 1
-        if finished:
-            break
-        stores += 1
-    assert stores > 6
+        copy.close()
 
 
 def _filled(replies: KeptReplies) -> dict[int, bytes]:
@@ -173,15 +169,36 @@ def step(number: int) -> blocks_pb2.StepResponse:
     return blocks_pb2.StepResponse(step_id=number, context_lens=[number])
 
 
-def test_a_repeated_request_gets_the_earlier_processs_reply(arrays: KeptArrays) -> None:
-    replies = Replies(KeptReplies(2, arrays).ring(0))
+@pytest.fixture
+def next_process(clock: ManualClock) -> Iterator[Callable[[], Any]]:
+    """Return a function that starts the next process of a daemon. It returns the replies of a session."""
+    held = HeldFiles()
+    lives: list[Life] = []
+    token = b""
+
+    def start() -> Any:
+        nonlocal token
+        if lives:
+            lives[-1].kill()
+        lives.append(life := Life(held, clock, **FEW))
+        session = life.attach(token) if token else life.open(detachable=True)
+        token = session.token
+        return session.replies
+
+    yield start
+    lives[-1].kill()
+    held.close()
+
+
+def test_a_repeated_request_gets_the_earlier_processs_reply(next_process: Callable[[], Any]) -> None:
+    replies = next_process()
     for request_id in (7, 8):
         replies.keep(request_id, "append", step(request_id))
         replies.settle()
     too_large = blocks_pb2.StepResponse(slot_mapping=range(RING_BYTES // 4))
     replies.keep(9, "open_step", too_large)
     replies.settle()
-    later = Replies(KeptReplies(2, arrays).ring(0))
+    later = next_process()
     assert later.find(6, "append") is None
     assert later.find(7, "append") == step(7)
     assert later.find(8, "append") == step(8)
@@ -191,11 +208,11 @@ def test_a_repeated_request_gets_the_earlier_processs_reply(arrays: KeptArrays) 
         later.find(7, "fork")
 
 
-def test_the_earlier_processs_requests_are_the_oldest(arrays: KeptArrays) -> None:
-    replies = Replies(KeptReplies(2, arrays).ring(0))
+def test_the_earlier_processs_requests_are_the_oldest(next_process: Callable[[], Any]) -> None:
+    replies = next_process()
     replies.keep(1, "append", step(1))
     replies.settle()
-    later = Replies(KeptReplies(2, arrays).ring(0))
+    later = next_process()
     for request_id in range(2, MAX_REPLIES + 1):
         later.remember(request_id, "append", step(request_id))
     assert later.find(1, "append") == step(1)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import waiting
+from click.testing import CliRunner
 from footprint import children
 from small_pool import SMALL_POOL
+from table_rows import table
 
+from kvservice.cli import main
 from kvservice.client import KVClient
-from kvservice.health import check
-from kvservice.keeper.control import ask
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
 from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets
@@ -73,33 +74,32 @@ def test_a_connection_made_between_two_processes_is_accepted_by_the_second(keepe
                 assert accepted.recv(100) == b"a request"
 
 
-@pytest.mark.parametrize("address", ["localhost:{port}", "127.0.0.1:{port}", "127.0.0.1:0"])
-def test_an_address_that_means_the_same_is_the_same(keeper: FakeKeeper, address: str) -> None:
+def test_an_address_that_means_the_same_is_the_same(keeper: FakeKeeper) -> None:
     with keeper.process() as (kept, cleanup):
         port = listen_http("127.0.0.1:0", kept, cleanup).getsockname()[1]
     before = dict(keeper.kept)
-    with keeper.process() as (kept, cleanup):
-        listening = listen_http(address.format(port=port), kept, cleanup)
-        assert listening.getsockname() == ("127.0.0.1", port)
-    assert keeper.kept == before
+    with table() as rows:
+        for address in (f"localhost:{port}", f"127.0.0.1:{port}", "127.0.0.1:0"):
+            with rows[address], keeper.process() as (kept, cleanup):
+                assert listen_http(address, kept, cleanup).getsockname() == ("127.0.0.1", port)
+                assert keeper.kept == before
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:{other}", "127.0.0.2:0", "0.0.0.0:0", "absent.invalid:0"])
-def test_another_address_gets_a_socket_of_its_own(keeper: FakeKeeper, address: str, free_port: int) -> None:
-    with keeper.process() as (kept, cleanup):
-        port = listen_http("127.0.0.1:0", kept, cleanup).getsockname()[1]
-    wanted = address.format(other=free_port)
-    with keeper.process() as (kept, cleanup):
-        if "invalid" in address:
-            with pytest.raises(ConfigError, match="cannot listen on"):
-                listen_http(wanted, kept, cleanup)
-            return
-        listening = listen_http(wanted, kept, cleanup)
-        assert listening.getsockname() != ("127.0.0.1", port)
-    # The keeper has the new one only.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=60)
-    assert [*keeper.kept] == [HTTP]
+def test_another_address_gets_a_socket_of_its_own(keeper: FakeKeeper, free_port: int) -> None:
+    with table() as rows:
+        for address in (f"127.0.0.1:{free_port}", "127.0.0.2:0", "0.0.0.0:0"):
+            with rows[address]:
+                keeper.remove(HTTP)
+                with keeper.process() as (kept, cleanup):
+                    port = listen_http("127.0.0.1:0", kept, cleanup).getsockname()[1]
+                with keeper.process() as (kept, cleanup):
+                    assert listen_http(address, kept, cleanup).getsockname() != ("127.0.0.1", port)
+                # The keeper has the new one only.
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", port), timeout=60)
+                assert [*keeper.kept] == [HTTP]
+    with keeper.process() as (kept, cleanup), pytest.raises(ConfigError, match="cannot listen on"):
+        listen_http("absent.invalid:0", kept, cleanup)
 
 
 def test_what_the_next_process_does_not_use_is_closed(keeper: FakeKeeper) -> None:
@@ -200,9 +200,11 @@ def ports_of(daemon: Daemon) -> list[tuple[str, str]]:
     )
 
 
-def test_a_request_made_while_the_daemon_is_down_is_answered_by_the_next_process() -> None:
+def test_a_killed_daemon_and_an_upgraded_one_keep_the_sockets_and_a_stopped_one_leaves_none(tmp_path: Path) -> None:
     addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
-    with Daemon(**SMALL_POOL | addresses, keeper=True) as daemon:
+    path = tmp_path / "k.sock"
+    with Daemon(**SMALL_POOL | addresses, keeper=True, unix_socket=path) as daemon:
+        assert {file.name for file in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.keeper"}
         ((http_port, grpc_port),) = ports_of(daemon)
         first = daemon.daemon_pid()
         # The observer answers HTTP. A stopped daemon starts no other one.
@@ -213,32 +215,15 @@ def test_a_request_made_while_the_daemon_is_down_is_answered_by_the_next_process
         with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=60) as answer:
             assert b"kvservice_" in answer.read()
         waiting.until(lambda: len(ports_of(daemon)) == 2)
-        assert ports_of(daemon)[1] == (http_port, grpc_port)
         with KVClient(f"127.0.0.1:{grpc_port}", reconnect_wait_s=waiting.PATIENCE_S) as client:
             assert client.ping(b"again") == b"again"
-        assert daemon.daemon_pid() != first
-
-
-def test_a_stop_leaves_no_path(tmp_path: Path) -> None:
-    with Daemon(**SMALL_POOL, keeper=True, unix_socket=tmp_path / "k.sock") as daemon:
-        assert {path.name for path in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.keeper"}
-        os.kill(daemon.daemon_pid(), signal.SIGKILL)
-        waiting.until(lambda: check(daemon.address, timeout_s=0.5))
+            second = daemon.daemon_pid()
+            assert second != first
+            upgraded = CliRunner().invoke(main, ["upgrade", "--unix-socket", str(path)])
+            assert upgraded.exit_code == 0, (upgraded.output, daemon.log.read_text())
+            assert daemon.daemon_pid() != second
+            waiting.until(lambda: len(ports_of(daemon)) == 3)
+            assert client.ping(b"new") == b"new"
+        assert set(ports_of(daemon)) == {(http_port, grpc_port)}
         assert daemon.stop() == 0
     assert [*tmp_path.iterdir()] == []
-
-
-def test_an_upgrade_keeps_the_sockets() -> None:
-    addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
-    with (
-        Daemon(**SMALL_POOL | addresses, keeper=True) as daemon,
-        KVClient(daemon.address, reconnect_wait_s=waiting.PATIENCE_S) as client,
-    ):
-        assert client.ping(b"old") == b"old"
-        first = daemon.daemon_pid()
-        answers = list(ask(f"{daemon.address.removeprefix('unix://')}.keeper", "upgrade", 120))
-        assert answers[-1]["ok"], (answers, daemon.log.read_text())
-        assert daemon.daemon_pid() != first
-        waiting.until(lambda: len(ports_of(daemon)) == 2)
-        assert len(set(ports_of(daemon))) == 1
-        assert client.ping(b"new") == b"new"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import os
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import doomed_client
@@ -22,14 +20,8 @@ from shm_objects import shm_objects
 from survivor import Survivor
 from waiting import until
 
-from kvservice.blocks.plans import numpy_zeros
 from kvservice.client import KVClient, PoolStats
 from kvservice.launch import Daemon
-from kvservice.server.dispatch import Dispatcher
-from kvservice.server.handlers import SessionHandler
-from kvservice.telemetry.calls import CallTable, keys
-from kvservice.v1.attention_pb2 import AttendRequest
-from kvservice.wire.encoded import Encoded
 
 ROUNDS = 4
 CLIENTS = 8  # per round; together with the survivor's 8 blocks they fit into the pool
@@ -65,8 +57,21 @@ def assert_empty(stats: PoolStats) -> None:
     assert stats.free_blocks == stats.num_blocks
 
 
+@pytest.mark.slow
 def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
     raw.await_no_sessions(wire)
+    assert_kills_leave_nothing(daemon, client, ROUNDS, CLIENTS)
+
+
+def test_a_killed_client_of_each_kind_leaves_nothing_behind(
+    daemon: Daemon, client: KVClient, wire: Any, raw: Any
+) -> None:
+    raw.await_no_sessions(wire)
+    assert_kills_leave_nothing(daemon, client, 1, len(doomed_client.KINDS))
+
+
+def assert_kills_leave_nothing(daemon: Daemon, client: KVClient, rounds: int, num_clients: int) -> None:
+    """Kill so many clients in each round."""
     pids = []
     random.seed(20)
     seeds = itertools.count()
@@ -77,8 +82,8 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
         survivor.lap()
         kv.reset_prefix_cache()
         alone, files, log = client.stats(), open_files(daemon.process.pid), daemon.log.read_text()
-        for _ in range(ROUNDS):
-            processes = [start(daemon.address, next(kinds), next(seeds)) for _ in range(CLIENTS)]
+        for _ in range(rounds):
+            processes = [start(daemon.address, next(kinds), next(seeds)) for _ in range(num_clients)]
             pids += [process.pid for process in processes]
             try:
                 for process in processes:
@@ -101,7 +106,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
     for name in shm_objects(*pids):
         os.unlink(f"/dev/shm/{name}")
     # Otherwise the clients were killed between two calls, and the test would show nothing.
-    assert cut_off >= ROUNDS
+    assert cut_off >= rounds
     with client.session() as kv:
         kv.reset_prefix_cache()
     assert_empty(client.stats())
@@ -140,28 +145,3 @@ def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
         kv.free([sequence])
         kv.reset_prefix_cache()
     assert_empty(client.stats())
-
-
-def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
-    async def extend(_: Any, __: Any) -> Encoded:
-        await asyncio.Event().wait()
-        return Encoded()
-
-    table = CallTable(["extend"], numpy_zeros)
-    sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
-    session: Any = SimpleNamespace(session_id=1, begin_call=lambda: None)
-    dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None, lambda: None)
-
-    async def cut_off() -> None:
-        call = asyncio.create_task(dispatcher.call("extend", AttendRequest(), session, "stream", local=True))
-        await asyncio.sleep(0)
-        assert dispatcher.in_flight == 1
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(cut_off())
-    assert dispatcher.in_flight == 0
-    counts = table.counts.sum(axis=1)
-    counted = {key: int(count) for key, count in zip(keys(["extend"]), counts, strict=True) if count}
-    assert counted == {("extend", "CANCELLED", "stream"): 1}

@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 import re
-import urllib.request
+import time
+from typing import Any
 
 import pytest
+from scraping import scrape, value
 from small_pool import SMALL_POOL
+from table_rows import table
 
 from kvservice.config import ServeConfig
 from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.server.listening import ConfigError, check_addresses
 
-TLS = {"tls_cert": "c", "tls_key": "k"}
+TLS: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
+# The kernel's unit of the start of a process.
+TICK_S = 0.01
 EXPOSED = ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "example:1"]
 
 
-@pytest.mark.parametrize("address", EXPOSED)
-@pytest.mark.parametrize(
-    ("options", "missing"),
-    [
+def test_other_hosts_need_tls_and_a_name() -> None:
+    refused: list[tuple[dict[str, str], str]] = [
         ({}, "set tls_cert and tls_key, and auth_tokens or tls_client_ca;"),
         (TLS, "set auth_tokens or tls_client_ca;"),
         ({"auth_tokens": "t"}, "set tls_cert and tls_key;"),
-    ],
-)
-def test_other_hosts_need_tls_and_a_name(address: str, options: dict[str, str], missing: str) -> None:
-    with pytest.raises(ConfigError, match=missing) as caught:
-        check_addresses(ServeConfig(tcp_address=address, **options))
-    assert caught.value.field == "tcp_address"
-
-
-@pytest.mark.parametrize("address", EXPOSED)
-@pytest.mark.parametrize(
-    "options", [TLS | {"auth_tokens": "t"}, TLS | {"tls_client_ca": "a"}, {"insecure": True}], ids=lambda o: [*o][-1]
-)
-def test_they_are_served_with_both_or_if_that_is_said(address: str, options: dict[str, object]) -> None:
-    """check_addresses raises ConfigError for a refused address."""
-    check_addresses(ServeConfig(tcp_address=address, **options))
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", ""])
-def test_loopback_is_open(address: str) -> None:
-    """check_addresses raises ConfigError for a refused address."""
-    check_addresses(ServeConfig(tcp_address=address, unix_socket="s"))
+    ]
+    served: list[dict[str, Any]] = [TLS | {"auth_tokens": "t"}, TLS | {"tls_client_ca": "a"}, {"insecure": True}]
+    with table() as rows:
+        for address in EXPOSED:
+            for options, missing in refused:
+                with rows[address, [*options]]:
+                    with pytest.raises(ConfigError, match=missing) as caught:
+                        check_addresses(ServeConfig(tcp_address=address, **options))
+                    assert caught.value.field == "tcp_address"
+            for options in served:
+                with rows[address, [*options]]:
+                    check_addresses(ServeConfig(tcp_address=address, **options))
+        for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", ""):
+            with rows[address, "loopback"]:
+                check_addresses(ServeConfig(tcp_address=address, unix_socket="s"))
 
 
 def test_there_is_an_address() -> None:
@@ -54,10 +51,13 @@ def test_there_is_an_address() -> None:
 
 def test_the_log_says_where_it_listens_with_the_ports_that_the_system_chose() -> None:
     options = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
+    before = time.monotonic()
     with Daemon(**SMALL_POOL | options) as daemon:
         said = daemon.log.read_text()
         (tcp_address,) = re.findall(r"serving .*, (127\.0\.0\.1:\d+)$", said, re.MULTILINE)
         assert check(tcp_address, timeout_s=20)
         (url,) = re.findall(r"the page and /metrics are at (http://127\.0\.0\.1:\d+/)$", said, re.MULTILINE)
-        with urllib.request.urlopen(f"{url}metrics", timeout=20) as answer:
-            assert answer.status == 200
+        samples = scrape(int(url.rpartition(":")[2].strip("/")))
+        # Nothing served since the process was started.
+        took_s = value(samples, "kvservice_last_restart_take_over_seconds")
+        assert took_s < value(samples, "kvservice_last_restart_down_seconds") < time.monotonic() - before + TICK_S

@@ -1,25 +1,22 @@
-"""A daemon whose block manager is corrupted by SIGUSR1. Its argument is its configuration as a JSON object."""
+"""A daemon whose block manager is corrupted by SIGUSR1. Its configuration is in its environment."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import signal
-import sys
+from typing import Any
 
-from kvservice import logs
-from kvservice.config import ServeConfig
-from kvservice.kept import KeptFiles
-from kvservice.server.daemon import KVServer
+from kvservice.blocks import BlockManager
+from kvservice.cli import main
 
 
-async def serve(config: ServeConfig) -> int:
-    daemon = KVServer(config, KeptFiles({}, None))
-    ref_count = daemon.engine.manager.state.device.ref_count
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ref_count.__setitem__, 0, 7)
-    return await daemon.serve()
+class Corruptible(BlockManager):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        signal.signal(signal.SIGUSR1, lambda *_: self.state.device.ref_count.__setitem__(0, 7))
 
 
 if __name__ == "__main__":
-    logs.configure("warning", "text")
-    sys.exit(asyncio.run(serve(ServeConfig(**json.loads(sys.argv[1])))))
+    import kvservice.engine
+
+    kvservice.engine.BlockManager = Corruptible  # type: ignore[misc]
+    main(["serve"])

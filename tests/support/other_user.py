@@ -13,9 +13,9 @@ import json, os, socket, sys
 sys.path.insert(0, {support!r})
 import numpy as np
 import kvservice.client
-from kvservice.client import KVClient, fd_passing
+from kvservice.client import KVClient
 from kvservice.errors import KVServiceError
-import raw_wire
+import fd_socket, raw_wire
 os.setgroups({groups!r})
 os.setgid({uid})
 os.setuid({uid})

@@ -16,7 +16,7 @@ from ports import free_port
 from scraping import Samples, scrape
 from small_pool import SMALL_POOL
 
-from kvservice.auth import token_file
+from kvservice.auth import add_token
 from kvservice.launch import Daemon
 
 NAMES = ("alice", "bob")
@@ -63,7 +63,7 @@ def secured(
         options["tls_client_ca"].write_bytes(authority.cert)
     if tokens:
         options["auth_tokens"] = files / "tokens"
-        made = {name: token_file.add(options["auth_tokens"], name) for name in NAMES}
+        made = {name: add_token(options["auth_tokens"], name) for name in NAMES}
     with Daemon(**SMALL_POOL | options | pool, log_level="info") as daemon:
         yield Secured(daemon, port, http_port, files, authority, made)
 
