@@ -15,18 +15,22 @@ report      what a restart kept and lost
 from kvservice.kept.arrays import KeptArrays
 from kvservice.kept.errors import KeptStateError
 from kvservice.kept.files import KeptFiles
-from kvservice.kept.report import RestartReport
+from kvservice.kept.report import KeptCounts, LostCounts, RestartReport, RestartTotals, count_restart
 from kvservice.kept.sections import Section
 from kvservice.kept.state import KeptState
 from kvservice.kept.table import KeptDict, KeptTable
 
 __all__ = [
     "KeptArrays",
+    "KeptCounts",
     "KeptDict",
     "KeptFiles",
     "KeptState",
     "KeptStateError",
     "KeptTable",
+    "LostCounts",
     "RestartReport",
+    "RestartTotals",
     "Section",
+    "count_restart",
 ]

@@ -6,6 +6,7 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.block_calls import BlockCalls
+from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.pool_tier import PoolTier
@@ -24,6 +25,7 @@ def session_handlers(
     store: ServerStore | None,
     saved: SavedSessions,
     tier: PoolTier | None = None,
+    clock: Clock | None = None,
 ) -> tuple[Handler, ...]:
     return (
         *BlockCalls(config, engine, saved.swaps, tier).handlers(),
@@ -31,7 +33,7 @@ def session_handlers(
         *RegionCalls().handlers(),
         *TransferCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
-        *SchedulerCalls(config, engine, tier).handlers(),
+        *SchedulerCalls(config, engine, tier, (clock or SystemClock()).time).handlers(),
         *StoreCalls(store).handlers(),
         *StoreCopyCalls(config, store).handlers(),
         *saved.handlers(),

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +28,7 @@ from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import session_handlers
-from kvservice.server.clock import process_start_s
+from kvservice.server.clock import Clock, process_start_s
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.core import open_core
 from kvservice.server.credentials import Credentials
@@ -80,9 +81,17 @@ ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
 
 
 class KVServer:
-    def __init__(self, config: ServeConfig, files: KeptFiles, manager: Notifier | None = None) -> None:
-        """`files` has the state of the process before, if it is kept. `manager` is the process that keeps it. Raises
-        ConfigError and KVServiceError if the daemon cannot start with its configuration."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        files: KeptFiles,
+        manager: Notifier | None = None,
+        clock: Clock | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`files` has the state of the process before, if it is kept. `manager` is the process that keeps it. `wall`
+        returns seconds since 1970. Raises ConfigError and KVServiceError if the daemon cannot start with its
+        configuration."""
         started_s = time.monotonic()
         check_addresses(config)
         check_mooncake(config)
@@ -92,7 +101,7 @@ class KVServer:
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self._manager = manager
         self._kept_sockets = KeptSockets(files)
-        self.core = core = open_core(config, files)
+        self.core = core = open_core(config, files, clock=clock, wall=wall)
         self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
         blocks = None if self.store is None else self.store.blocks
         # The tiers below the block store, or None.
@@ -104,8 +113,9 @@ class KVServer:
         open_calls = OpenCalls(
             config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
         )
-        self.pool_tier = tier = open_pool_tier(config, self.engine, self.store)
-        handlers = (*session_handlers(config, self.engine, self.store, core.saved, tier), *open_calls.handlers())
+        self.pool_tier = tier = open_pool_tier(config, self.engine, self.store, clock)
+        of_sessions = session_handlers(config, self.engine, self.store, core.saved, tier, clock)
+        handlers = (*of_sessions, *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Final
@@ -38,11 +39,11 @@ class Transfers:
 
     `totals` counts all transfers. `note` says that engines do not start, or is empty."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
         self._threads = ThreadPoolExecutor(config.max_transfers, thread_name_prefix="kvservice-transfer")
         self.count = 0
-        self.totals = TransferTotals()
+        self.totals = TransferTotals(clock)
         self._open: set[RemoteMemory] = set()
         self.note = _NOT_INSTALLED if config.transfer_address and not is_installed() else ""
 
@@ -84,7 +85,7 @@ class Transfers:
             raise
         self.note = ""
         segments = [f"{peer}:{port}" for port in ports]
-        opened = RemoteMemory(memory, process, segments, address, self._threads, self.totals, self._closed)
+        opened = RemoteMemory(memory, process, segments, address, self._threads, self.totals, self._closed, self._clock)
         self._open.add(opened)
         return opened
 

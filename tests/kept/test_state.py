@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_files import HeldFiles, at_every_line
+from each_row import each_row
+from kept_files import HeldFiles, at_every_line, collected_garbage
 
-from kvservice.kept import KeptState, KeptStateError, Section, header
-from kvservice.kept.state import PREFIX
+from kvservice.kept import KeptState, KeptStateError, Section
 
 IDENTITY = {"num_layers": 4, "block_size": 16, "dtype": "bfloat16"}
 NUM_BYTES = 3 * mmap.PAGESIZE
+# What the names of the state's descriptors begin with, and how many take-overs may fail.
+PREFIX, MAX_ATTEMPTS = "kvservice.state.", 2
 
 
 @pytest.fixture
@@ -78,10 +80,6 @@ def test_a_process_that_was_killed_before_it_served_leaves_nothing(keeper: HeldF
     state = started(keeper)
     state.memory("pool", NUM_BYTES, read_only=True).map[:4] = b"pool"
     assert not keeper.held
-    # Killed while it handed its files over.
-    keeper.store(PREFIX + "header", state._header.fd)
-    keeper.store(PREFIX + "pool", state._new["pool"])
-    assert_new(started(keeper), keeper)
 
 
 def test_a_taken_over_state_can_be_taken_over_before_its_process_serves(keeper: HeldFiles) -> None:
@@ -127,27 +125,20 @@ def test_a_take_over_that_is_killed_at_any_line_leaves_all(keeper: HeldFiles) ->
 
 
 def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> None:
+    """Starts that fail for another reason do not count, and a take-over that succeeds begins the count again."""
     serving(keeper)
-    for _ in range(header.MAX_ATTEMPTS):
-        assert started(keeper).taken
-    assert_new(started(keeper), keeper, "the take-over failed twice")
-
-
-def test_starts_that_fail_for_another_reason_do_not_count(keeper: HeldFiles) -> None:
-    serving(keeper)
-    for _ in range(header.MAX_ATTEMPTS + 2):
+    for _ in range(MAX_ATTEMPTS + 2):
         state = started(keeper)
         assert state.taken
         state.end_attempt()
-
-
-def test_a_take_over_that_succeeds_begins_the_count_again(keeper: HeldFiles) -> None:
-    serving(keeper)
-    for _ in range(header.MAX_ATTEMPTS + 2):
+    for _ in range(MAX_ATTEMPTS + 2):
         started(keeper)
         state = started(keeper)
         assert_taken_over(state)
         state.ready()
+    for _ in range(MAX_ATTEMPTS):
+        assert started(keeper).taken
+    assert_new(started(keeper), keeper, "the take-over failed twice")
 
 
 def test_another_identity_is_refused_naming_each_item(keeper: HeldFiles) -> None:
@@ -158,17 +149,6 @@ def test_another_identity_is_refused_naming_each_item(keeper: HeldFiles) -> None
     )  # fmt: skip
     state.ready()
     assert started(keeper, dtype="float32").taken
-
-
-def test_another_version_is_refused(keeper: HeldFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving(keeper)
-    monkeypatch.setattr(header, "STATE_VERSION", header.STATE_VERSION + 1)
-    assert_new(started(keeper), keeper, "its version is 1, this daemon's 2")
-
-
-def test_after_a_fault_of_the_device_nothing_is_kept(keeper: HeldFiles) -> None:
-    serving(keeper).mark_faulted()
-    assert_new(started(keeper), keeper, "the device failed")
 
 
 def test_the_end_in_order_is_seen_once(keeper: HeldFiles) -> None:
@@ -183,19 +163,13 @@ def test_the_end_in_order_is_seen_once(keeper: HeldFiles) -> None:
 
 def test_a_discarded_state_is_gone(keeper: HeldFiles) -> None:
     state = serving(keeper)
-    keeper.store("kvservice.http", state._header.fd)
+    keeper.store("kvservice.http", state.table.fd)
     state.discard()
     assert list(keeper.held) == ["kvservice.http"]
     assert_new(started(keeper), keeper)
 
 
-@pytest.mark.parametrize("name", ["table", "arrays", "private", "pool"])
-def test_a_missing_file_is_a_reason_to_refuse(name: str, keeper: HeldFiles) -> None:
-    serving(keeper)
-    keeper.remove(PREFIX + name)
-    assert_new(started(keeper), keeper, f"its {name} is missing")
-
-
+# What is done to the files of a state, and why it is refused then. A header can be checked without a take-over.
 BAD_HEADERS: dict[str, tuple[Callable[[int], object], str]] = {
     "cut": (lambda fd: os.truncate(fd, 100), "its header has another size"),
     "other magic": (lambda fd: os.pwrite(fd, b"x", 0), "its header is unknown"),
@@ -203,27 +177,39 @@ BAD_HEADERS: dict[str, tuple[Callable[[int], object], str]] = {
     "too long a text": (lambda fd: os.pwrite(fd, b"\xff" * 8, 48), "its identity is unreadable"),
     "no object": (lambda fd: os.pwrite(fd, b"[" + b" " * 10 + b"]", 4096), "its identity is unreadable"),
     "all ones": (lambda fd: os.pwrite(fd, b"\xff" * (64 << 10), 0), "its header is unknown"),
+    "another version": (lambda fd: os.pwrite(fd, b"\2", 8), "its version is 2, this daemon's 1"),
+}
+BAD_FILES: dict[str, tuple[Callable[[HeldFiles], object], str]] = {
+    "no table": (lambda keeper: keeper.remove(PREFIX + "table"), "its table is missing"),
+    "no arrays": (lambda keeper: keeper.remove(PREFIX + "arrays"), "its arrays is missing"),
+    "no private": (lambda keeper: keeper.remove(PREFIX + "private"), "its private is missing"),
+    "no pool": (lambda keeper: keeper.remove(PREFIX + "pool"), "its pool is missing"),
+    "another table": (
+        lambda keeper: os.pwrite(keeper.held[PREFIX + "table"], b"\xff" * 4096, 0),
+        "the table has another format",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", BAD_HEADERS)
-def test_a_header_that_does_not_fit_is_refused(name: str, keeper: HeldFiles) -> None:
-    serving(keeper)
-    spoil, reason = BAD_HEADERS[name]
-    spoil(keeper.held[PREFIX + "header"])
-    assert KeptState.check(keeper.start(), IDENTITY) == reason
-    assert_new(started(keeper), keeper, reason)
-
-
-def test_a_table_that_does_not_fit_is_refused(keeper: HeldFiles) -> None:
-    serving(keeper)
-    os.pwrite(keeper.held[PREFIX + "table"], b"\xff" * 4096, 0)
-    assert_new(started(keeper), keeper, "the table has another format")
-
-
-def test_a_record_of_the_files_that_does_not_fit_is_refused(keeper: HeldFiles) -> None:
-    serving(keeper).table.section(Section.FILES)[0] = b"{}"
-    assert_new(started(keeper), keeper, "its files are not listed")
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    with each_row() as row:
+        for name, (spoil, reason) in BAD_HEADERS.items():
+            with row(name), contextlib.closing(HeldFiles()) as keeper:
+                serving(keeper)
+                spoil(keeper.held[PREFIX + "header"])
+                assert KeptState.check(keeper.start(), IDENTITY) == reason
+                assert_new(started(keeper), keeper, reason)
+        for name, (change, reason) in BAD_FILES.items():
+            with row(name), contextlib.closing(HeldFiles()) as keeper:
+                serving(keeper)
+                change(keeper)
+                assert_new(started(keeper), keeper, reason)
+        with row("a list of files that is none"), contextlib.closing(HeldFiles()) as keeper:
+            serving(keeper).table.section(Section.FILES)[0] = b"{}"
+            assert_new(started(keeper), keeper, "its files are not listed")
+        with row("a fault of the device"), contextlib.closing(HeldFiles()) as keeper:
+            serving(keeper).mark_faulted()
+            assert_new(started(keeper), keeper, "the device failed")
 
 
 def test_a_memory_of_another_size_is_refused(keeper: HeldFiles) -> None:
@@ -286,7 +272,7 @@ def test_a_check_changes_nothing(keeper: HeldFiles) -> None:
     assert KeptState.check(keeper.start(), IDENTITY) == "there is none"
     serving(keeper)
     keeper.calls.clear()
-    for _ in range(header.MAX_ATTEMPTS + 1):
+    for _ in range(MAX_ATTEMPTS + 1):
         assert KeptState.check(keeper.start(), IDENTITY) == ""
     assert KeptState.check(keeper.start(), IDENTITY | {"block_size": 32}) == "block_size was 16, is 32"
     assert not keeper.calls
@@ -322,15 +308,15 @@ def test_without_a_keeper_others_can_never_map_the_pool_for_writing() -> None:
 
 
 def test_no_descriptor_is_left_open() -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    keeper = HeldFiles()
-    serving(keeper)
-    serving(keeper, block_size=32)
-    started(keeper, block_size=32).ready()
-    keeper.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with collected_garbage() as collect:
+        before = len(os.listdir("/proc/self/fd"))
+        keeper = HeldFiles()
+        serving(keeper)
+        serving(keeper, block_size=32)
+        started(keeper, block_size=32).ready()
+        keeper.close()
+        collect()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_without_a_keeper_memory_is_free_when_its_user_is_done() -> None:
@@ -339,11 +325,11 @@ def test_without_a_keeper_memory_is_free_when_its_user_is_done() -> None:
         state.memory("pool", NUM_BYTES, read_only=True).close()
         state.put_descriptor("gpu", os.memfd_create("gpu"))
 
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    use()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with collected_garbage() as collect:
+        before = len(os.listdir("/proc/self/fd"))
+        use()
+        collect()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_facts_are_values_of_json(keeper: HeldFiles) -> None:

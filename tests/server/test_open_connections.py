@@ -12,7 +12,8 @@ from kvservice.server.open_connections import ConnectionWatch, count_tcp, count_
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_connections_to_a_port_are_counted(family: socket.AddressFamily) -> None:
+def test_connections_to_a_port_are_counted(family: socket.AddressFamily, tmp_path: Path) -> None:
+    assert (count_tcp(1, tmp_path), count_unix("k.sock", tmp_path)) == (0, 0), "without tables"
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket(family))
         try:
@@ -39,10 +40,6 @@ def test_connections_to_a_unix_socket_are_counted(tmp_path: Path) -> None:
             ours = stack.enter_context(socket.socket(socket.AF_UNIX))
             ours.connect(path)
             stack.enter_context(listening.accept()[0])
-
-
-def test_without_tables_nothing_is_counted(tmp_path: Path) -> None:
-    assert (count_tcp(1, tmp_path), count_unix("k.sock", tmp_path)) == (0, 0)
 
 
 def test_the_log_says_once_that_an_address_is_full(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,153 +2,209 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
-from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health_pb2
+from each_row import each_row
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from raw_wire import RawSession, Refusal, Wire, refusal
+from small_pool import SMALL_POOL
 
 from kvservice.config import RequestLimits, ServeConfig
-from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.server.contract import SERVICES
-from kvservice.server.parsing import Refused, check_accepted, parser
+from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 
-LIMITS = RequestLimits(max_request_sequences=4, max_request_tokens=10, max_request_blocks=8)
+LIMITS = {"max_request_sequences": 4, "max_request_tokens": 10, "max_request_blocks": 8}
 Allocation, Key = blocks_pb2.SequenceAllocation, blocks_pb2.ExtraKey
-RPCS = [method for service in SERVICES for method in service.methods]
 
 
-def parse(request: Any) -> Any:
-    return parser(type(request), LIMITS)(request.SerializeToString())
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    """A connection to a daemon with small limits."""
+    with Daemon(**SMALL_POOL | LIMITS) as daemon:
+        connected = Wire(daemon.address)
+        yield connected
+        connected.close()
+
+
+@pytest.fixture(scope="module")
+def session(wire: Wire) -> RawSession:
+    return RawSession(wire)
 
 
 def allocate(*sequences: Any) -> Any:
     return blocks_pb2.AllocateRequest(sequences=sequences)
 
 
-WITHIN: list[Any] = [
-    allocate(*[Allocation()] * 4),
-    allocate(Allocation(token_ids=range(6)), Allocation(token_ids=range(4))),
-    allocate(Allocation(extra_keys=[Key(key=bytes(256))] * 1024)),
-    blocks_pb2.AppendRequest(sequence_ids=range(4), token_ids=range(10), num_tokens=[1] * 4, expected_lengths=[1] * 4),
-    attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 8, inline=bytes(1 << 20))),
-    pool_pb2.PingRequest(payload=bytes(1 << 20)),
-    store_pb2.LookupRequest(keys=bytes(8 * 32)),
-    store_pb2.BatchPutRequest(keys=bytes(8 * 32), data=bytes(1 << 20)),
-    store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16384, offsets=bytes(8 * 16384))),
-    store_pb2.StoreCommitRequest(written=bytes(8), checksums=bytes(64)),
-    store_pb2.ReleaseRequest(lease_ids=range(4096)),
-    health_pb2.HealthCheckRequest(service="x" * 4096),
-]
-
-
-@pytest.mark.parametrize("request_", WITHIN, ids=lambda request: type(request).__name__)
-def test_what_is_within_the_limits_is_parsed(request_: Any) -> None:
-    assert parse(request_) == request_
-
-
 def ids(count: int) -> Any:
     return blocks_pb2.FreeRequest(sequence_ids=range(count))
 
 
-ABOVE = {
-    "sequences": ("sequences", "max_request_sequences", allocate(*[Allocation()] * 5)),
+WITHIN: list[tuple[str, Any]] = [
+    ("allocate", allocate(*[Allocation()] * 4)),
+    ("allocate", allocate(Allocation(token_ids=range(6)), Allocation(token_ids=range(4)))),
+    ("allocate", allocate(Allocation(extra_keys=[Key(key=bytes(256))] * 1024))),
+    (
+        "append",
+        blocks_pb2.AppendRequest(
+            sequence_ids=range(4), token_ids=range(10), num_tokens=[1] * 4, expected_lengths=[1] * 4
+        ),
+    ),
+    ("write", attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 8, inline=bytes(1 << 20)))),
+    ("store_lookup", store_pb2.LookupRequest(keys=bytes(8 * 32))),
+    ("store_batch_put", store_pb2.BatchPutRequest(keys=bytes(8 * 32), data=bytes(1 << 20))),
+    (
+        "store_batch_get",
+        store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16384, offsets=bytes(8 * 16384))),
+    ),
+    ("store_commit", store_pb2.StoreCommitRequest(written=bytes(8), checksums=bytes(64))),
+    ("store_release", store_pb2.ReleaseRequest(lease_ids=range(4096))),
+]
+
+
+def test_what_is_within_the_limits_is_parsed(wire: Wire) -> None:
+    """The daemon then looks for the session."""
+    with each_row() as row:
+        for name, request in WITHIN:
+            with row(name):
+                assert wire.unary(name, request).reason == "UNKNOWN_SESSION"
+    payload = bytes(1 << 20)
+    assert wire.unary("ping", pool_pb2.PingRequest(payload=payload)).payload == payload
+    health: Any = health_pb2_grpc.HealthStub(wire.channel)
+    with pytest.raises(grpc.RpcError) as unknown:
+        health.Check(health_pb2.HealthCheckRequest(service="x" * 4096))
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as refused:
+        health.Check(health_pb2.HealthCheckRequest(service="x" * 4097))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# What has too much: the call, the field that is named, the option that is named, and the request.
+ABOVE: dict[str, tuple[str, str, str, Any]] = {
+    "sequences": ("allocate", "sequences", "max_request_sequences", allocate(*[Allocation()] * 5)),
     "tokens of all": (
+        "allocate",
         "sequences.token_ids",
         "max_request_tokens",
         allocate(Allocation(token_ids=range(6)), Allocation(token_ids=range(5))),
     ),
-    "ids": ("sequence_ids", "max_request_sequences", ids(5)),
-    "ids of parents": ("parent_ids", "max_request_sequences", blocks_pb2.ForkRequest(parent_ids=[1] * 5)),
-    "counts": ("num_tokens", "max_request_sequences", blocks_pb2.OpenStepRequest(num_tokens=[1] * 5)),
-    "tokens": ("token_ids", "max_request_tokens", blocks_pb2.MatchPrefixRequest(token_ids=range(11))),
+    "ids": ("free", "sequence_ids", "max_request_sequences", ids(5)),
+    "ids of parents": ("fork", "parent_ids", "max_request_sequences", blocks_pb2.ForkRequest(parent_ids=[1] * 5)),
+    "counts": ("open_step", "num_tokens", "max_request_sequences", blocks_pb2.OpenStepRequest(num_tokens=[1] * 5)),
+    "tokens": ("match_prefix", "token_ids", "max_request_tokens", blocks_pb2.MatchPrefixRequest(token_ids=range(11))),
     "ranges": (
+        "read",
         "ranges",
         "max_request_sequences",
         attention_pb2.ReadRequest(ranges=[attention_pb2.SequenceRange()] * 5),
     ),
     "extra keys of all": (
+        "allocate",
         "sequences.extra_keys",
         "",
         allocate(Allocation(extra_keys=[Key()] * 4000), Allocation(extra_keys=[Key()] * 97)),
     ),
-    "shape": ("key.shape", "", attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 9))),
+    "shape": ("write", "key.shape", "", attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 9))),
     "slopes": (
+        "extend",
         "options.alibi_slopes",
         "",
         attention_pb2.AttendRequest(options=attention_pb2.AttentionOptions(alibi_slopes=[1.0] * 65536)),
     ),
-    "text": ("name", "", session_pb2.OpenRequest(name="x" * 4097)),
+    "text": ("open", "name", "", session_pb2.OpenRequest(name="x" * 4097)),
     "region": (
+        "decode",
         "query.shared_memory.region",
         "",
         attention_pb2.AttendRequest(
             query=tensor_pb2.Tensor(shared_memory=tensor_pb2.SharedMemoryPlace(region="x" * 5000))
         ),
     ),
-    "key of an object": ("key", "", shared_memory_pb2.SystemSharedMemoryRegisterRequest(key="x" * 5000)),
-    "keys of a store": ("keys", "max_request_blocks", store_pb2.AcquireRequest(keys=bytes(8 * 32 + 1))),
-    "bits": ("written", "max_request_blocks", store_pb2.StoreCommitRequest(written=bytes(9))),
-    "checksums": ("checksums", "max_request_blocks", store_pb2.StoreCommitRequest(checksums=bytes(72))),
+    "key of an object": (
+        "system_shared_memory_register",
+        "key",
+        "",
+        shared_memory_pb2.SystemSharedMemoryRegisterRequest(key="x" * 5000),
+    ),
+    "keys of a store": (
+        "store_acquire",
+        "keys",
+        "max_request_blocks",
+        store_pb2.AcquireRequest(keys=bytes(8 * 32 + 1)),
+    ),
+    "bits": ("store_commit", "written", "max_request_blocks", store_pb2.StoreCommitRequest(written=bytes(9))),
+    "checksums": ("store_commit", "checksums", "max_request_blocks", store_pb2.StoreCommitRequest(checksums=bytes(72))),
     "pieces": (
+        "store_batch_get",
         "region.piece_bytes",
         "",
         store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16385)),
     ),
-    "leases": ("lease_ids", "", store_pb2.ReleaseRequest(lease_ids=range(4097))),
-    "payload": ("payload", "", pool_pb2.PingRequest(payload=bytes((1 << 20) + 1))),
+    "leases": ("store_release", "lease_ids", "", store_pb2.ReleaseRequest(lease_ids=range(4097))),
+    "payload": ("ping", "payload", "", pool_pb2.PingRequest(payload=bytes((1 << 20) + 1))),
 }
 
 
-def check_refused(refused: Any, field: str, option: str) -> None:
-    assert isinstance(refused, Refused)
-    assert type(refused.error) is (QuotaExceededError if option else InvalidArgumentError)
-    assert refused.error.field == field
+def check_refused(answer: Any, field: str, option: str) -> None:
+    assert isinstance(answer, Refusal), answer
+    assert (answer.reason, answer.field) == ("QUOTA_EXCEEDED" if option else "INVALID_ARGUMENT", field)
     if option:
-        value = str(getattr(LIMITS, option))
-        assert refused.error.metadata == {"limit": option, "value": value}
-        assert f"{option} = {value}" in refused.error.message
-    with pytest.raises(type(refused.error)):
-        check_accepted(refused)
+        value = str(LIMITS[option])
+        assert answer.metadata == {"limit": option, "value": value}
+        assert f"{option} = {value}" in answer.message
 
 
-@pytest.mark.parametrize("case", ABOVE)
-def test_what_is_above_a_limit_is_refused_by_name(case: str) -> None:
-    field, option, request = ABOVE[case]
-    refused = parse(request)
-    check_refused(refused, field, option)
-    assert refused.call_id is None
+def test_what_is_above_a_limit_is_refused_by_name(wire: Wire, session: RawSession) -> None:
+    """In a call of its own, and over a stream, where the field of the call is no part of the name."""
+    with each_row() as row:
+        for case, (name, field, option, request) in ABOVE.items():
+            with row(case):
+                check_refused(wire.unary(name, request), field, option)
+                if name != "open":
+                    answer = session.stream.send(name, request)
+                    assert answer.WhichOneof("reply") == "error"
+                    check_refused(refusal(answer.error), field, option)
 
 
-@pytest.mark.parametrize("call_id", [0, 1, 300, 2**64 - 1])
-def test_a_refused_call_of_a_stream_keeps_its_id(call_id: int) -> None:
-    refused = parse(session_pb2.Call(call_id=call_id, free=ids(5)))
-    check_refused(refused, "sequence_ids", "max_request_sequences")
-    assert refused.call_id == (call_id or None), "0 is not written"
+def test_a_refused_call_of_a_stream_keeps_its_id(session: RawSession) -> None:
+    for call_id in (1, 300, 2**64 - 1):
+        session.stream.put(session_pb2.Call(call_id=call_id, free=ids(5)))
+        reply = next(session.stream.replies)
+        check_refused(refusal(reply.error), "sequence_ids", "max_request_sequences")
+        assert reply.call_id == call_id
 
 
-def test_bytes_that_are_no_message() -> None:
-    for data in (b"\x08", b"\xff" * 20, b"\x0a\x01\xff"):  # the last is a string that is not UTF-8
-        refused = parser(session_pb2.OpenRequest, LIMITS)(data)
-        assert isinstance(refused, Refused)
-        assert isinstance(refused.error, InvalidArgumentError)
-        assert not refused.error.field
+def test_bytes_that_are_no_message(wire: Wire) -> None:
+    """The last is a string that is not UTF-8."""
+    with each_row() as row:
+        for data in (b"\x08", b"\xff" * 20, b"\x0a\x01\xff"):
+            with row(data):
+                answer = sent(wire, "/kvservice.v1.SessionService/Open", data)
+                assert (answer.reason, answer.field) == ("INVALID_ARGUMENT", "")
 
 
-@pytest.mark.parametrize("record", [b"\x98\x06\x01", b"\x08\x01"], ids=["unknown", "repeats one"])
-def test_many_records_of_any_kind_are_refused(record: bytes) -> None:
-    parse = parser(blocks_pb2.UnpinRequest, LIMITS)
-    assert not isinstance(parse(record * 16000), Refused)
-    refused = parse(record * 17000)
-    assert isinstance(refused, Refused)
-    assert "fields" in refused.error.message
+def sent(wire: Wire, path: str, data: bytes) -> Refusal:
+    """Return the refusal of these bytes."""
+    call: Any = wire.channel.unary_unary(path)
+    with pytest.raises(grpc.RpcError) as error:
+        call(data, timeout=20)
+    status = rpc_status.from_call(error.value)  # type: ignore[arg-type]
+    assert status is not None
+    return refusal(status)
 
 
-@pytest.mark.parametrize("method", RPCS, ids=lambda method: method.full_name)
-def test_every_request_of_the_contract_has_limits(method: Any) -> None:
-    """A repeated field without a limit raises KeyError."""
-    parser(GetMessageClass(method.input_type), LIMITS)
+def test_many_records_of_any_kind_are_refused(wire: Wire) -> None:
+    with each_row() as row:
+        for kind, record in {"unknown": b"\x98\x06\x01", "repeats one": b"\x08\x01"}.items():
+            with row(kind):
+                path = "/kvservice.v1.BlockService/Unpin"
+                assert sent(wire, path, record * 16000).reason == "UNKNOWN_SESSION"
+                refused = sent(wire, path, record * 17000)
+                assert refused.reason == "INVALID_ARGUMENT"
+                assert "fields" in refused.message
 
 
 def test_the_limits_let_the_longest_sequence_through() -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon_lives import Life, caller
-from kept_files import HeldFiles
+from each_row import each_row
 from spill_rig import TOKENS, Start, cached, computed, forget, run, save_all
 
 from kvservice.config import ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.pool_namespace import pool_identity
-from kvservice.server.store_calls import identity_of
-from kvservice.store.namespaces import POOL_KEYS
-from kvservice.v1 import store_pb2
 
 
 def test_every_option_that_the_bytes_depend_on_is_in_the_identity(tmp_path: Path) -> None:
@@ -60,13 +58,6 @@ def test_a_snapshot_directory_names_the_weights(tmp_path: Path) -> None:
     assert pool_identity(loaded).model == "plain"
 
 
-def test_clients_cannot_open_the_namespace_of_the_pool() -> None:
-    message = store_pb2.StoreNamespace(model="m", block_bytes=4096, key_algorithm=POOL_KEYS)
-    with pytest.raises(InvalidArgumentError, match="daemon's own") as caught:
-        identity_of(message, "")
-    assert caught.value.field == "namespace.key_algorithm"
-
-
 def test_sessions_of_all_callers_share_as_the_pool_does(start_spilling: Start) -> None:
     life = start_spilling()
 
@@ -83,20 +74,64 @@ def test_sessions_of_all_callers_share_as_the_pool_does(start_spilling: Start) -
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("options", "is_said"),
-    [({}, True), ({"weights": "w"}, False), ({"spill": False}, False), ({"disk_gib": 0.0}, False)],
-)
 def test_the_log_says_that_blocks_without_a_name_stay_in_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_said: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        disk: dict[str, Any] = {"disk": str(tmp_path / "disk"), "store_gib": 0.25, "disk_gib": 0.25}
-        life = Life(HeldFiles(), **disk | options)
+    disk: dict[str, Any] = {"disk": str(tmp_path / "disk"), "store_gib": 0.25, "disk_gib": 0.25}
+
+    async def scenario(options: dict[str, Any]) -> None:
+        life = Life(**disk | options)
         store = life.core.store
         if store is not None and store.chain is not None:
             await store.chain.close()
         life.kill()
 
-    asyncio.run(scenario())
-    assert ("go to no tier below: weights has no name" in caplog.text) == is_said
+    rows: list[tuple[dict[str, Any], bool]] = [
+        ({}, True), ({"weights": "w"}, False), ({"spill": False}, False), ({"disk_gib": 0.0}, False),
+    ]  # fmt: skip
+    for options, is_said in rows:
+        caplog.clear()
+        asyncio.run(scenario(options))
+        assert ("go to no tier below: weights has no name" in caplog.text) == is_said, options
+
+
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    """A new one is for the daemon alone. Others may only read one that is there."""
+    opened = private_sessions(tmp_path / "a" / "b")
+    assert opened.stat().st_mode & 0o777 == 0o700
+    assert private_sessions(tmp_path / "a" / "b") == opened
+    with each_row() as row:
+        for mode in (0o700, 0o755, 0o720, 0o702, 0o777, 0o1777):
+            with row(oct(mode)):
+                folder = tmp_path / oct(mode) / "sessions"
+                folder.mkdir(parents=True)
+                folder.chmod(mode)
+                if mode & 0o022:
+                    with pytest.raises(InvalidArgumentError, match="other users can write to it"):
+                        private_sessions(folder.parent)
+                else:
+                    private_sessions(folder.parent)
+        for name in ("link", "dangling", "file"):
+            with row(name):
+                folder = tmp_path / name / "sessions"
+                folder.parent.mkdir()
+                (folder.parent / "real").mkdir()
+                if name == "file":
+                    folder.touch()
+                else:
+                    folder.symlink_to(folder.parent / ("real" if name == "link" else "none"))
+                with pytest.raises(InvalidArgumentError, match="it is no directory"):
+                    private_sessions(folder.parent)
+        if os.geteuid() == 0:  # only root can give a folder away
+            with row("another user"):
+                folder = tmp_path / "given" / "sessions"
+                folder.mkdir(parents=True)
+                os.chown(folder, 65534, 65534)
+                with pytest.raises(InvalidArgumentError, match="belongs to user 65534"):
+                    private_sessions(folder.parent)
+
+
+def private_sessions(disk: Path) -> Path:
+    """Start a daemon with this disk. Returns its folder of saved sessions."""
+    Life(disk=str(disk), store_gib=0.0, share_store="off").kill()
+    return disk / "sessions"

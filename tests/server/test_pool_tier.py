@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from kv_model import reference_attention
-from spill_rig import SIZE, TOKENS, Start, cached, computed, forget, run, save_all, tier_of
+from manual_clock import ManualClock
+from spill_rig import LOOK_S, SIZE, TOKENS, Start, cached, computed, forget, run, save_all, tier_of
 
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import InvalidArgumentError
-from kvservice.server import spilling
 from kvservice.v1 import blocks_pb2, scheduler_pb2
 
 # ---- saved and loaded
@@ -45,9 +46,15 @@ def test_what_is_evicted_comes_back_byte_by_byte(start_spilling: Start, dtype: s
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_attention_over_loaded_blocks_is_right(start_spilling: Start, seed: int) -> None:
+def test_attention_over_loaded_blocks_is_right(start_spilling: Start) -> None:
     """The output over loaded blocks is that of float64 attention, also with a sliding window and in a fork."""
+    with each_row() as row:
+        for seed in range(4):
+            with row(seed):
+                check_attention(start_spilling, seed)
+
+
+def check_attention(start_spilling: Start, seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 100, int(rng.integers(9, 60))).tolist()
     window = int(rng.integers(1, 40))
@@ -181,7 +188,7 @@ def test_allocate_without_anything_below_is_answered_at_once(start_spilling: Sta
 # ---- not saved, or not loaded
 
 
-def test_what_is_faster_to_compute_is_computed(start_spilling: Start) -> None:
+def test_what_is_faster_to_compute_is_computed(start_spilling: Start, clock: ManualClock) -> None:
     life = start_spilling(prefill_tokens_per_s=1e9)
 
     async def scenario() -> None:
@@ -189,16 +196,25 @@ def test_what_is_faster_to_compute_is_computed(start_spilling: Start) -> None:
         await computed(life, session, TOKENS)
         await save_all(life)
         await forget(life)
-        tier_of(life)._counters.load_speed.add(1, 1.0)
+        load = life.core.device.load_blocks
+
+        async def slowly(*arguments: Any) -> Any:
+            clock.advance(1000.0)
+            return await load(*arguments)
+
+        life.core.device.load_blocks = slowly  # type: ignore[method-assign]
+        assert await cached(life, session, TOKENS, 3) == 40, "the speed of loads is not known"
+        await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[3]))
+        await forget(life)
         assert await cached(life, session, TOKENS, 2) == 0
         assert tier_of(life).stats().slower == 10
 
     run(scenario())
 
 
-@pytest.mark.parametrize("options", [{"spill": False}, {"store_gib": 0}, {"enable_prefix_caching": False}])
-def test_without_one_of_the_parts_there_is_no_tier(start_spilling: Start, options: dict[str, Any]) -> None:
-    assert start_spilling(**options).pool_tier is None
+def test_without_one_of_the_parts_there_is_no_tier(start_spilling: Start) -> None:
+    without: list[dict[str, Any]] = [{"spill": False}, {"store_gib": 0}, {"enable_prefix_caching": False}]
+    assert [start_spilling(**options).pool_tier for options in without] == [None] * 3
 
 
 def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start_spilling: Start) -> None:
@@ -209,7 +225,7 @@ def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start_spilling
     async def scenario() -> None:
         tier = tier_of(life)
         assert tier.namespace.open() is None
-        assert await tier.spiller.save_some() == spilling.LOOK_S
+        assert await tier.spiller.save_some() == LOOK_S
 
     run(scenario())
 

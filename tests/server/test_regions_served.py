@@ -19,27 +19,14 @@ from small_pool import SMALL_POOL
 from waiting import until
 
 from kvservice.client import KVClient
-from kvservice.errors import KVServiceError, RegionShrunkError, RegionsNotAllowedError
+from kvservice.errors import KVServiceError, RegionsNotAllowedError
 from kvservice.launch import Daemon
-from kvservice.v1 import attention_pb2, session_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 
 Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
 Status = shared_memory_pb2.SystemSharedMemoryStatusRequest
 Unregister = shared_memory_pb2.SystemSharedMemoryUnregisterRequest
 REGION = "/memfd:kvservice-region"
-
-
-def call(kv: Any, name: str, request: Any) -> Any:
-    """Send a call like the client does, with the given request."""
-    try:
-        kv._core.call(name, request).send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("the blocking face suspended")
-
-
-def register(kv: Any, shm: ShmFile) -> None:
-    call(kv, "system_shared_memory_register", Register(name="r", key=shm.key, byte_size=OBJECT_BYTES))
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def shm() -> Iterator[ShmFile]:
     made.path.unlink(missing_ok=True)
 
 
-def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, client: KVClient, shm: ShmFile) -> None:
+def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, raw_session: Any, shm: ShmFile) -> None:
     refused, done, stop = 0, 0, threading.Event()
 
     def disturb() -> None:
@@ -57,26 +44,29 @@ def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, 
             os.truncate(shm.path, 0)
             os.truncate(shm.path, OBJECT_BYTES)
 
-    with client.session() as kv:
-        register(kv, shm)
-        step = kv.open_step([kv.allocate(range(48))])
-        place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=48 * 2 * 32 * 4)
-        tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=(48, 2, 32), shared_memory=place)
-        disturber = threading.Thread(target=disturb)
-        disturber.start()
-        try:
-            for _ in range(300):
-                request = attention_pb2.WriteRequest(step_id=step.step_id, layer=0, key=tensor, value=tensor)
-                try:
-                    call(kv, "write", request)
-                    done += 1
-                    step = kv.open_step(step.sequences)
-                except RegionShrunkError:
-                    refused += 1
-        finally:
-            stop.set()
-            disturber.join()
-        assert kv.describe()[0].length == 48
+    raw_session.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=OBJECT_BYTES))
+    prompt = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=range(48))
+    raw_session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[prompt]))
+    opening = blocks_pb2.OpenStepRequest(sequence_ids=[1])
+    step_id = raw_session.ok("open_step", opening).step_id
+    place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=48 * 2 * 32 * 4)
+    tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=(48, 2, 32), shared_memory=place)
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        for _ in range(300):
+            request = attention_pb2.WriteRequest(step_id=step_id, layer=0, key=tensor, value=tensor)
+            answer = raw_session.call("write", request)
+            if answer == attention_pb2.WriteResponse():
+                done += 1
+                step_id = raw_session.ok("open_step", opening).step_id
+            else:
+                assert answer.reason == "REGION_SHRUNK"
+                refused += 1
+    finally:
+        stop.set()
+        disturber.join()
+    assert raw_session.describe().sequences[0].length == 48
     assert refused > 0
     assert done + refused == 300
     assert daemon.process.poll() is None
@@ -96,11 +86,14 @@ def test_a_session_that_is_closed_closes_its_regions(daemon: Daemon, client: KVC
     until(lambda: shared_files(pid, REGION) <= before)
 
 
-@pytest.mark.parametrize("detachable", [False, True])
-def test_a_killed_clients_regions_are_closed(
-    daemon: Daemon, client: KVClient, wire: Any, raw: Any, detachable: bool
-) -> None:
-    raw.await_no_sessions(wire)
+def test_a_killed_clients_regions_are_closed(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
+    """Those of a session that a client may resume, too."""
+    for detachable in (False, True):
+        raw.await_no_sessions(wire)
+        kill_a_client(daemon, client, detachable)
+
+
+def kill_a_client(daemon: Daemon, client: KVClient, detachable: bool) -> None:
     pid = daemon.process.pid
     before = shared_files(pid, REGION)
     script = (
@@ -203,6 +196,9 @@ def test_a_client_over_tcp_is_refused(shm: ShmFile, raw: Any, free_port: int) ->
             ("extend", attention_pb2.AttendRequest(query=tensor)),
             ("extend", attention_pb2.AttendRequest(output_place=place)),
             ("decode", attention_pb2.AttendRequest(lse_place=place)),
+            ("store_batch_get", store_pb2.BatchGetRequest(region=store_pb2.Scatter(region="r"))),
+            ("store_batch_put", store_pb2.BatchPutRequest(region=store_pb2.Scatter(region="r"))),
+            ("store_map_store", store_pb2.MapStoreRequest()),
         ]
         for name, request in requests:
             for transport in ("unary", "stream"):

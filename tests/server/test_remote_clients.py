@@ -16,14 +16,13 @@ import pytest
 from both_faces import Face, session_of
 from certificates import Authority
 from click.testing import CliRunner, Result
+from each_row import each_row
 from secure_daemon import Secured, secured
 from waiting import PATIENCE_S, until
 
-from kvservice.auth import token_file
-from kvservice.auth.client import ClientCredentials
-from kvservice.auth.tokens import digest, new_token
 from kvservice.cli import main
 from kvservice.client import AsyncKVClient, KVClient, TLSConfig
+from kvservice.environment import missing_environment
 from kvservice.errors import KVServiceError, TLSHandshakeError, UnauthenticatedError, UnknownSessionError
 
 KEY = np.random.default_rng(1).standard_normal((2, 4, 2, 32)).astype(np.float32)
@@ -37,9 +36,8 @@ def ca(encrypted: Secured, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_session_over_tls(encrypted: Secured, ca: Path, face: Face) -> None:
-    async def play() -> None:
+def test_a_session_over_tls(encrypted: Secured, ca: Path) -> None:
+    async def play(face: Face) -> None:
         async with session_of(face, encrypted.address, "auto", tls=ca, token=encrypted.tokens["alice"]) as kv:
             assert kv.transport == "inline"
             sequence = await kv.allocate([1, 2, 3, 4])
@@ -48,18 +46,19 @@ def test_a_session_over_tls(encrypted: Secured, ca: Path, face: Face) -> None:
             key, _ = await kv.read(sequence, 0, 4)
             np.testing.assert_array_equal(key, KEY)
 
-    asyncio.run(play())
+    for face in FACES:
+        asyncio.run(play(face))
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_token_cut_short_is_refused_once_and_not_tried_again(encrypted: Secured, ca: Path, face: Face) -> None:
-    async def play(token: str) -> None:
+def test_a_token_cut_short_is_refused_once_and_not_tried_again(encrypted: Secured, ca: Path) -> None:
+    async def play(face: Face, token: str) -> None:
         async with session_of(face, encrypted.address, "inline", tls=ca, token=token):
             raise AssertionError("the daemon let it in")
 
-    with pytest.raises(UnauthenticatedError, match="cut short") as caught:
-        asyncio.run(play(encrypted.tokens["alice"][:-1]))
-    assert caught.value.metadata == {"cause": "malformed"}
+    for face in FACES:
+        with pytest.raises(UnauthenticatedError, match="cut short") as caught:
+            asyncio.run(play(face, encrypted.tokens["alice"][:-1]))
+        assert caught.value.metadata == {"cause": "malformed"}
 
 
 def test_events_over_tls(encrypted: Secured, ca: Path) -> None:
@@ -125,29 +124,33 @@ def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, pres
 
     # The real module imports torch.
     monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run, run_tiers=None))
-    monkeypatch.setattr("kvservice.cli._reexec_with", lambda environment: None)
-    environ = {"KVSERVICE_TLS_CA": str(ca), "KVSERVICE_TOKEN_FILE": str(presented)}
+    # Without these variables the command would start itself again.
+    environ = missing_environment(os.environ) | {
+        "KVSERVICE_TLS_CA": str(ca),
+        "KVSERVICE_TOKEN_FILE": str(presented),
+    }
     assert kvservice("demo", "--address", "example:1", **environ).output == "Error: that is all\n"
-    assert given["credentials"] == ClientCredentials(TLSConfig(str(ca)), presented.read_text().strip())
+    credentials = given["credentials"]
+    assert (credentials.tls, credentials.token) == (TLSConfig(str(ca)), presented.read_text().strip())
 
 
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
+def test_health_says_why_not(encrypted: Secured, ca: Path) -> None:
+    rows: list[tuple[dict[str, str], str]] = [
         ({}, "may expect TLS"),
         ({"KVSERVICE_TLS": "1"}, "a CA that the client does not trust"),
         ({"KVSERVICE_TLS_CA": "ca"}, "pass token= to the client, or KVSERVICE_TOKEN"),
         ({"KVSERVICE_TLS_CA": "/absent"}, "/absent"),
         ({"KVSERVICE_CLIENT_CERT": "ca"}, "go together"),
         ({"KVSERVICE_TLS_CA": "ca", "KVSERVICE_TOKEN_FILE": "/absent"}, "/absent"),
-    ],
-)
-def test_health_says_why_not(encrypted: Secured, ca: Path, environ: dict[str, str], said: str) -> None:
-    files = {name: str(ca) if value == "ca" else value for name, value in environ.items()}
-    done = kvservice("health", "--address", encrypted.address, **files)
-    assert done.exit_code == 1
-    assert isinstance(done.exception, SystemExit)
-    assert said in done.output
+    ]
+    with each_row() as row:
+        for environ, said in rows:
+            with row(environ):
+                files = {name: str(ca) if value == "ca" else value for name, value in environ.items()}
+                done = kvservice("health", "--address", encrypted.address, **files)
+                assert done.exit_code == 1
+                assert isinstance(done.exception, SystemExit)
+                assert said in done.output
 
 
 def test_on_the_unix_socket_none_of_it_counts(encrypted: Secured) -> None:
@@ -167,7 +170,7 @@ def test_a_session_outlives_its_token_where_the_client_finds_the_next(
     patient: Secured, tmp_path: Path, face: Face
 ) -> None:
     presented, known = tmp_path / "alice.token", patient.files / "tokens"
-    token = token_file.add(known, face)
+    token = kvservice("token", "new", face, "--file", str(known)).output.strip()
     presented.write_text(token)
     log_before = patient.daemon.log.read_text()
 
@@ -179,10 +182,9 @@ def test_a_session_outlives_its_token_where_the_client_finds_the_next(
     async def play() -> None:
         async with session_of(face, patient.address, "inline", token=presented) as kv:
             sequence = await kv.allocate([1, 2, 3])
-            presented.write_text(successor := new_token())
-            replaced = known.read_text().replace(digest(token).hex(), digest(successor).hex())
-            (tmp_path / "next").write_text(replaced)
-            (tmp_path / "next").chmod(0o600)
+            # A file with the next token of the same name, in place of the one with the first.
+            successor = kvservice("token", "new", face, "--file", str(tmp_path / "next")).output.strip()
+            presented.write_text(successor)
             os.replace(tmp_path / "next", known)
             await asyncio.to_thread(until, lambda: log().count("changed and is in use") == 2)
             (info,) = await kv.describe([sequence])

@@ -4,281 +4,218 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from daemon_lives import Life
+from fake_engines import MIB, FakeEngines, create, life_with_engines
+from manual_clock import ManualClock
+from raw_store import identity, keys, scatter
 from waiting import PATIENCE_S
 
-from kvservice.blocks.slices import Slices
-from kvservice.config import ServeConfig
 from kvservice.errors import FailedPreconditionError, TransferFailedError
-from kvservice.server.attention_calls import AttentionCalls
-from kvservice.server.budget import Budget, BudgetedMemory
-from kvservice.server.region import REMOTE, Place, RegionTotals
-from kvservice.server.regions import Regions
-from kvservice.server.remote_memory import SLOWEST_BYTES, TRANSFER_S, RemoteMemory
-from kvservice.server.scatter import Places
-from kvservice.server.transfer_totals import TransferTotals
-from kvservice.transfer import Ticket
-from kvservice.v1 import attention_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, store_pb2, tensor_pb2, transfer_pb2
+
+pytestmark = pytest.mark.usefixtures("transfer_engine")
 
 BLOCK_BYTES = 4096
 # One block fits into each of the three slots.
 BYTE_SIZE = 3 * BLOCK_BYTES
-MIB = 1 << 20
-
-
-class FakeProcess:
-    """A replacement for TransferProcess. `waiting` is set when somebody waits for a transfer, which `wait` decides."""
-
-    def __init__(self, wait: Callable[[FakeProcess, float], None]) -> None:
-        self._wait = wait
-        self.num_started = 0
-        self.killed = False
-        self.waiting, self.interrupted = threading.Event(), threading.Event()
-
-    def start(self, *_: object) -> Ticket:
-        self.num_started += 1
-        return Ticket(self.num_started)
-
-    def wait(self, _: Ticket, timeout_s: float) -> None:
-        self.waiting.set()
-        self._wait(self, timeout_s)
-
-    def interrupt(self) -> None:
-        self.interrupted.set()
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-def until_interrupted(process: FakeProcess, _: float) -> None:
-    assert process.interrupted.wait(PATIENCE_S)
-    raise TransferFailedError("the transfer engine has ended")
-
-
-class Transfers:
-    """A replacement for the daemon's engines. `gate` lets them start."""
-
-    def __init__(self, threads: ThreadPoolExecutor, wait: Callable[[FakeProcess, float], None]) -> None:
-        self._threads, self._wait = threads, wait
-        self.processes: list[FakeProcess] = []
-        self.closed: list[RemoteMemory] = []
-        self.gate = asyncio.Event()
-        self.clock = lambda: 0.0
-
-    def check(self) -> None: ...
-
-    async def open(self, memory: BudgetedMemory, ports: Sequence[int], address: int) -> RemoteMemory:
-        process: Any = FakeProcess(self._wait)
-        self.processes.append(process)
-        await self.gate.wait()
-        segments = [str(port) for port in ports]
-        totals = TransferTotals()
-        return RemoteMemory(memory, process, segments, address, self._threads, totals, self.closed.append, self.clock)
-
-
-class Rig:
-    """The regions of a session. All its engines behave as `wait` says."""
-
-    def __init__(self, threads: ThreadPoolExecutor, wait: Callable[[FakeProcess, float], None]) -> None:
-        config = ServeConfig(transfer_address="127.0.0.1")
-        self.budget = Budget(config.max_shared_mib)
-        self.transfers = Transfers(threads, wait)
-        access: Any = SimpleNamespace(transfers=self.transfers, make_memory=self._make_memory)
-        self.regions = Regions(config, RegionTotals(), access)
-
-    def _make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
-        return self.budget.make_in_slices(name, num_bytes, field=field)
-
-    def create(self, byte_size: int = BYTE_SIZE) -> asyncio.Task[None]:
-        return asyncio.create_task(self.regions.create_remote("r", byte_size, MIB, [9], 1 << 40))
-
-    async def memory(self, byte_size: int = BYTE_SIZE) -> RemoteMemory:
-        self.transfers.gate.set()
-        await self.create(byte_size)
-        memory = self.regions.status("r", REMOTE)["r"].memory
-        assert isinstance(memory, RemoteMemory)
-        return memory
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as made:
-        yield made
+def engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
+    made = FakeEngines()
+    made.install(monkeypatch)
+    return made
 
 
-def places(num_blocks: int) -> Places:
-    return Places.packed(num_blocks, BLOCK_BYTES)
+def until_interrupted(engine: Any, _: float) -> None:
+    assert engine.interrupted.wait(PATIENCE_S)
+    raise TransferFailedError("the transfer engine has ended")
 
 
-async def pulling(rig: Rig, num_blocks: int) -> list[int]:
-    """Use the region as a call does."""
-    with rig.regions.host_region("r", "region") as region:
-        memory = region.memory
-        assert isinstance(memory, RemoteMemory)
-        return await memory.run(lambda: memory.pull(places(num_blocks), BLOCK_BYTES, lambda first, *_: first))
+async def opened(life: Life, session: Any) -> int:
+    """Open a namespace of the store. Returns its id."""
+    request = store_pb2.OpenNamespaceRequest(namespace=identity(block_bytes=BLOCK_BYTES))
+    answer = await life.call(session, "store_open_namespace", request)
+    return int(answer.namespace_id)
+
+
+async def put(life: Life, session: Any, namespace_id: int, *numbers: int) -> Any:
+    """Store blocks out of the client's memory."""
+    request = store_pb2.BatchPutRequest(
+        namespace_id=namespace_id, keys=keys(*numbers), checksums=bytes(8 * len(numbers)),
+        region=scatter("r", [BLOCK_BYTES * (n % 250) for n in range(len(numbers))]),
+    )  # fmt: skip
+    return await life.call(session, "store_batch_put", request)
 
 
 @pytest.mark.parametrize("how", ["removed", "closed"])
-def test_a_call_fails_at_once_when_its_region_is_given_up(threads: ThreadPoolExecutor, how: str) -> None:
-    async def play() -> None:
-        rig = Rig(threads, until_interrupted)
-        await rig.memory()
-        (process,) = rig.transfers.processes
-        calls = [asyncio.create_task(pulling(rig, 5)) for _ in range(2)]
-        assert await asyncio.to_thread(process.waiting.wait, PATIENCE_S)
-        if how == "removed":
-            rig.regions.unregister("r", REMOTE)
-        else:
-            rig.regions.close()
-        assert process.interrupted.is_set()
-        assert not rig.transfers.closed, "the calls still use the memory"
-        for failed in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(failed, TransferFailedError)
-        assert len(rig.transfers.closed) == 1
-        assert rig.budget.used_bytes == 0
+def test_a_call_fails_at_once_when_its_region_is_given_up(clock: ManualClock, engines: FakeEngines, how: str) -> None:
+    engines.wait = until_interrupted
 
-    asyncio.run(play())
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            namespace_id = await opened(life, session)
+            await create(life, session, byte_size=BYTE_SIZE)
+            (engine,) = engines.made
+            calls = [
+                asyncio.create_task(put(life, session, namespace_id, *range(10 * n, 10 * n + 5))) for n in range(2)
+            ]
+            assert await asyncio.to_thread(engine.waiting.wait, PATIENCE_S)
+            if how == "removed":
+                remove = transfer_pb2.RemoveRemoteRegionRequest(name="r")
+                await life.call(session, "remove_remote_region", remove)
+            else:
+                session.regions.close()
+            assert engine.interrupted.is_set()
+            assert life.sessions.transfers.count == 1, "the calls still use the memory"
+            for failed in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(failed, TransferFailedError)
+            assert life.sessions.transfers.count == 0
+
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("way", ["pull", "push", "pull_ranges", "push_ranges"])
 def test_a_slow_peer_has_time_in_proportion_to_the_bytes(
-    threads: ThreadPoolExecutor, way: str, caplog: pytest.LogCaptureFixture
+    clock: ManualClock, engines: FakeEngines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each wait ends just in time."""
-    now = [0.0]
-    num_blocks = 1000
+    """Each wait ends just in time. A call may take 5 seconds, and one more for each 8 MiB; so may each of its waits
+    but for that."""
 
-    def slowly(_: FakeProcess, timeout_s: float) -> None:
-        took_s = 0.9 * TRANSFER_S
-        now[0] += min(took_s, max(timeout_s, 0.0))
+    def slowly(_: Any, timeout_s: float) -> None:
+        took_s = 4.5
+        clock.now += min(took_s, max(timeout_s, 0.0))
         if took_s > timeout_s:
             raise TransferFailedError("no answer in time")
 
-    async def play() -> None:
-        rig = Rig(threads, slowly)
-        rig.transfers.clock = lambda: now[0]
-        in_ranges = way.endswith("ranges")
-        memory = await rig.memory(3 * MIB if in_ranges else BYTE_SIZE)
-        with pytest.raises(TransferFailedError):
-            use(memory, way, num_blocks)
-        assert rig.transfers.processes[0].killed
-        num_bytes = 3 * MIB if in_ranges else num_blocks * BLOCK_BYTES
-        assert now[0] == pytest.approx(TRANSFER_S + num_bytes / SLOWEST_BYTES)
-        direction = "in" if "pull" in way else "out"
-        assert f"{num_bytes} bytes could not be transferred {direction}: no answer in time" in caplog.text
-        rig.regions.close()
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            namespace_id = await opened(life, session)
+            await create(life, session, byte_size=BYTE_SIZE)
+            begun = clock.now
+            numbers = range(1000)
+            engines.wait = slowly
+            with pytest.raises(TransferFailedError):
+                await put(life, session, namespace_id, *numbers)
+            assert not engines.made[0].is_alive
+            num_bytes = len(numbers) * BLOCK_BYTES
+            assert clock.now - begun == pytest.approx(5.0 + num_bytes / (8 << 20))
+            assert f"{num_bytes} bytes could not be transferred in: no answer in time" in caplog.text
 
-    asyncio.run(play())
-
-
-def use(memory: RemoteMemory, way: str, num_blocks: int) -> None:
-    whole = [Place("r", 0, 3 * MIB)]
-    if way == "pull":
-        memory.pull(places(num_blocks), BLOCK_BYTES, lambda *_: None)
-    elif way == "push":
-        memory.push(places(num_blocks), BLOCK_BYTES, lambda *_: None)
-    elif way == "pull_ranges":
-        memory.pull_ranges(whole, len)
-    else:
-        memory.push_ranges(whole, len)
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("way", "expected"),
-    [
-        ("pull_ranges", ["start", "start", "wait", "use 4096", "wait", "use 8192"]),
-        ("push_ranges", ["start", "start", "use 4096", "use 8192", "wait", "wait"]),
-    ],
-)
-def test_ranges_are_used_while_others_travel(threads: ThreadPoolExecutor, way: str, expected: list[str]) -> None:
-    events: list[str] = []
+def test_each_call_has_time_of_its_own(clock: ManualClock, engines: FakeEngines) -> None:
+    def slowly(_: Any, timeout_s: float) -> None:
+        clock.now += 4.5
+        assert timeout_s == pytest.approx(5.0)
 
-    def use_range(view: np.ndarray) -> int:
-        events.append(f"use {len(view)}")
-        view[:] = len(events)
-        return len(view)
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            namespace_id = await opened(life, session)
+            await create(life, session, byte_size=BYTE_SIZE)
+            engines.wait = slowly
+            for number in range(3):
+                await put(life, session, namespace_id, number)
+            session.regions.close()
 
-    async def play() -> None:
-        rig = Rig(threads, lambda *_: events.append("wait"))
-        memory = await rig.memory()
-        (process,) = rig.transfers.processes
-        start = process.start
-
-        def started(*of: object) -> Ticket:
-            events.append("start")
-            return start(*of)
-
-        process.start = started  # type: ignore[method-assign]
-        ranges = [Place("r", 0, BLOCK_BYTES), Place("r", MIB // 2, 2 * BLOCK_BYTES)]
-        assert getattr(memory, way)(ranges, use_range) == [BLOCK_BYTES, 2 * BLOCK_BYTES]
-        first, second = memory.packed(ranges)
-        assert set(first) == {expected.index("use 4096") + 1}, "the memory itself was used"
-        assert set(second) == {expected.index("use 8192") + 1}
-        rig.regions.close()
-
-    asyncio.run(play())
-    assert events == expected
+    asyncio.run(scenario())
 
 
-def test_each_call_has_time_of_its_own(threads: ThreadPoolExecutor) -> None:
-    now = [0.0]
+def test_tensors_are_used_while_others_travel(clock: ManualClock, engines: FakeEngines) -> None:
+    """K and V of Write are compared with their checksums as they come, those of Read are summed while they travel."""
 
-    def slowly(_: FakeProcess, timeout_s: float) -> None:
-        now[0] += 0.9 * TRANSFER_S
-        assert timeout_s == pytest.approx(TRANSFER_S)
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            await life.compute(session, 1, [1, 2, 3, 4])
+            await create(life, session, byte_size=MIB)
+            num_bytes = 2 * 4 * 2 * 32 * 4
+            places = [tensor_pb2.SharedMemoryPlace(region="r", offset=at, byte_size=num_bytes) for at in (0, MIB // 2)]
+            whole = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
+            read = attention_pb2.ReadRequest(ranges=[whole], key_place=places[0], value_place=places[1])
+            answer = await life.call(session, "read", read)
+            assert answer.key.shared_memory.checksum != answer.value.shared_memory.checksum
+            assert engines.events == ["start", "start", "wait", "wait"]
+            engines.events.clear()
+            life.manager.truncate(session.namespace, [1], [0])
+            step = life.manager.append(session.namespace, [1], [1, 2, 3, 4], [4])
+            placed = [
+                tensor_pb2.Tensor(
+                    data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=(2, 4, 2, 32),
+                    shared_memory=tensor_pb2.SharedMemoryPlace(
+                        region="r", offset=place.offset, byte_size=num_bytes, checksum=one.shared_memory.checksum
+                    ),
+                )
+                for place, one in zip(places, (answer.key, answer.value), strict=True)
+            ]  # fmt: skip
+            write = attention_pb2.WriteRequest(step_id=step.step_id, key=placed[0], value=placed[1])
+            await life.call(session, "write", write)
+            assert engines.events == ["start", "start", "wait", "wait"]
+            session.regions.close()
 
-    async def play() -> None:
-        rig = Rig(threads, slowly)
-        rig.transfers.clock = lambda: now[0]
-        memory = await rig.memory()
-        for _ in range(3):
-            assert memory.pull(places(1), BLOCK_BYTES, lambda first, *_: first) == [0]
-        rig.regions.close()
-
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_calls_that_wait_to_create_a_region_start_no_engine_after_the_end(threads: ThreadPoolExecutor) -> None:
-    async def play() -> None:
-        rig = Rig(threads, until_interrupted)
-        creating = [rig.create() for _ in range(4)]
-        while not rig.transfers.processes:
-            await asyncio.sleep(0)
-        rig.regions.close()
-        rig.transfers.gate.set()
-        for failed in await asyncio.gather(*creating, return_exceptions=True):
-            assert isinstance(failed, FailedPreconditionError)
-        assert len(rig.transfers.processes) == len(rig.transfers.closed) == 1
-        assert rig.budget.used_bytes == 0
+def test_calls_that_wait_to_create_a_region_start_no_engine_after_the_end(
+    clock: ManualClock, engines: FakeEngines
+) -> None:
+    gate, begun = threading.Event(), threading.Event()
 
-    asyncio.run(play())
+    def begin() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    engines.begin = begin
+
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            creating = [asyncio.create_task(create(life, session)) for _ in range(4)]
+            assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+            session.regions.close()
+            gate.set()
+            for failed in await asyncio.gather(*creating, return_exceptions=True):
+                assert isinstance(failed, FailedPreconditionError)
+            assert len(engines.made) == 1
+            assert not engines.made[0].is_alive
+            assert life.sessions.transfers.count == 0
+
+    asyncio.run(scenario())
 
 
-def test_nothing_is_transferred_for_a_writer_that_has_gone(threads: ThreadPoolExecutor) -> None:
-    async def play() -> None:
-        rig = Rig(threads, until_interrupted)
-        memory = await rig.memory()
-        engine: Any = SimpleNamespace(manager=None)
-        access = SimpleNamespace(transfers=SimpleNamespace(arrived_damaged=None))
-        session: Any = SimpleNamespace(regions=rig.regions, access=access)
-        where = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4, checksum=1)
-        tensor = tensor_pb2.Tensor(shared_memory=where)
-        request = attention_pb2.WriteRequest(key=tensor, value=tensor)
-        async with memory.lock:
-            writing = asyncio.create_task(AttentionCalls(ServeConfig(), engine).write(session, request))
-            while not memory.lock._waiters:
+def test_nothing_is_transferred_for_a_writer_that_has_gone(clock: ManualClock, engines: FakeEngines) -> None:
+    """It waits for another call, which uses the region."""
+    engines.wait = until_interrupted
+
+    async def scenario() -> None:
+        with life_with_engines(clock) as life:
+            session = life.open()
+            namespace_id = await opened(life, session)
+            await create(life, session, byte_size=BYTE_SIZE)
+            (engine,) = engines.made
+            putting = asyncio.create_task(put(life, session, namespace_id, 1))
+            assert await asyncio.to_thread(engine.waiting.wait, PATIENCE_S)
+            place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4, checksum=1)
+            tensor = tensor_pb2.Tensor(shared_memory=place)
+            request = attention_pb2.WriteRequest(key=tensor, value=tensor)
+            writing = asyncio.create_task(life.call(session, "write", request))
+            for _ in range(10):
                 await asyncio.sleep(0)
             writing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await writing
-        async with memory.lock:  # after the write
-            assert rig.transfers.processes[0].num_started == 0
-        rig.regions.close()
+            before = engine.num_started
+            session.regions.close()
+            with pytest.raises(TransferFailedError):
+                await putting
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert engine.num_started == before
 
-    asyncio.run(play())
+    asyncio.run(scenario())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, keys, scatter
 from raw_wire import RawSession, Refusal, Wire
 from transfer_rig import LOOPBACK, TRANSFERS, Side, engines_of, is_gone, listening
@@ -15,9 +18,7 @@ from waiting import until
 
 from kvservice import _ext
 from kvservice.config import ServeConfig
-from kvservice.launch import Daemon
-from kvservice.server.listening import ConfigError, check_addresses
-from kvservice.server.transfers import peer_address
+from kvservice.launch import Daemon, StartError
 from kvservice.v1 import session_pb2, shared_memory_pb2, store_pb2, transfer_pb2
 
 pytestmark = pytest.mark.usefixtures("transfer_engine")
@@ -123,6 +124,7 @@ def test_blocks_arrive_byte_by_byte(store: RawStore, client: Side) -> None:
     store.clear()
 
 
+@pytest.mark.slow
 def test_blocks_in_pieces(store: RawStore, client: Side) -> None:
     pieces = (1, BLOCK_BYTES - 4097, 4096)
     offsets = (500, 600, 100_000, 0, 200_000, 300_000)
@@ -158,8 +160,8 @@ def test_bytes_with_another_checksum_are_not_stored(store: RawStore, client: Sid
     store.clear()
 
 
-@pytest.mark.parametrize("way", ["put", "get"])
-@pytest.mark.parametrize("how", ["killed", "not registered"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "way"), [("killed", "put"), ("not registered", "get")])
 def test_an_engine_that_is_gone_stores_nothing_and_is_not_used_again(
     daemon: tuple[Daemon, str], store: RawStore, client: Side, way: str, how: str
 ) -> None:
@@ -186,12 +188,14 @@ def test_an_engine_that_is_gone_stores_nothing_and_is_not_used_again(
     store.clear()
 
 
+@pytest.mark.slow
 def test_the_daemons_engine_does_not_listen(daemon: tuple[Daemon, str], session: RawSession) -> None:
     create(session)
     (engine,) = engines_of(daemon[0].process.pid)
     assert listening(engine) == set()
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_fit_into_a_slot_are_refused(session: RawSession, client: Side) -> None:
     large = RawStore(session, "large", block_bytes=BLOCK_BYTES + 1)
     assert client.process.is_running
@@ -201,6 +205,7 @@ def test_blocks_that_do_not_fit_into_a_slot_are_refused(session: RawSession, cli
     assert large.lookup(1) == (0, b"\0")
 
 
+@pytest.mark.slow
 def test_places_outside_the_clients_memory_are_refused(store: RawStore, client: Side) -> None:
     assert client.process.is_running
     fits, over = (MIB - BLOCK_BYTES,), (MIB - BLOCK_BYTES + 1,)
@@ -224,12 +229,13 @@ def test_blocks_in_messages_are_compared_too(store: RawStore) -> None:
     store.clear()
 
 
-@pytest.mark.parametrize(("sums", "field"), [(b"", "checksums"), (bytes(7), "checksums"), (bytes(16), "checksums")])
-def test_checksums_are_needed_one_for_each_block(store: RawStore, client: Side, sums: bytes, field: str) -> None:
+@pytest.mark.slow
+def test_checksums_are_needed_one_for_each_block(store: RawStore, client: Side) -> None:
     assert client.process.is_running
-    answer = put(store, sums, 1, offsets=(0,))
-    assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
-    assert store.lookup(1) == (0, b"\0")
+    for sums in (b"", bytes(7), bytes(16)):
+        answer = put(store, sums, 1, offsets=(0,))
+        assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "checksums"), sums
+        assert store.lookup(1) == (0, b"\0")
 
 
 def test_limits_of_remote_regions(daemon: tuple[Daemon, str], session: RawSession) -> None:
@@ -250,9 +256,8 @@ def test_limits_of_remote_regions(daemon: tuple[Daemon, str], session: RawSessio
     other.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
+def test_arguments_that_are_refused(session: RawSession) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"name": ""}, "name"),
         ({"name": "x" * 257}, "name"),
         ({"byte_size": 0}, "byte_size"),
@@ -263,82 +268,67 @@ def test_limits_of_remote_regions(daemon: tuple[Daemon, str], session: RawSessio
         ({"remote_bytes": 0}, "remote_bytes"),
         ({"address": 0}, "remote_bytes"),
         ({"remote_bytes": 1 << 63, "address": 1 << 63}, "remote_bytes"),
-    ],
-)
-def test_arguments_that_are_refused(session: RawSession, changes: dict[str, Any], field: str) -> None:
-    answer = create(session, **changes)
-    assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
+    ]
+    with each_row() as row:
+        for changes, field in rows:
+            with row(changes):
+                answer = create(session, **changes)
+                assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
 
 
-def test_a_repeated_call_returns_the_same_region(daemon: tuple[Daemon, str], session: RawSession) -> None:
-    assert create(session) == create(session) == transfer_pb2.CreateRemoteRegionResponse()
-    assert len(engines_of(daemon[0].process.pid)) == 1
-
-
-def test_simultaneous_calls_create_one_region(daemon: tuple[Daemon, str], session: RawSession) -> None:
+def test_repeated_and_simultaneous_calls_create_one_region(daemon: tuple[Daemon, str], session: RawSession) -> None:
     request = transfer_pb2.CreateRemoteRegionRequest(
         name="r", byte_size=MIB, remote_bytes=MIB, ports=[9], address=1 << 40, session_token=session.token
     )
     with ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(session.wire.unary, "create_remote_region", request) for _ in range(4)]
     assert [answer.result() for answer in answers] == [transfer_pb2.CreateRemoteRegionResponse()] * 4
+    assert create(session) == transfer_pb2.CreateRemoteRegionResponse()
     assert len(engines_of(daemon[0].process.pid)) == 1
 
 
-def test_clients_on_the_unix_socket_have_no_remote_regions(daemon: tuple[Daemon, str]) -> None:
-    wire = Wire(daemon[0].address)
-    local = RawSession(wire)
-    answer = create(local)
-    assert (answer.code, answer.reason, answer.field) == ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "ports")
-    local.close()
-    wire.close()
-
-
-def test_the_region_of_another_session_is_unknown(session: RawSession, store: RawStore) -> None:
-    other = RawSession(session.wire)
-    create(other)
-    answer = put(store, bytes(8), 1, offsets=(0,))
-    assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_REGION")
-    other.close()
-
-
-def test_blocks_in_regions_need_a_session(session: RawSession) -> None:
-    request = store_pb2.BatchPutRequest(keys=keys(1), region=scatter("r", [0]), session_token=bytes(16))
-    answer = session.wire.unary("store_batch_put", request)
-    assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
-
-
-def test_regions_of_this_host_are_not_for_clients_over_tcp(daemon: tuple[Daemon, str], session: RawSession) -> None:
+def test_who_may_use_which_regions(daemon: tuple[Daemon, str], session: RawSession, store: RawStore) -> None:
     near = Wire(daemon[0].address)
-    local = RawStore(RawSession(near), "remote")
-    local.session.ok("create_region", shared_memory_pb2.CreateRegionRequest(name="local", byte_size=MIB))
-    request = store_pb2.BatchGetRequest(
-        namespace_id=local.id, keys=keys(1), region=scatter("local", [0]), session_token=local.session.token
-    )
-    assert session.wire.unary("store_batch_get", request).reason == "REGIONS_NOT_ALLOWED"
-    local.session.close()
+    with each_row() as row:
+        with row("clients on the unix socket have no remote regions"):
+            local = RawSession(near)
+            answer = create(local)
+            assert (answer.code, answer.reason, answer.field) == ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "ports")
+            local.close()
+        with row("the region of another session is unknown"):
+            other = RawSession(session.wire)
+            create(other)
+            answer = put(store, bytes(8), 1, offsets=(0,))
+            assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_REGION")
+            other.close()
+        with row("blocks in regions need a session"):
+            put_nowhere = store_pb2.BatchPutRequest(keys=keys(1), region=scatter("r", [0]), session_token=bytes(16))
+            answer = session.wire.unary("store_batch_put", put_nowhere)
+            assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
+        with row("regions of this host are not for clients over TCP"):
+            of_host = RawStore(RawSession(near), "remote")
+            making = shared_memory_pb2.CreateRegionRequest(name="local", byte_size=MIB)
+            of_host.session.ok("create_region", making)
+            request = store_pb2.BatchGetRequest(
+                namespace_id=of_host.id, keys=keys(1), region=scatter("local", [0]), session_token=of_host.session.token
+            )
+            assert session.wire.unary("store_batch_get", request).reason == "REGIONS_NOT_ALLOWED"
+            of_host.session.close()
     near.close()
 
 
-def test_the_engine_ends_with_its_session(daemon: tuple[Daemon, str]) -> None:
-    """`until` fails if the process goes on."""
+def test_the_engine_ends_with_its_session_or_with_the_grace_time(daemon: tuple[Daemon, str]) -> None:
+    """The engine of a killed or frozen client does not outlive the grace time. `until` fails if the process goes on."""
     wire = Wire(daemon[1])
-    opened = RawSession(wire)
-    create(opened)
-    (engine,) = engines_of(daemon[0].process.pid)
-    wire.unary("close", session_pb2.CloseRequest(session_token=opened.token))
-    until(lambda: is_gone(engine))
-    wire.close()
-
-
-def test_a_session_without_a_stream_loses_its_engine(daemon: tuple[Daemon, str]) -> None:
-    """The engine of a killed or frozen client does not outlive the grace time."""
-    wire = Wire(daemon[1])
-    opened = RawSession(wire)
-    create(opened)
-    (engine,) = engines_of(daemon[0].process.pid)
-    opened.stream.cancel()
-    until(lambda: is_gone(engine))
+    for is_closed in (True, False):
+        opened = RawSession(wire)
+        create(opened)
+        (engine,) = engines_of(daemon[0].process.pid)
+        if is_closed:
+            wire.unary("close", session_pb2.CloseRequest(session_token=opened.token))
+        else:
+            opened.stream.cancel()
+        until(functools.partial(is_gone, engine))
     wire.close()
 
 
@@ -354,34 +344,39 @@ def test_a_daemon_without_engines_says_so(free_ports: Any) -> None:
         wire.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
+@pytest.mark.slow
+def test_transfer_addresses_of_no_use_are_refused_at_the_start() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"transfer_address": "192.0.2.1"}, "set transfer_insecure"),
-        ({"transfer_address": "192.0.2.1", "transfer_insecure": True}, "no interface of this host has 192.0.2.1"),
+        (
+            {"transfer_address": "192.0.2.1", "transfer_insecure": True},
+            "no interface of this host has 192.0.2.1",
+        ),
         ({"transfer_address": LOOPBACK, "tcp_address": ""}, "set tcp_address"),
-        ({"transfer_address": LOOPBACK}, ""),
-        ({"transfer_address": "127.0.0.2", "store_gib": 0}, ""),
-    ],
-)
-def test_transfer_addresses_of_no_use_are_refused_at_the_start(options: dict[str, Any], refused: str) -> None:
-    config = ServeConfig(**options)
-    if not refused:
-        check_addresses(config)
-        return
-    with pytest.raises(ConfigError, match=refused) as raised:
-        check_addresses(config)
-    assert raised.value.field == "transfer_address"
+    ]
+    small = {name: TRANSFERS[name] for name in ("num_layers", "num_kv_heads", "head_size", "num_blocks")}
+    with each_row() as row:
+        for options, said in rows:
+            with row(options), pytest.raises(StartError, match=f"transfer_address.*{said}"):
+                Daemon(**small | {"tcp_address": f"{LOOPBACK}:0"} | options).__enter__()
 
 
-@pytest.mark.parametrize("address", ["localhost", "0.0.0.0", "10.0.0.1:1", "::1", "10.0.0.256"])
-def test_transfer_addresses_that_are_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="IPv4"):
-        ServeConfig(transfer_address=address)
+@pytest.mark.slow
+def test_a_client_on_this_host_may_connect_over_ipv6(free_ports: Any) -> None:
+    """The daemon has no store, and its engines have another address of the loopback interface."""
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("there is no IPv6 here")
+    address = f"[::1]:{free_ports(1)[0]}"
+    with Daemon(**TRANSFERS | {"tcp_address": address, "transfer_address": "127.0.0.2", "store_gib": 0}):
+        wire = Wire(address)
+        opened = RawSession(wire)
+        assert create(opened) == transfer_pb2.CreateRemoteRegionResponse()
+        opened.close()
+        wire.close()
 
 
-def test_names_of_peers() -> None:
-    assert peer_address("ipv4:10.0.0.1:4711") == "10.0.0.1"
-    assert peer_address("ipv6:%5B::1%5D:4711") == "::1"
-    assert peer_address("ipv6:[::ffff:10.0.0.1]:4711") == "10.0.0.1"
-    assert peer_address("unix:/run/x.sock") == ""
+def test_transfer_addresses_that_are_refused() -> None:
+    with each_row() as row:
+        for address in ("localhost", "0.0.0.0", "10.0.0.1:1", "::1", "10.0.0.256"):
+            with row(address), pytest.raises(ValueError, match="IPv4"):
+                ServeConfig(transfer_address=address)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 from raw_wire import SESSION_CALLS, request_of
 
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, scheduler_pb2, shared_memory_pb2
@@ -75,47 +77,62 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-def prepared(raw_session: Any, raw: Any) -> Any:
-    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), 4 (in step 5, ahead), pin 1,
+@contextmanager
+def new_session(wire: Any, raw: Any) -> Iterator[Any]:
+    """Open a session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), 4 (in step 5, ahead), pin 1,
     region "old", the pool mapped, and a scheduler with request 13."""
+    session = raw.RawSession(wire)
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(64))
-    raw_session.ok("system_shared_memory_register", register("old"))
+    session.ok("system_shared_memory_register", register("old"))
     shape = (2, 5, 2, 32)
     for sequence_id in (1, 3):
-        raw_session.ok("allocate", allocate(sequence_id))
-        step = raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[sequence_id]))
+        session.ok("allocate", allocate(sequence_id))
+        step = session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[sequence_id]))
         if step.query_lens[0] == 5:
             request = attention_pb2.WriteRequest(step_id=step.step_id, key=raw.tensor(*shape), value=raw.tensor(*shape))
-            raw_session.ok("write", request)
-    raw_session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
-    raw_session.ok("allocate", allocate(2))
-    assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[2])).step_id == 3
-    raw_session.ok("allocate", allocate(4))
-    assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[4])).step_id == 4
-    raw_session.ok("commit", host_pb2.CommitRequest(step_id=4))
+            session.ok("write", request)
+    session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
+    session.ok("allocate", allocate(2))
+    assert session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[2])).step_id == 3
+    session.ok("allocate", allocate(4))
+    assert session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[4])).step_id == 4
+    session.ok("commit", host_pb2.CommitRequest(step_id=4))
     ahead = blocks_pb2.OpenAheadRequest(sequence_ids=[4], num_steps=3)
-    assert raw_session.ok("open_ahead", ahead).step_id == 5
-    raw_session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[3]))
-    raw_session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
-    raw_session.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
-    raw_session.ok("add_requests", scheduled(13))
-    yield raw_session
-    raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-    path.unlink()
+    assert session.ok("open_ahead", ahead).step_id == 5
+    session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[3]))
+    session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
+    session.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+    session.ok("add_requests", scheduled(13))
+    try:
+        yield session
+    finally:
+        session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+        session.close()
+        path.unlink()
 
 
-@pytest.mark.parametrize("name", REPEATABLE)
-@pytest.mark.parametrize("ways", [("unary", "unary"), ("stream", "stream"), ("unary", "stream"), ("stream", "unary")])
-def test_a_repeated_request_is_answered_again_and_not_executed_again(
-    prepared: Any, wire: Any, raw: Any, name: str, ways: tuple[str, str]
-) -> None:
-    first = prepared.call(name, REPEATABLE[name](77), ways[0])
-    assert not isinstance(first, raw.Refusal)
-    after = wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)
-    assert prepared.call(name, REPEATABLE[name](77), ways[1]) == first
-    assert (wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)) == after
+@pytest.fixture
+def prepared(wire: Any, raw: Any) -> Iterator[Any]:
+    raw.await_no_sessions(wire)
+    with new_session(wire, raw) as session:
+        yield session
+
+
+def test_a_repeated_request_is_answered_again_and_not_executed_again(wire: Any, raw: Any) -> None:
+    """Whether it comes first in a call of its own or over the stream, and whichever way it is repeated."""
+    raw.await_no_sessions(wire)
+    with each_row() as row:
+        for name, made in REPEATABLE.items():
+            for way in ("unary", "stream"):
+                with row((name, way)), new_session(wire, raw) as session:
+                    first = session.call(name, made(77), way)
+                    assert not isinstance(first, raw.Refusal)
+                    after = wire.stats(), session.describe(), session.ok("system_shared_memory_status", ALL_REGIONS)
+                    for again in ("unary", "stream"):
+                        assert session.call(name, made(77), again) == first
+                        now = wire.stats(), session.describe(), session.ok("system_shared_memory_status", ALL_REGIONS)
+                        assert now == after
 
 
 def test_every_repeatable_call_is_tried() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon_lives import caller, end_stream
+from each_row import each_row
 from manual_clock import ManualClock
 from saved_rig import TOKENS, Reboot, WallClock, files, resume_error, run
 from sleeping import detach, found, random_session, resume, settle, sharing
@@ -22,9 +23,8 @@ from kvservice.v1 import blocks_pb2, session_pb2
 # ---- what comes back
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_random_session_comes_back_byte_by_byte_after_a_reboot(reboot: Reboot, seed: int) -> None:
-    async def scenario() -> None:
+def test_a_random_session_comes_back_byte_by_byte_after_a_reboot(reboot: Reboot) -> None:
+    async def scenario(seed: int) -> None:
         life = reboot()
         session = life.open("engine", tenant="acme")
         await random_session(life, session, seed)
@@ -50,7 +50,10 @@ def test_a_random_session_comes_back_byte_by_byte_after_a_reboot(reboot: Reboot,
         assert await found(life, again) == expected
         life.manager.check_integrity()
 
-    run(scenario())
+    with each_row() as row:
+        for seed in range(12):
+            with row(seed):
+                run(scenario(seed))
 
 
 def test_the_session_goes_on_as_one_that_never_slept(reboot: Reboot) -> None:
@@ -256,9 +259,8 @@ def test_a_session_whose_client_did_not_wait_sleeps_again(reboot: Reboot, clock:
     run(scenario())
 
 
-@pytest.mark.parametrize("ttl_s", [1.0, 0.0])
-def test_a_file_expires_in_wall_time(reboot: Reboot, wall: WallClock, tmp_path: Path, ttl_s: float) -> None:
-    async def scenario() -> None:
+def test_a_file_expires_in_wall_time(reboot: Reboot, wall: WallClock, tmp_path: Path) -> None:
+    async def scenario(ttl_s: float) -> None:
         life = reboot()
         session = life.open()
         await life.compute(session, 1, TOKENS)
@@ -273,7 +275,8 @@ def test_a_file_expires_in_wall_time(reboot: Reboot, wall: WallClock, tmp_path: 
         assert files(tmp_path) == []
         assert life.core.saved.num_expired == 1
 
-    run(scenario())
+    for ttl_s in (1.0, 0.0):
+        run(scenario(ttl_s))
 
 
 def test_a_clock_that_is_set_back_keeps_files_longer(reboot: Reboot, wall: WallClock, tmp_path: Path) -> None:

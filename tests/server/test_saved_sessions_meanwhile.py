@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -22,8 +23,6 @@ from kvservice.errors import (
     SessionTakenError,
     UnknownSessionError,
 )
-from kvservice.saved.files import SavedFiles
-from kvservice.server.server_session import ServerSession
 from kvservice.v1 import blocks_pb2, session_pb2
 
 # ---- what happens meanwhile
@@ -131,7 +130,7 @@ class Kills:
 
     def note(self) -> None:
         folder = self._disk / "sessions"
-        entries = tuple(sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir()))
+        entries = tuple(sorted((path.name, path.read_bytes()) for path in folder.iterdir()))
         if (*entries, self.acknowledged) == self._last:
             return
         self._last = (*entries, self.acknowledged)
@@ -193,7 +192,7 @@ def test_a_daemon_that_is_killed_at_any_stage_of_a_return_loses_nothing(
 
     async def scenario() -> None:
         disk = tmp_path / "disk"
-        first = Life(HeldFiles(), disk=str(disk), **FEW)
+        first = Life(disk=str(disk), **FEW)
         session = first.open()
         await random_session(first, session, 4)
         expected = await found(first, session)
@@ -239,14 +238,15 @@ class HeldRemovals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._begun, self._go_on = threading.Semaphore(0), threading.Event()
-        unlink = SavedFiles.unlink
+        unlink = os.unlink
 
-        def held(saved: SavedFiles, name: str) -> None:
-            self._begun.release()
-            assert self._go_on.wait(PATIENCE_S)
-            unlink(saved, name)
+        def held(path: Any, **options: Any) -> None:
+            if str(path).endswith(".session"):
+                self._begun.release()
+                assert self._go_on.wait(PATIENCE_S)
+            unlink(path, **options)
 
-        monkeypatch.setattr(SavedFiles, "unlink", held)
+        monkeypatch.setattr(os, "unlink", held)
 
     async def begun(self) -> None:
         assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
@@ -255,7 +255,7 @@ class HeldRemovals:
         self._go_on.set()
 
 
-async def expired(life: Life, wall: WallClock, count: int) -> list[ServerSession]:
+async def expired(life: Life, wall: WallClock, count: int) -> list[Any]:
     """Return open sessions whose files have expired."""
     sessions = [life.open() for _ in range(count)]
     for session in sessions:

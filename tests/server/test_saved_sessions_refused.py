@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon_lives import Life
+from each_row import each_row
 from kept_files import HeldFiles
 from odd_entries import ODD_ENTRIES, make_odd_entry
 from saved_rig import TOKENS, Reboot, WallClock, files, resume_error, run
-from sleeping import detach, found, random_session, resume
+from saved_rig import file_of as name_of
+from sleeping import FEW, detach, found, random_session, resume
 
 from kvservice.errors import (
     DiskFailedError,
@@ -26,35 +28,39 @@ from kvservice.errors import (
     SavedSessionsOffError,
     SessionNotRestoredError,
 )
-from kvservice.saved.files import DAMAGED_S, SavedFiles, name_of
 from kvservice.v1 import blocks_pb2, scheduler_pb2, session_pb2
 
 DISK = blocks_pb2.SWAP_TIER_DISK
+# A file that does not say when it expires stays for a day.
+DAMAGED_S = 86400.0
 
 
 # ---- what is refused
 
 
-@pytest.mark.parametrize("ttl_s", [-1.0, 1000.5, float("nan"), float("inf")])
-def test_times_out_of_range_are_refused(reboot: Reboot, ttl_s: float) -> None:
+def test_times_out_of_range_are_refused(reboot: Reboot) -> None:
     async def scenario() -> None:
         life = reboot()
         session = life.open()
-        with pytest.raises(InvalidArgumentError, match=r"^ttl_s: "):
-            await life.call(session, "detach", session_pb2.DetachRequest(ttl_s=ttl_s, durable=True))
+        with each_row() as row:
+            for ttl_s in (-1.0, 1000.5, float("nan"), float("inf")):
+                with row(ttl_s), pytest.raises(InvalidArgumentError, match=r"^ttl_s: "):
+                    await life.call(session, "detach", session_pb2.DetachRequest(ttl_s=ttl_s, durable=True))
 
     run(scenario())
 
 
-@pytest.mark.parametrize("options", [{"disk": ""}, {"disk_sessions_gib": 0.0}])
-def test_a_daemon_without_a_disk_says_so(reboot: Reboot, options: dict[str, Any]) -> None:
+def test_a_daemon_without_a_disk_says_so(reboot: Reboot) -> None:
+    rows: list[dict[str, Any]] = [{"disk": ""}, {"disk_sessions_gib": 0.0}]
+
     async def scenario() -> None:
-        life = reboot(**options)
-        session = life.open()
-        with pytest.raises(SavedSessionsOffError, match="disk_sessions_gib"):
-            await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
-        await life.allocate(session, 1, TOKENS)
-        await life.core.saved.run()
+        for options in rows:
+            life = reboot(**options)
+            session = life.open()
+            with pytest.raises(SavedSessionsOffError, match="disk_sessions_gib"):
+                await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
+            await life.allocate(session, 1, TOKENS)
+            await life.core.saved.run()
 
     run(scenario())
 
@@ -101,15 +107,14 @@ def test_more_than_the_limit_is_refused_and_nothing_has_changed(reboot: Reboot, 
     run(scenario())
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("failing", range(4))
 def test_a_full_or_failing_disk_fails_the_detach_alone(
-    reboot: Reboot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, failing: int
+    reboot: Reboot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever write fails: the session goes on, and an older file stays."""
 
-    async def scenario() -> None:
-        life = reboot()
+    async def scenario(number: int, failing: int) -> None:
+        disk = tmp_path / f"{number} {failing}"
+        life = reboot(disk=str(disk), **FEW)
         session = life.open()
         kv = await life.compute(session, 1, TOKENS, seed=1)
         await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
@@ -124,22 +129,26 @@ def test_a_full_or_failing_disk_fails_the_detach_alone(
             return write(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvservice.saved.file_io.os.pwritev", failing_write)
+            patch.setattr(os, "pwritev", failing_write)
             request = session_pb2.DetachRequest(durable=True)
             if failing < 3:  # the blocks, the manifest, the header
                 with pytest.raises(DiskFailedError if number == errno.EIO else DiskFullError):
                     await life.call(session, "detach", request)
             else:
                 await life.call(session, "detach", request)
-        assert len(files(tmp_path)) == 1
+        assert len(list((disk / "sessions").glob("*.session*"))) == 1
         assert np.array_equal(await life.read(session, 1, len(TOKENS)), kv)
         await life.allocate(session, 3, [1, 2])
         life.manager.check_integrity()
         assert life.core.saved.stats().errors == (failing < 3)
-        again = await resume(reboot(), session.token)
+        again = await resume(reboot(disk=str(disk), **FEW), session.token)
         assert list(again.namespace.rows) == ([1] if failing < 3 else [1, 2])
 
-    run(scenario())
+    with each_row() as row:
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            for failing in range(4):
+                with row((errno.errorcode[number], failing)):
+                    run(scenario(number, failing))
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -220,11 +229,11 @@ def test_a_file_that_cannot_be_removed_is_removed_later(
         await detach(life, life.open(), 1.0)
         wall.now += 2
 
-        def refuse(*_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         with monkeypatch.context() as patch:
-            patch.setattr(SavedFiles, "unlink", refuse)
+            patch.setattr(os, "unlink", refuse)
             await life.core.saved.expire()
         assert (life.core.saved.stats().num_sessions, life.core.saved.stats().errors) == (1, 1)
         await life.core.saved.expire()
@@ -250,27 +259,28 @@ def test_another_model_is_named_and_the_file_stays(reboot: Reboot) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+def test_a_session_that_does_not_fit_stays_on_the_disk(reboot: Reboot) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"num_blocks": 2}, "OUT_OF_BLOCKS"),
         ({"max_sequences": 1}, "QUOTA_EXCEEDED"),
         ({"max_sequence_tokens": 9}, "SESSION_NOT_RESTORED"),
-    ],
-)
-def test_a_session_that_does_not_fit_stays_on_the_disk(reboot: Reboot, options: dict[str, Any], reason: str) -> None:
+    ]
+
     async def scenario() -> None:
         life = reboot()
         session = life.open()
         await life.compute(session, 1, TOKENS)
         await life.allocate(session, 2, [1])
         await detach(life, session)
-        life = reboot(**options)
-        for _ in range(2):
-            assert (await resume_error(life, session.token)).reason == reason
-        assert not len(life.sessions)
-        assert life.manager.stats().free_blocks == life.config.pool_blocks
-        life.manager.check_integrity()
+        with each_row() as row:
+            for options, reason in rows:
+                with row(options):
+                    life = reboot(**options)
+                    for _ in range(2):
+                        assert (await resume_error(life, session.token)).reason == reason
+                    assert not len(life.sessions)
+                    assert life.manager.stats().free_blocks == life.config.pool_blocks
+                    life.manager.check_integrity()
         assert list((await resume(reboot(), session.token)).namespace.rows) == [1, 2]
 
     run(scenario())
@@ -303,7 +313,7 @@ def test_a_damaged_file_is_refused_whole(reboot: Reboot, wall: WallClock, tmp_pa
     """Whichever byte changes, and wherever the file ends: the session comes back as it was, or not at all."""
 
     async def scenario() -> None:
-        life = reboot()
+        life = reboot(**FEW)
         session = life.open()
         await random_session(life, session, 5)
         expected = await found(life, session)
@@ -321,7 +331,7 @@ def test_a_damaged_file_is_refused_whole(reboot: Reboot, wall: WallClock, tmp_pa
                 at = int(rng.integers(0, 200) if turn % 3 == 1 else rng.integers(0, len(whole)))
                 content[at] ^= 1 << int(rng.integers(0, 8))
             path.write_bytes(content)
-            after = Life(HeldFiles(), wall=wall, disk=str(tmp_path / "disk"))
+            after = Life(wall=wall, disk=str(tmp_path / "disk"), **FEW)
             try:
                 again = await resume(after, session.token)
                 assert await found(after, again) == expected, "a byte that nobody reads was changed"
@@ -362,18 +372,20 @@ def test_a_session_gets_no_file_of_another(reboot: Reboot, tmp_path: Path, caplo
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", ODD_ENTRIES)
-def test_what_is_no_file_is_damaged_and_the_disk_is_well(reboot: Reboot, tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_is_damaged_and_the_disk_is_well(reboot: Reboot, tmp_path: Path) -> None:
     async def scenario() -> None:
         life = reboot()
-        session = life.open()
-        await detach(life, session)
-        path = tmp_path / "disk" / "sessions" / name_of(session.token)
-        path.unlink()
-        make_odd_entry(path, kind)
-        error = await resume_error(life, session.token)
-        assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
-        assert (life.core.saved.stats().errors, life.core.saved.note) == (0, "")
+        with each_row() as row:
+            for kind in ODD_ENTRIES:
+                with row(kind):
+                    session = life.open()
+                    await detach(life, session)
+                    path = tmp_path / "disk" / "sessions" / name_of(session.token)
+                    path.unlink()
+                    make_odd_entry(path, kind)
+                    error = await resume_error(life, session.token)
+                    assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
+                    assert (life.core.saved.stats().errors, life.core.saved.note) == (0, "")
 
     run(scenario())
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from each_row import each_row
 
 from kvservice.v1 import attention_pb2, blocks_pb2, scheduler_pb2
 
@@ -14,13 +17,14 @@ HUGE = (1 << 63) - 1
 
 
 class RawScheduler:
-    """A scheduler on the wire."""
+    """A scheduler on the wire. Its calls are unary and over the stream, in turns."""
 
-    def __init__(self, raw: Any, session: Any, transport: str = "unary") -> None:
-        self._raw, self.session, self._transport = raw, session, transport
+    def __init__(self, raw: Any, session: Any) -> None:
+        self._raw, self.session = raw, session
+        self._transports = itertools.cycle(("unary", "stream"))
 
     def call(self, name: str, request: Any) -> Any:
-        return self.session.call(name, request, self._transport)
+        return self.session.call(name, request, next(self._transports))
 
     def refused(self, name: str, request: Any) -> tuple[str, str, str]:
         """Return (status, reason, field) of a call that must not change anything."""
@@ -53,22 +57,41 @@ class RawScheduler:
             self.ok("write", request)
 
 
-@pytest.fixture(params=["unary", "stream"])
-def scheduler(raw: Any, raw_session: Any, request: pytest.FixtureRequest) -> Iterator[RawScheduler]:
-    raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-    yield RawScheduler(raw, raw_session, request.param)
-    raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+@contextmanager
+def new_scheduler(raw: Any, wire: Any) -> Iterator[RawScheduler]:
+    session = raw.RawSession(wire)
+    session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+    try:
+        yield RawScheduler(raw, session)
+    finally:
+        session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+        session.close()
+
+
+@contextmanager
+def new_running(raw: Any, wire: Any) -> Iterator[tuple[RawScheduler, Any]]:
+    """A scheduler with two computed requests, 7 and 8, whose tokens are not reported, and one that waits, 9."""
+    with new_scheduler(raw, wire) as scheduler:
+        scheduler.open(max_running=2)
+        for number in (7, 8, 9):
+            scheduler.add(number, range(10 * number, 11 * number))
+        response = scheduler.schedule()
+        scheduler.compute(response)
+        yield scheduler, response
 
 
 @pytest.fixture
-def running(scheduler: RawScheduler) -> tuple[RawScheduler, Any]:
-    """A scheduler with two computed requests, 7 and 8, whose tokens are not reported, and one that waits, 9."""
-    scheduler.open(max_running=2)
-    for number in (7, 8, 9):
-        scheduler.add(number, range(10 * number, 11 * number))
-    response = scheduler.schedule()
-    scheduler.compute(response)
-    return scheduler, response
+def scheduler(raw: Any, wire: Any) -> Iterator[RawScheduler]:
+    raw.await_no_sessions(wire)
+    with new_scheduler(raw, wire) as opened:
+        yield opened
+
+
+@pytest.fixture
+def running(raw: Any, wire: Any) -> Iterator[tuple[RawScheduler, Any]]:
+    raw.await_no_sessions(wire)
+    with new_running(raw, wire) as opened:
+        yield opened
 
 
 def test_what_a_batch_says(scheduler: RawScheduler) -> None:
@@ -101,44 +124,46 @@ def test_what_a_batch_says(scheduler: RawScheduler) -> None:
     assert list(described.token_ids) == [0, 1, 2, 3, 4, 5, 77, 78]
 
 
-@pytest.mark.parametrize(
-    ("report", "expected"),
-    [
-        ({"batch": 0}, ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "reports[0].batch")),
-        ({"batch": (1 << 64) - 1}, ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "reports[0].batch")),
-        ({"token_ids": []}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].token_ids")),
-        ({"token_ids": [1]}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].token_ids")),
-        ({"token_ids": [1, 2, 3]}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].token_ids")),
-        ({"token_ids": [1, -2]}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].token_ids[1]")),
-        ({"finished_ids": [9]}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].finished_ids")),
-        ({"finished_ids": [HUGE]}, ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "reports[0].finished_ids")),
-    ],
-)
-def test_reports_that_are_refused(running: Any, report: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    scheduler, response = running
-    wrong = KINDS.StepReport(**({"batch": response.batch, "token_ids": [1, 2]} | report))
-    assert scheduler.refused("schedule", KINDS.ScheduleRequest(reports=[wrong])) == expected
-    # The right report is still accepted.
-    right = KINDS.StepReport(batch=response.batch, token_ids=[1, 2])
-    assert scheduler.schedule(reports=[right]).num_decodes == 2
+def test_reports_that_are_refused(raw: Any, wire: Any) -> None:
+    raw.await_no_sessions(wire)
+    precondition, invalid = "FAILED_PRECONDITION", "INVALID_ARGUMENT"
+    rows: list[tuple[dict[str, Any], str, str]] = [
+        ({"batch": 0}, precondition, "batch"),
+        ({"batch": (1 << 64) - 1}, precondition, "batch"),
+        ({"token_ids": []}, invalid, "token_ids"),
+        ({"token_ids": [1]}, invalid, "token_ids"),
+        ({"token_ids": [1, 2, 3]}, invalid, "token_ids"),
+        ({"token_ids": [1, -2]}, invalid, "token_ids[1]"),
+        ({"finished_ids": [9]}, invalid, "finished_ids"),
+        ({"finished_ids": [HUGE]}, invalid, "finished_ids"),
+    ]
+    with each_row() as row:
+        for report, code, field in rows:
+            with row(report), new_running(raw, wire) as (scheduler, response):
+                wrong = KINDS.StepReport(**({"batch": response.batch, "token_ids": [1, 2]} | report))
+                answer = scheduler.refused("schedule", KINDS.ScheduleRequest(reports=[wrong]))
+                assert answer == (code, code, f"reports[0].{field}")
+                # The right report is still accepted.
+                right = KINDS.StepReport(batch=response.batch, token_ids=[1, 2])
+                assert scheduler.schedule(reports=[right]).num_decodes == 2
 
 
-@pytest.mark.parametrize(
-    ("budget", "field"),
-    [
-        ({"max_step_tokens": -1}, "max_step_tokens"),
-        ({"max_step_tokens": 8193}, "max_step_tokens"),
-        ({"max_step_tokens": HUGE}, "max_step_tokens"),
-        ({"max_running": 3}, "max_running"),
-        ({"max_running": -HUGE}, "max_running"),
-    ],
-)
-def test_a_report_with_bad_budgets_is_not_applied(running: Any, budget: dict[str, Any], field: str) -> None:
-    scheduler, response = running
-    report = KINDS.StepReport(batch=response.batch, token_ids=[1, 2])
-    request = KINDS.ScheduleRequest(reports=[report], **budget)
-    assert scheduler.refused("schedule", request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", field)
-    assert scheduler.schedule(reports=[report]).num_decodes == 2
+def test_a_report_with_bad_budgets_is_not_applied(raw: Any, wire: Any) -> None:
+    raw.await_no_sessions(wire)
+    with each_row() as row:
+        for field, value in (
+            ("max_step_tokens", -1),
+            ("max_step_tokens", 8193),
+            ("max_step_tokens", HUGE),
+            ("max_running", 3),
+            ("max_running", -HUGE),
+        ):
+            with row((field, value)), new_running(raw, wire) as (scheduler, response):
+                report = KINDS.StepReport(batch=response.batch, token_ids=[1, 2])
+                budget: dict[str, Any] = {field: value}
+                request = KINDS.ScheduleRequest(reports=[report], **budget)
+                assert scheduler.refused("schedule", request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", field)
+                assert scheduler.schedule(reports=[report]).num_decodes == 2
 
 
 def test_a_batch_is_reported_before_the_next_one(running: Any) -> None:
@@ -174,19 +199,21 @@ def test_calls_without_a_scheduler(scheduler: RawScheduler) -> None:
         assert scheduler.refused(name, request)[:2] == ("FAILED_PRECONDITION", "FAILED_PRECONDITION"), name
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([], ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "request_ids")),
-        ([9, 1], ("NOT_FOUND", "UNKNOWN_SEQUENCE", "request_ids[1]")),
-        ([-1], ("NOT_FOUND", "UNKNOWN_SEQUENCE", "request_ids[0]")),
-        ([9, 9], ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "request_ids")),
-    ],
-)
-def test_aborts_that_are_refused(running: Any, ids: list[int], expected: tuple[str, str, str]) -> None:
-    scheduler, _ = running
-    assert scheduler.refused("abort_requests", KINDS.AbortRequestsRequest(request_ids=ids)) == expected
-    assert list(scheduler.ok("abort_requests", KINDS.AbortRequestsRequest(request_ids=[9, 7])).finished_ids) == [9]
+def test_aborts_that_are_refused(raw: Any, wire: Any) -> None:
+    raw.await_no_sessions(wire)
+    invalid, unknown = ("INVALID_ARGUMENT", "INVALID_ARGUMENT"), ("NOT_FOUND", "UNKNOWN_SEQUENCE")
+    rows = [
+        ([], (*invalid, "request_ids")),
+        ([9, 1], (*unknown, "request_ids[1]")),
+        ([-1], (*unknown, "request_ids[0]")),
+        ([9, 9], (*invalid, "request_ids")),
+    ]
+    with each_row() as row:
+        for ids, expected in rows:
+            with row(ids), new_running(raw, wire) as (scheduler, _):
+                assert scheduler.refused("abort_requests", KINDS.AbortRequestsRequest(request_ids=ids)) == expected
+                aborted = scheduler.ok("abort_requests", KINDS.AbortRequestsRequest(request_ids=[9, 7]))
+                assert list(aborted.finished_ids) == [9]
 
 
 def test_a_repeated_schedule_never_applies_a_report_twice(running: Any) -> None:

@@ -93,7 +93,8 @@ def test_a_draining_daemon_finishes_a_step_and_makes_no_batch() -> None:
         KVClient(daemon.address) as client,
         client.session() as kv,
     ):
-        engine = engine_of(kv)
+        scheduler = kv.open_scheduler()
+        engine = ToyEngine(Awaitable(kv), Awaitable(scheduler))
         asyncio.run(engine.add(1, range(9)))
         batch = asyncio.run(engine.schedule())
         asyncio.run(engine.compute(batch, num_layers=1))
@@ -101,10 +102,10 @@ def test_a_draining_daemon_finishes_a_step_and_makes_no_batch() -> None:
 
         def drains() -> bool:
             try:
-                engine.scheduler._target.add([ScheduledRequest(2, [1, 2], 3)])
+                scheduler.add([ScheduledRequest(2, [1, 2], 3)])
             except DrainingError:
                 return True
-            engine.scheduler._target.abort([2])
+            scheduler.abort([2])
             return False
 
         until(drains)
@@ -115,7 +116,7 @@ def test_a_draining_daemon_finishes_a_step_and_makes_no_batch() -> None:
         assert [info.phase for info in asyncio.run(engine.scheduler.describe())] == ["prefilling"]
         assert daemon.process.poll() is None
         key = content(kv.info, list(range(9)))
-        batch.step._target.attend(1, key[1], key[1], -key[1])
+        asyncio.run(batch.step.attend(1, key[1], key[1], -key[1]))
         assert daemon.process.wait(PATIENCE_S) == 0
 
 

@@ -4,90 +4,76 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from blocks_rig import identity, keys
+from daemon_lives import Life, end_stream, finish
+from each_row import each_row
 from manual_clock import ManualClock
-from small_pool import SMALL_POOL
 
-from kvservice.blocks import Slices
-from kvservice.blocks.slices import finish
-from kvservice.config import ServeConfig
-from kvservice.devices import open_device
-from kvservice.engine import CacheEngine
-from kvservice.errors import KVServiceError, QuotaExceededError, UnknownSessionError
-from kvservice.kept import KeptState
-from kvservice.server.scheduling import SessionScheduler
-from kvservice.server.server_session import ServerSession, SessionMemory
-from kvservice.server.sessions import ATTACH_S, SessionRegistry
-from kvservice.store.session import Ended, SessionStore
+from kvservice.errors import QuotaExceededError, UnknownSessionError
 
+# How long a session waits for its first stream at least.
+ATTACH_S = 5.0
 SHORT_GRACE_S, LONG_GRACE_S = ATTACH_S / 10, ATTACH_S * 2
 
 
 @pytest.fixture
-def make_registry(clock: ManualClock):
-    devices = []
+def make_registry(clock: ManualClock) -> Iterator[Callable[..., Any]]:
+    lives: list[Life] = []
 
-    def make(**options: Any) -> SessionRegistry:
-        config = ServeConfig(**(SMALL_POOL | options))
-        device = open_device(config)
-        devices.append(device)
-        arrays = KeptState.fresh().arrays
-        engine = CacheEngine(config, device, arrays)
-        return SessionRegistry(config, engine.manager, device, SessionMemory.of(config, arrays, {}), clock)
+    def make(**options: Any) -> Any:
+        lives.append(Life(clock=clock, **options))
+        return lives[-1].sessions
 
     yield make
-    for device in devices:
-        device.close()
+    for life in lives:
+        life.kill()
 
 
-def end_stream(_: KVServiceError) -> None:
-    """Stands for the stream that holds a session."""
-
-
-def attach(registry: SessionRegistry, session: ServerSession) -> None:
+def attach(registry: Any, session: Any) -> None:
     registry.attach(session.token, 1, False, end_stream)
 
 
-def open_attached(registry: SessionRegistry, **options: Any) -> ServerSession:
+def open_attached(registry: Any, **options: Any) -> Any:
     session = registry.open("", "", options.get("detachable", False), options.get("detach_ttl_s", 0.0))
     attach(registry, session)
     return session
 
 
-@pytest.mark.parametrize(
-    ("options", "wait_s"),
-    [
-        ({}, SHORT_GRACE_S),
-        ({"detachable": True, "detach_ttl_s": SHORT_GRACE_S / 2}, SHORT_GRACE_S / 2),
-        ({"detachable": True, "detach_ttl_s": 60.0}, 60.0),
-        ({"detachable": True}, 3600.0),
-    ],
-    ids=["not detachable", "shorter than grace", "longer than grace", "the daemon's limit"],
-)
-def test_a_session_that_was_left_ends_in_its_time(make_registry, clock, options, wait_s) -> None:
-    registry = make_registry(session_grace_s=SHORT_GRACE_S)
-    session = open_attached(registry, **options)
-    clock.advance(10_000)
-    registry.detach(session, end_stream)
-    clock.advance(wait_s * 0.99)
-    assert len(registry) == 1
-    clock.advance(wait_s * 0.02)
-    assert (len(registry), registry.num_lost) == (0, 1)
-    with pytest.raises(UnknownSessionError):
-        registry.get(session.token)
+def test_a_session_that_was_left_ends_in_its_time(make_registry, clock) -> None:
+    rows: dict[str, tuple[dict[str, Any], float]] = {
+        "not detachable": ({}, SHORT_GRACE_S),
+        "shorter than grace": ({"detachable": True, "detach_ttl_s": SHORT_GRACE_S / 2}, SHORT_GRACE_S / 2),
+        "longer than grace": ({"detachable": True, "detach_ttl_s": 60.0}, 60.0),
+        "the daemon's limit": ({"detachable": True}, 3600.0),
+    }
+    with each_row() as row:
+        for name, (options, wait_s) in rows.items():
+            with row(name):
+                registry = make_registry(session_grace_s=SHORT_GRACE_S)
+                session = open_attached(registry, **options)
+                clock.advance(10_000)
+                registry.detach(session, end_stream)
+                clock.advance(wait_s * 0.99)
+                assert len(registry) == 1
+                clock.advance(wait_s * 0.02)
+                assert (len(registry), registry.num_lost) == (0, 1)
+                with pytest.raises(UnknownSessionError):
+                    registry.get(session.token)
 
 
-@pytest.mark.parametrize(("grace_s", "wait_s"), [(SHORT_GRACE_S, ATTACH_S), (LONG_GRACE_S, LONG_GRACE_S)])
-def test_a_session_never_attached_ends(make_registry, clock, grace_s, wait_s) -> None:
-    registry = make_registry(session_grace_s=grace_s)
-    registry.open("", "", True, 0.0)
-    clock.advance(wait_s * 0.99)
-    assert len(registry) == 1
-    clock.advance(wait_s * 0.02)
-    assert (len(registry), registry.num_lost) == (0, 1)
+def test_a_session_never_attached_ends(make_registry, clock) -> None:
+    for grace_s, wait_s in ((SHORT_GRACE_S, ATTACH_S), (LONG_GRACE_S, LONG_GRACE_S)):
+        registry = make_registry(session_grace_s=grace_s)
+        registry.open("", "", True, 0.0)
+        clock.advance(wait_s * 0.99)
+        assert len(registry) == 1
+        clock.advance(wait_s * 0.02)
+        assert (len(registry), registry.num_lost) == (0, 1)
 
 
 def test_who_comes_back_in_time_finds_a_session_that_stays(make_registry, clock) -> None:
@@ -99,11 +85,7 @@ def test_who_comes_back_in_time_finds_a_session_that_stays(make_registry, clock)
         attach(registry, session)
         clock.advance(SHORT_GRACE_S * 2)
     assert len(registry) == 1
-
-
-def test_a_stream_that_lost_its_session_starts_no_time(make_registry, clock) -> None:
-    registry = make_registry(session_grace_s=SHORT_GRACE_S)
-    session = open_attached(registry)
+    # A stream that lost the session to another one starts no time.
     registry.attach(session.token, 2, False, lambda _: None)
     registry.detach(session, end_stream)
     clock.advance(SHORT_GRACE_S * 2)
@@ -114,7 +96,7 @@ def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_re
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry, detachable=True)
     closed: list[float] = []
-    monkeypatch.setattr(ServerSession, "unshare", lambda _, **__: closed.append(clock.now))
+    monkeypatch.setattr(session, "unshare", lambda **__: closed.append(clock.now))
     registry.detach(session, end_stream)
     clock.advance(60)
     assert closed == [SHORT_GRACE_S]
@@ -123,9 +105,10 @@ def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_re
 
 def test_only_a_holder_that_closes_its_session_has_stopped_to_write(make_registry, clock, monkeypatch) -> None:
     ends: list[bool] = []
-    monkeypatch.setattr(ServerSession, "unshare", lambda _, *, writers_done=False: ends.append(writers_done))
     registry = make_registry()
     by_holder, by_token, taken, lost = (open_attached(registry) for _ in range(4))
+    for session in (by_holder, by_token, taken, lost):
+        monkeypatch.setattr(session, "unshare", lambda *, writers_done=False: ends.append(writers_done))
     finish(registry.close_for_in_slices(by_holder.token, 1))
     finish(registry.close_for_in_slices(by_token.token, 0))
     assert ends == [True, False]
@@ -139,7 +122,7 @@ def test_only_a_holder_that_closes_its_session_has_stopped_to_write(make_registr
 
 def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) -> None:
     registry = make_registry()
-    caplog.set_level(logging.INFO, "kvservice.server.sessions")
+    caplog.set_level(logging.INFO, "kvservice.server")
     for _ in range(100):
         finish(registry.close_in_slices(registry.open("engine", "", False, 0.0)))
     said = [record.message.split()[2] for record in caplog.records]
@@ -156,7 +139,7 @@ class FakeScheduler:
     def pause(self) -> None:
         pass
 
-    def close(self) -> Slices[None]:
+    def close(self) -> Iterator[None]:
         yield from ()
 
 
@@ -164,20 +147,26 @@ def test_the_log_says_which_sessions_were_lost_and_why(make_registry, clock, cap
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     left, closed = open_attached(registry), open_attached(registry)
     registry.open("", "", False, 0.0)
-    closed.store = cast(SessionStore, SimpleNamespace(close=lambda **_: None, ended=Ended(3, 1)))
-    left.scheduler = cast(SessionScheduler, FakeScheduler())
-    caplog.set_level(logging.INFO, "kvservice.server.sessions")
+    namespace = closed.store.open(identity())[1]
+    assert closed.store.reserve(namespace, keys(1))[0]
+    left.scheduler = FakeScheduler()
+    caplog.set_level(logging.INFO, "kvservice.server")
     finish(registry.close_in_slices(closed))
     registry.detach(left, end_stream)
     clock.advance(ATTACH_S)
     assert [(record.session_id, record.reason, record.message) for record in caplog.records] == [
-        (2, "closed", "session 2 closed, 0 sequences freed, 3 leases and 1 reservations ended"),
+        (2, "closed", "session 2 closed, 0 sequences freed, 0 leases and 1 reservations ended"),
         (
             1,
             "lost",
-            "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed, 4 unfinished requests dropped",
+            "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed, 0 leases and 0 reservations ended, "
+            "4 unfinished requests dropped",
         ),
-        (3, "lost", "session 3 lost: no stream attached to it for 5 s, 0 sequences freed"),
+        (
+            3,
+            "lost",
+            "session 3 lost: no stream attached to it for 5 s, 0 sequences freed, 0 leases and 0 reservations ended",
+        ),
     ]
 
 
@@ -196,6 +185,6 @@ def test_an_engine_that_is_away_keeps_no_blocks_free_for_itself(make_registry: A
     registry = make_registry()
     session = open_attached(registry, detachable=True)
     paused: list[str] = []
-    session.scheduler = cast(Any, SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: iter(())))
+    session.scheduler = SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: iter(()))
     registry.detach(session, end_stream)
     assert paused == ["now"]

@@ -13,18 +13,27 @@ from unittest.mock import Mock
 
 import grpc
 import pytest
+from each_row import each_row
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http2_requests import HEADERS, RST_STREAM, opening_without_a_window, request, until_frame
+from raw_wire import SERVICES
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
-from kvservice.server import slots
-from kvservice.server.contract import SERVICES
 from kvservice.server.rpc_tasks import task_factory
-from kvservice.server.slots import RPC, STALL_S, Rpc, Slots, kind_limits, max_rpcs, max_rpcs_of_connection
+from kvservice.server.slots import (
+    MAX_UNATTACHED,
+    RPC,
+    STALL_S,
+    Rpc,
+    Slots,
+    kind_limits,
+    max_rpcs,
+    max_rpcs_of_connection,
+)
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 CONFIG = ServeConfig(max_sessions=3, max_event_streams=2)
@@ -90,35 +99,28 @@ def test_a_kind_takes_no_slot_of_another() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [
-        ("/kvservice.v1.SessionService/Connect", "session stream"),
-        ("/kvservice.v1.SessionService/Open", "other call"),
-        ("/kvservice.v1.EventService/Subscribe", "event stream"),
-        ("/kvservice.v1.AttentionService/Decode", "session call"),
-        ("/kvservice.v1.InspectService/GetSnapshot", "other call"),
-        ("/grpc.health.v1.Health/Check", "other call"),
-        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "reflection"),
-    ],
-)
-def test_kinds(method: str, kind: Any) -> None:
-    async def scenario() -> None:
+KINDS: dict[str, Any] = {
+    "/kvservice.v1.SessionService/Connect": "session stream",
+    "/kvservice.v1.SessionService/Open": "other call",
+    "/kvservice.v1.EventService/Subscribe": "event stream",
+    "/kvservice.v1.AttentionService/Decode": "session call",
+    "/kvservice.v1.InspectService/GetSnapshot": "other call",
+    "/grpc.health.v1.Health/Check": "other call",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "reflection",
+}
+
+
+def test_each_kind_has_its_slots_and_a_method_of_nobody_takes_none() -> None:
+    async def scenario(method: str, limit: int) -> None:
         async with calls(Slots(CONFIG)) as made:
-            accepted = [await made.come(method) for _ in range(LIMITS[kind] + 1)]
-            assert accepted == [True] * LIMITS[kind] + [False]
+            assert [await made.come("/of/nobody") for _ in range(300)] == [False] * 300
+            accepted = [await made.come(method) for _ in range(limit + 1)]
+            assert accepted == [True] * limit + [False]
 
-    asyncio.run(scenario())
-
-
-def test_a_method_of_nobody_takes_no_slot() -> None:
-    async def scenario() -> None:
-        port = Slots(CONFIG)
-        async with calls(port) as made:
-            assert not await made.come("/of/nobody")
-            assert not port._rpcs
-
-    asyncio.run(scenario())
+    with each_row() as row:
+        for method, kind in KINDS.items():
+            with row(method):
+                asyncio.run(scenario(method, LIMITS[kind]))
 
 
 def test_a_connection_is_no_more_than_a_part() -> None:
@@ -145,7 +147,7 @@ def test_a_peer_has_a_fourth_of_a_kind() -> None:
 
 def test_who_stalls_an_rpc_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     async def scenario() -> None:
         port = Slots(CONFIG)
@@ -171,7 +173,7 @@ def test_who_stalls_an_rpc_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_waits_for_its_client_only_while_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
     rpc = Rpc(Mock(), 1.0, Mock(), "session stream")
     with rpc.working():
         assert rpc.stalled_since is None
@@ -179,6 +181,14 @@ def test_a_stream_waits_for_its_client_only_while_it_writes(monkeypatch: pytest.
             assert rpc.stalled_since == 7.0
         assert rpc.stalled_since is None
     assert rpc.stalled_since == 7.0, "its status is to be read"
+
+
+async def is_answered(call: Any) -> bool:
+    """Return whether a call gets a slot."""
+    made = call(b"")
+    code = await made.code()
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return bool(code is grpc.StatusCode.OK)
 
 
 def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None:
@@ -194,16 +204,17 @@ def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None
         server.add_insecure_port(f"unix:{tmp_path}/socket")
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:
-            half_sent: Any = channel.stream_stream(PING)()
-            while not port._rpcs:
+            half_sent: Any = [channel.stream_stream(PING)() for _ in range(LIMITS["other call"])]
+            full: Any = channel.unary_unary(PING)
+            while await is_answered(full):
                 await asyncio.sleep(0.01)
             port.sweep(time.monotonic() + STALL_S + 1)
-            while port._rpcs:
+            while not await is_answered(full):
                 await asyncio.sleep(0.01)
-            assert port._open["other call"] == 0
             ping: Any = channel.unary_unary(PING)
             assert await ping(b"later") == b"later"
-            half_sent.cancel()
+            for one in half_sent:
+                one.cancel()
         await server.stop(None)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -277,12 +288,12 @@ def test_streams_that_attach_to_nothing_leave_room_for_those_that_do(address: st
     async def scenario() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = session_pb2_grpc.SessionServiceStub(channel)
-            idle = [stub.Connect() for _ in range(slots.MAX_UNATTACHED + 20)]
+            idle = [stub.Connect() for _ in range(MAX_UNATTACHED + 20)]
             for stream in idle:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await stream.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
             answers = await asyncio.gather(*map(first, idle))
-            assert len(idle) - sum(map(is_error, answers)) == slots.MAX_UNATTACHED
+            assert len(idle) - sum(map(is_error, answers)) == MAX_UNATTACHED
             taken = next(stream for stream, answer in zip(idle, answers, strict=True) if not is_error(answer))
             token = (await stub.Open(session_pb2.OpenRequest())).session_token
             attach = session_pb2.Call(call_id=2, attach=session_pb2.AttachRequest(session_token=token))
@@ -320,6 +331,7 @@ def resident_mib(daemon: Daemon) -> int:
         return next(int(line.split()[1]) >> 10 for line in status if line.startswith("RssAnon:"))
 
 
+@pytest.mark.slow
 def test_clients_that_never_read_take_little_memory() -> None:
     """Each of 6 connections sends pings of 60 kB on 60 streams until flow control stops them. Without limits they would
     take a GiB."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 from daemon_lives import Life
+from each_row import each_row
 from kept_files import HeldFiles, content_of
 from manual_clock import ManualClock
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
-from kvservice.server.kept_sockets import GRPC_PORT, HTTP
 from kvservice.server.standing_by import StandbyEndedError, stand_by
 
 NEWEST = {"newest": 99}
@@ -73,47 +74,34 @@ def test_it_waits_and_changes_nothing(held: HeldFiles) -> None:
     assert {name: content_of(fd) for name, fd in held.held.items()} == before
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"max_sequences": 65}, "max_sequences was 64, is 65"), ({"device": "cuda:7"}, "device was cpu, is cuda:7")],
-)
-def test_another_configuration_is_refused(held: HeldFiles, options: dict[str, Any], reason: str) -> None:
-    standby = FakeStandby()
-    with pytest.raises(StandbyEndedError, match=reason):
-        wait(held, standby, **options)
-    assert len(standby.refusals) == 1
-    assert reason in standby.refusals[0]
+def test_another_configuration_and_one_that_cannot_start_are_refused(held: HeldFiles, tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"max_sequences": 65}, "max_sequences was 64, is 65"),
+        ({"device": "cuda:7"}, "device was cpu, is cuda:7"),
+        ({"unix_socket": str(tmp_path / "nowhere" / "s.sock")}, "unix_socket.*is not a directory"),
+        ({"tcp_address": "0.0.0.0:1"}, "tcp_address"),
+        ({"auth_tokens": "/nowhere"}, "auth_tokens"),
+    ]
+    with each_row() as row:
+        for options, reason in rows:
+            with row(options):
+                standby = FakeStandby()
+                with pytest.raises(StandbyEndedError, match=reason):
+                    wait(held, standby, **options)
+                (refusal,) = standby.refusals
+                assert re.search(reason, refusal)
 
 
-@pytest.mark.parametrize("field", ["http_address", "tcp_address"])
-def test_an_address_that_another_process_has_is_refused(held: HeldFiles, field: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(StandbyEndedError, match=rf"{field}.*{address}"):
-            wait(held, FakeStandby(), **{field: address})
-
-
-@pytest.mark.parametrize(("name", "field"), [(HTTP, "http_address"), (GRPC_PORT, "tcp_address")])
-def test_an_address_of_the_running_process_is_free_for_the_next_one(held: HeldFiles, name: str, field: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        held.held[name] = os.dup(listening.fileno())
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        assert wait(held, FakeStandby(), **{field: address}) == NEWEST
-
-
-def test_a_socket_in_a_directory_that_is_not_there_is_refused(held: HeldFiles, tmp_path: Path) -> None:
-    with pytest.raises(StandbyEndedError, match=r"unix_socket.*is not a directory"):
-        wait(held, FakeStandby(), unix_socket=str(tmp_path / "nowhere" / "s.sock"))
-
-
-@pytest.mark.parametrize(
-    ("options", "field"), [({"tcp_address": "0.0.0.0:1"}, "tcp_address"), ({"auth_tokens": "/nowhere"}, "auth_tokens")]
-)
-def test_a_configuration_that_cannot_start_is_refused(held: HeldFiles, options: dict[str, Any], field: str) -> None:
-    standby = FakeStandby()
-    with pytest.raises(StandbyEndedError, match=field):
-        wait(held, standby, **options)
-    assert field in standby.refusals[0]
+def test_an_address_is_free_for_the_next_process_if_the_running_one_has_it(held: HeldFiles) -> None:
+    """The keeper has its sockets by these names. One that another process has is refused."""
+    with each_row() as row:
+        for name, field in (("kvservice.http", "http_address"), ("kvservice.grpc", "tcp_address")):
+            with row(field), socket.create_server(("127.0.0.1", 0)) as listening:
+                address = f"127.0.0.1:{listening.getsockname()[1]}"
+                with pytest.raises(StandbyEndedError, match=rf"{field}.*{address}"):
+                    wait(held, FakeStandby(), **{field: address})
+                held.held[name] = os.dup(listening.fileno())
+                assert wait(held, FakeStandby(), **{field: address}) == NEWEST
 
 
 def test_without_state_there_is_nothing_to_wait_for() -> None:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from each_row import each_row
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from kv_machine import NUM_SESSIONS, KVMachine
 from kv_model import POOL
 from kv_systems import DaemonSystem, EngineSystem
 
-import kvservice.blocks.allocation
-import kvservice.blocks.layers
-import kvservice.blocks.prefix
-import kvservice.chain_hash
-from kvservice import ops
-from kvservice.blocks.plans import StepPlan
-from kvservice.client import KVClient
-from kvservice.client.transports.base import TransportName
+from kvservice import chain_hash, ops
+from kvservice.blocks import AllocationRequest, BlockManager, StepPlan
+from kvservice.client import KVClient, PoolStats
 from kvservice.client.transports.region import RegionTransport
 from kvservice.config import ServeConfig
-from kvservice.devices.cpu import CpuDevice
-from kvservice.engine import CacheEngine
+from kvservice.devices import open_device
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
 
@@ -46,10 +43,11 @@ def small_daemon() -> Iterator[Daemon]:
         yield running
 
 
-@pytest.mark.parametrize(("transport", "examples"), [("inline", 20), ("region", 12), ("lane", 16), ("mapped", 16)])
-def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: TransportName, examples: int) -> None:
-    monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region
-    with KVClient(small_daemon.address, transport=transport) as client:
+TRANSPORTS = {"inline": 20, "region": 12, "lane": 16, "mapped": 16}
+
+
+def run_against_daemon(daemon: Daemon, transport: Any, examples: int) -> PoolStats:
+    with KVClient(daemon.address, transport=transport) as client:
 
         def machine() -> KVMachine:
             return KVMachine(lambda: DaemonSystem(client, NUM_SESSIONS))
@@ -59,6 +57,14 @@ def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport
         )
         stats = client.stats()
     assert (stats.sequences, stats.sessions, stats.used_swap_blocks, stats.pinned_blocks) == (0, 0, 0, 0)
+    return stats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region
+    stats = run_against_daemon(small_daemon, transport, TRANSPORTS[transport])
     for counter in (
         "cow_copies",
         "swapped_out_blocks",
@@ -69,27 +75,59 @@ def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport
         assert getattr(stats, counter) > 0, f"the machine never came to {counter}"
 
 
-@pytest.mark.parametrize("changes", [{}, {"enable_prefix_caching": False}, {"watermark": 0.3}], ids=str)
-def test_engine(changes: dict[str, Any]) -> None:
-    """The machine fails if a block has other bytes than the model expects."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_daemon_for_a_while(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region
+    stats = run_against_daemon(small_daemon, transport, 3)
+    assert min(stats.cow_copies, stats.swapped_out_blocks, stats.swapped_in_blocks) > 0
+
+
+def run_against_engine(changes: dict[str, Any], examples: int) -> None:
     config = ServeConfig.model_validate(POOL | changes)
 
     def machine() -> KVMachine:
         return KVMachine(lambda: EngineSystem(config, NUM_SESSIONS))
 
-    run_state_machine_as_test(cast(Any, machine), settings=settings(max_examples=40, **COMMON))
+    run_state_machine_as_test(cast(Any, machine), settings=settings(max_examples=examples, **COMMON))
+
+
+ENGINES: list[dict[str, Any]] = [{}, {"enable_prefix_caching": False}, {"watermark": 0.3}]
+
+
+@pytest.mark.slow
+def test_engine() -> None:
+    """The machine fails if a block has other bytes than the model expects."""
+    with each_row() as row:
+        for changes in ENGINES:
+            with row(changes):
+                run_against_engine(changes, 40)
+
+
+def test_engine_for_a_while() -> None:
+    """The machine fails if a block has other bytes than the model expects."""
+    with each_row() as row:
+        for changes in ENGINES:
+            with row(changes):
+                run_against_engine(changes, 8)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
+def cpu_device() -> Any:
+    """Return the class of the device."""
+    device = open_device(ServeConfig.model_validate(POOL))
+    device.close()
+    return type(device)
+
+
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheEngine, "_copy_on_write", lambda *_: None)
+    patch.setattr(cpu_device(), "copy", lambda *_: None)
 
 
 def no_swap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CpuDevice, "swap_out", lambda *_: None)
-    patch.setattr(CpuDevice, "swap_in", lambda *_: None)
+    patch.setattr(cpu_device(), "swap_out", lambda *_: None)
+    patch.setattr(cpu_device(), "swap_in", lambda *_: None)
 
 
 def wrong_layer(patch: pytest.MonkeyPatch) -> None:
@@ -131,19 +169,27 @@ def context_one_short(patch: pytest.MonkeyPatch) -> None:
 
 
 def hashes_without_their_past(patch: pytest.MonkeyPatch) -> None:
-    right = kvservice.chain_hash.block_hash
-    for module in (kvservice.blocks.prefix, kvservice.blocks.layers):
-        patch.setattr(module, "block_hash", lambda _, *rest: right(b"", *rest))
+    right = hashlib.sha256
+    is_root = re.compile(b"kvservice chain root").match
+    # What is hashed begins with the 32 bytes of the parent's hash.
+    patch.setattr(chain_hash, "sha256", lambda data: right(data if is_root(data) else data[32:]))
 
 
 def extra_keys_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvservice.blocks.allocation, "extra_keys_by_block", lambda *_: {})
+    right = BlockManager.allocate
+    patch.setattr(
+        BlockManager,
+        "allocate",
+        lambda self, space, requests: right(
+            self, space, [AllocationRequest(one.sequence_id, one.token_ids) for one in requests]
+        ),
+    )
 
 
 def batches_that_are_not_atomic(patch: pytest.MonkeyPatch) -> None:
-    right = kvservice.blocks.BlockManager.allocate
+    right = BlockManager.allocate
     patch.setattr(
-        kvservice.blocks.BlockManager,
+        BlockManager,
         "allocate",
         lambda self, space, requests: [one for request in requests for one in right(self, space, [request])],
     )
@@ -164,10 +210,17 @@ MUTANTS: list[Patch] = [
 ]
 
 
-@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
-def test_a_wrong_engine_is_found_out(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_wrong_engine_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its behavior can reveal it, because the integrity checks of the bookkeeping are disabled here."""
-    mutate(monkeypatch)
+    with each_row() as row:
+        for mutate in MUTANTS:
+            with row(mutate.__name__), monkeypatch.context() as patch:
+                mutate(patch)
+                check_it_is_found_out()
+
+
+def check_it_is_found_out() -> None:
     config = ServeConfig.model_validate(POOL)
 
     def machine() -> KVMachine:

@@ -2,81 +2,143 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from small_pool import SMALL_POOL
+from daemon_lives import Life
+from manual_clock import ManualClock
 
-from kvservice.config import ServeConfig
-from kvservice.devices import open_device
-from kvservice.engine import CacheEngine
-from kvservice.scheduler import Speeds
-from kvservice.server.step_speeds import SpeedMeter
+from kvservice.v1 import scheduler_pb2
 
-SWAP_S = 3e-6
+POOL: dict[str, Any] = {"num_blocks": 1024, "max_sequence_tokens": 2048, "store_gib": 0.0, "share_store": "off"}
 
 
-def meter(speeds: Speeds, **fixed: bool) -> SpeedMeter:
-    engine: Any = SimpleNamespace(swap_block_s=SWAP_S)
-    return SpeedMeter(engine, speeds, **{"swap_is_fixed": False, "compute_is_fixed": False, **fixed})
+class Engine:
+    """An engine over the scheduler of a session."""
+
+    def __init__(self, life: Life, clock: ManualClock) -> None:
+        self.life, self.clock, self.session = life, clock, life.open()
+
+    @property
+    def speeds(self) -> Any:
+        return self.session.scheduler.scheduler.queues.speeds
+
+    async def open(self, **settings: Any) -> None:
+        await self.life.call(self.session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest(**settings))
+
+    async def add(self, request_id: int, num_tokens: int) -> None:
+        first = 10_000 * request_id
+        one = scheduler_pb2.ScheduledRequest(
+            request_id=request_id, token_ids=range(first, first + num_tokens), max_tokens=9, width=1
+        )
+        await self.life.call(self.session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=[one]))
+
+    async def schedule(self, *reports: scheduler_pb2.StepReport, **fields: Any) -> Any:
+        request = scheduler_pb2.ScheduleRequest(reports=reports, **fields)
+        batch = await self.life.call(self.session, "schedule", request)
+        if batch.batch:
+            self.life.manager.mark_all_layers(self.session.namespace, batch.step.step_id)
+        return batch
 
 
-def batch(number: int, num_tokens: int, num_decodes: int = 1, num_rows: int = 2) -> Any:
-    step = SimpleNamespace(sequence_ids=np.arange(num_rows))
-    return SimpleNamespace(number=number, step=step, num_tokens=num_tokens, num_decodes=num_decodes)
+def report(batch: Any) -> scheduler_pb2.StepReport:
+    return scheduler_pb2.StepReport(batch=batch.batch, token_ids=[5] * len(batch.sampled_ids))
 
 
-def test_the_time_of_a_step_over_its_tokens() -> None:
-    speeds = Speeds(1.0, 2e-5)
-    one = meter(speeds)
-    one.called([], 10.0)
-    one.made(batch(1, 1000))
-    one.called([1], 10.1)
-    assert speeds.compute_token_s == pytest.approx(2e-5 + (1e-4 - 2e-5) / 8)
-    assert speeds.swap_block_s == SWAP_S
+@pytest.fixture
+def engine(clock: ManualClock) -> Iterator[Engine]:
+    life = Life(clock=clock, **POOL)
+    yield Engine(life, clock)
+    life.kill()
 
 
-@pytest.mark.parametrize("other", [batch(1, 63), batch(1, 500, num_decodes=2), SimpleNamespace(number=1, step=None)])
-def test_steps_that_do_not_count(other: Any) -> None:
-    speeds = Speeds(1.0, 2e-5)
-    one = meter(speeds)
-    one.called([], 10.0)
-    one.made(other)
-    one.called([1], 99.0)
-    assert speeds.compute_token_s == 2e-5
+def test_the_time_of_a_step_over_its_tokens(engine: Engine) -> None:
+    async def scenario() -> None:
+        await engine.open()
+        before = engine.speeds.compute_token_s
+        await engine.add(1, 1000)
+        batch = await engine.schedule()
+        engine.clock.advance(0.1)
+        batch = await engine.schedule(report(batch))
+        measured = before + (1e-4 - before) / 8
+        assert engine.speeds.compute_token_s == pytest.approx(measured)
+        # A step with less than 64 tokens does not count.
+        engine.clock.advance(9.0)
+        await engine.add(2, 62)
+        batch = await engine.schedule(report(batch))
+        engine.clock.advance(9.0)
+        batch = await engine.schedule(report(batch))
+        assert engine.speeds.compute_token_s == pytest.approx(measured)
+        # Nor does a call that has made no batch.
+        finished = scheduler_pb2.StepReport(
+            batch=batch.batch, token_ids=[5] * len(batch.sampled_ids), finished_ids=batch.sampled_ids
+        )
+        assert not (await engine.schedule(finished)).batch
+        engine.clock.advance(9.0)
+        assert not (await engine.schedule()).batch
+        assert engine.speeds.compute_token_s == pytest.approx(measured)
+
+    asyncio.run(scenario())
 
 
-def test_two_batches_of_one_call_and_batches_that_were_taken_back() -> None:
-    speeds = Speeds(1.0, 0.0)
-    one = meter(speeds)
-    one.made(batch(1, 300))
-    one.made(batch(2, 100))
-    one.called([], 10.0)
-    one.called([1, 2], 14.0)
-    assert speeds.compute_token_s == pytest.approx(4.0 / 400 / 8)
-    one.made(batch(3, 300))
-    one.forget(())
-    one.called([3], 20.0)
-    assert speeds.compute_token_s == pytest.approx(4.0 / 400 / 8)
+def test_steps_with_decodes_alone_do_not_count(engine: Engine) -> None:
+    async def scenario() -> None:
+        await engine.open()
+        for number in range(64):
+            await engine.add(number, 2)
+        batch = await engine.schedule()
+        assert len(batch.sampled_ids) == 64
+        engine.clock.advance(0.128)
+        batch = await engine.schedule(report(batch))
+        assert batch.num_decodes == 64
+        measured = engine.speeds.compute_token_s
+        engine.clock.advance(9.0)
+        await engine.schedule(report(batch))
+        assert engine.speeds.compute_token_s == measured
+
+    asyncio.run(scenario())
 
 
-def test_what_the_client_has_fixed_stays() -> None:
-    speeds = Speeds(1.0, 2e-5)
-    one = meter(speeds, swap_is_fixed=True, compute_is_fixed=True)
-    one.called([], 10.0)
-    one.made(batch(1, 1000))
-    one.called([1], 20.0)
-    assert speeds == Speeds(1.0, 2e-5)
+def test_two_batches_of_one_call(engine: Engine) -> None:
+    async def scenario() -> None:
+        await engine.open(max_step_tokens=300)
+        before = engine.speeds.compute_token_s
+        await engine.add(1, 400)
+        first = await engine.schedule()
+        second = await engine.schedule(ahead=True)
+        assert (list(first.step.query_lens), list(second.step.query_lens)) == ([300], [100])
+        engine.clock.advance(4.0)
+        await engine.schedule(report(first), report(second))
+        assert engine.speeds.compute_token_s == pytest.approx(before + (4.0 / 400 - before) / 8)
+
+    asyncio.run(scenario())
 
 
-def test_the_speed_of_swaps_is_estimated_then_measured() -> None:
-    engine = CacheEngine(ServeConfig(**SMALL_POOL, tcp_address=""), open_device(ServeConfig(**SMALL_POOL)))
-    estimated = engine.swap_block_s
-    assert estimated == pytest.approx(engine.layout.block_bytes / 10e9)
-    counters = engine.manager.state.counters
-    counters.swapped_out_blocks, counters.swapped_in_blocks = 30, 10
-    engine.device.swap_busy_s.update({"out": 0.03, "in": 0.01})
-    assert engine.swap_block_s == pytest.approx(1e-3)
-    engine.device.close()
+def test_what_the_client_has_fixed_stays(engine: Engine) -> None:
+    async def scenario() -> None:
+        await engine.open(compute_token_s=2e-5, swap_block_s=1.0)
+        await engine.add(1, 1000)
+        batch = await engine.schedule()
+        engine.clock.advance(10.0)
+        await engine.schedule(report(batch))
+        assert (engine.speeds.swap_block_s, engine.speeds.compute_token_s) == (1.0, 2e-5)
+
+    asyncio.run(scenario())
+
+
+def test_the_speed_of_swaps_is_estimated_then_measured(engine: Engine) -> None:
+    async def scenario() -> None:
+        await engine.open()
+        await engine.schedule()
+        core = engine.life.core
+        assert engine.speeds.swap_block_s == core.engine.swap_block_s
+        assert core.engine.swap_block_s == pytest.approx(core.engine.layout.block_bytes / 10e9)
+        counters = core.engine.manager.state.counters
+        counters.swapped_out_blocks, counters.swapped_in_blocks = 30, 10
+        core.device.swap_busy_s.update({"out": 0.03, "in": 0.01})
+        await engine.schedule()
+        assert engine.speeds.swap_block_s == core.engine.swap_block_s == pytest.approx(1e-3)
+
+    asyncio.run(scenario())

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
+from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
-from kvservice.pool.sealed import SealedMemory
+from kvservice.kept import KeptState
 from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
 
 WORD_BYTES = 16 * NUM_SLOTS
 
 
 def in_memory(num_bytes: int) -> StepTables:
-    return StepTables(SealedMemory("test", num_bytes, read_only=True))
+    return StepTables(KeptState.fresh().memory("test", num_bytes, read_only=True))
 
 
 def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
@@ -56,8 +56,15 @@ def check(tables: StepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> N
     assert sorted(words[words != 0].tolist()) == sorted(live)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_steps_come_and_go(seed: int) -> None:
+def test_steps_come_and_go() -> None:
+    """After each change the tables have all live steps, and no other."""
+    with each_row() as row:
+        for seed in range(5):
+            with row(seed):
+                let_steps_come_and_go(seed)
+
+
+def let_steps_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
     tables = in_memory(WORD_BYTES + 12_000)
     live: dict[int, tuple[tuple[int, int], Any]] = {}

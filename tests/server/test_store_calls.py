@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from blocks_rig import SLAB_BYTES, make
-from manual_clock import ManualClock
+from each_row import each_row
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, identity, keys
+from raw_wire import request_of
 from small_pool import SMALL_POOL
 from waiting import until
 
-from kvservice.blocks.slices import finish
 from kvservice.client import KVClient, StoreBlocksRemoved, StoreBlocksStored, StoreCleared, StoreNamespace
-from kvservice.client.events import to_batch
-from kvservice.errors import QuotaExceededError
 from kvservice.launch import Daemon
-from kvservice.server.server_session import ServerSession
-from kvservice.server.server_store import ServerStore
-from kvservice.server.store_calls import StoreCalls
-from kvservice.store import SessionStore
 from kvservice.v1 import events_pb2, pool_pb2, session_pb2, store_pb2
 
 DONE, PRESENT = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_PRESENT])
+WRITING = bytes([store_pb2.PUT_STATUS_BEING_WRITTEN])
 
 
-@pytest.fixture(params=["unary", "stream"])
-def store(raw_session: Any, request: pytest.FixtureRequest) -> RawStore:
-    """An empty namespace."""
-    opened = RawStore(raw_session, transport=request.param)
+@pytest.fixture
+def store(raw_session: Any) -> RawStore:
+    """An empty namespace, whose calls are unary and over the stream, in turns."""
+    opened = RawStore(raw_session, transport="both")
     opened.clear()
     return opened
 
@@ -137,7 +128,6 @@ def test_a_lease_keeps_blocks_from_eviction(unary: RawStore) -> None:
     unary.clear()
 
 
-NAMES = ("lookup", "acquire", "reserve", "batch_get", "batch_put", "touch", "remove")
 KINDS = {
     "lookup": store_pb2.LookupRequest,
     "acquire": store_pb2.AcquireRequest,
@@ -149,17 +139,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_and_namespaces_that_are_refused(unary: RawStore, name: str) -> None:
-    kind: Any = KINDS[name]
-    for number in (0, unary.id + 1):
-        expected = ("NOT_FOUND", "UNKNOWN_NAMESPACE", "namespace_id")
-        assert refused(unary, name, kind(namespace_id=number, keys=keys(1))) == expected
-    expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "keys")
-    assert refused(unary, name, kind(namespace_id=unary.id, keys=bytes(33))) == expected
-    answer = unary.call(name, kind(namespace_id=unary.id, keys=bytes(32 * 32768 + 32)))
-    assert (answer.reason, answer.field) == ("QUOTA_EXCEEDED", "keys")
-    assert answer.metadata == {"limit": "max_request_blocks", "value": "32768"}
+def test_keys_and_namespaces_that_are_refused(unary: RawStore) -> None:
+    with each_row() as row:
+        for name, made in KINDS.items():
+            with row(name):
+                kind: Any = made
+                for number in (0, unary.id + 1):
+                    expected = ("NOT_FOUND", "UNKNOWN_NAMESPACE", "namespace_id")
+                    assert refused(unary, name, kind(namespace_id=number, keys=keys(1))) == expected
+                expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "keys")
+                assert refused(unary, name, kind(namespace_id=unary.id, keys=bytes(33))) == expected
+                answer = unary.call(name, kind(namespace_id=unary.id, keys=bytes(32 * 32768 + 32)))
+                assert (answer.reason, answer.field) == ("QUOTA_EXCEEDED", "keys")
+                assert answer.metadata == {"limit": "max_request_blocks", "value": "32768"}
 
 
 def test_the_most_keys_of_a_request(unary: RawStore) -> None:
@@ -167,21 +159,22 @@ def test_the_most_keys_of_a_request(unary: RawStore) -> None:
     assert (answer.num_leading, answer.found) == (0, bytes(4096))
 
 
-@pytest.mark.parametrize("name", ["model", "weights", "dtype", "layout", "key_algorithm"])
-def test_texts_of_a_namespace(unary: RawStore, name: str) -> None:
-    unary.ok("open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity(**{name: "x" * 256})))
-    for text in ("x" * 257, "a\nb"):
-        namespace = identity(**{name: text})
-        expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", f"namespace.{name}")
-        assert refused(unary, "open_namespace", store_pb2.OpenNamespaceRequest(namespace=namespace)) == expected
-
-
-@pytest.mark.parametrize("block_bytes", [0, (4 << 20) + 1, 1 << 63])
-def test_sizes_of_blocks(unary: RawStore, block_bytes: int) -> None:
-    request = store_pb2.OpenNamespaceRequest(namespace=identity(block_bytes=block_bytes))
-    expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "namespace.block_bytes")
-    assert refused(unary, "open_namespace", request) == expected
-    assert refused(unary, "open_namespace", store_pb2.OpenNamespaceRequest()) == expected
+def test_namespaces_that_are_not_opened(unary: RawStore) -> None:
+    """Clients cannot open the one of the daemon's own pool either."""
+    texts = ("model", "weights", "dtype", "layout", "key_algorithm")
+    rows: list[tuple[str, Any]] = [(name, text) for name in texts for text in ("x" * 257, "a\nb")]
+    rows += [("block_bytes", number) for number in (0, (4 << 20) + 1, 1 << 63)]
+    rows += [("key_algorithm", "kvservice pool")]
+    with each_row() as row:
+        for name, value in rows:
+            with row((name, value)):
+                request = store_pb2.OpenNamespaceRequest(namespace=identity(**{name: value}))
+                expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", f"namespace.{name}")
+                assert refused(unary, "open_namespace", request) == expected
+    nothing = refused(unary, "open_namespace", store_pb2.OpenNamespaceRequest())
+    assert nothing == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "namespace.block_bytes")
+    for name in texts:
+        unary.ok("open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity(**{name: "x" * 256})))
 
 
 def test_every_field_tells_namespaces_apart(unary: RawStore) -> None:
@@ -237,13 +230,14 @@ def test_the_largest_inline_answer_arrives(unary: RawStore) -> None:
     unary.clear()
 
 
-@pytest.mark.parametrize("ttl_s", [-1.0, 60.5, float("nan")])
-def test_times_of_leases(unary: RawStore, ttl_s: float) -> None:
-    for name, request in (
-        ("acquire", store_pb2.AcquireRequest(namespace_id=unary.id, ttl_s=ttl_s)),
-        ("renew", store_pb2.RenewRequest(lease_id=1, ttl_s=ttl_s)),
-    ):
-        assert refused(unary, name, request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "ttl_s")
+def test_times_of_leases(unary: RawStore) -> None:
+    for ttl_s in (-1.0, 60.5, float("nan")):
+        for name, request in (
+            ("acquire", store_pb2.AcquireRequest(namespace_id=unary.id, ttl_s=ttl_s)),
+            ("renew", store_pb2.RenewRequest(lease_id=1, ttl_s=ttl_s)),
+        ):
+            answer = refused(unary, name, request)
+            assert answer == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "ttl_s"), (name, ttl_s)
 
 
 def test_a_repeated_request_is_answered_again_and_not_executed_again(unary: RawStore) -> None:
@@ -316,36 +310,38 @@ def test_a_daemon_without_a_store(raw: Any) -> None:
         calls = {name for name in wire.methods if name.startswith("store_")}
         assert len(calls) == 14
         for name in calls:
-            message: Any = session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type
             for transport in ("unary", "stream"):
-                answer = session.call(name, message._concrete_class(), transport)
+                answer = session.call(name, request_of(name), transport)
                 assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "STORE_OFF"), name
         session.close()
         wire.close()
 
 
-@pytest.mark.parametrize("transport", ["unary", "stream"])
-def test_a_put_that_is_cancelled_leaves_no_room_reserved(raw: Any, wire: Any, unary: RawStore, transport: str) -> None:
-    session = raw.RawSession(wire)
-    lost = RawStore(session)
-    numbers = range(400)
-    data = block(0) * len(numbers)
-    request = store_pb2.BatchPutRequest(
-        session_token=session.token, namespace_id=lost.id, keys=keys(*numbers), data=data
-    )
-    if transport == "unary":
-        wire.methods["store_batch_put"].future(request).cancel()
-    else:
-        session.stream.put(session_pb2.Call(call_id=1000, store_batch_put=request))
-    session.close()
-    writing = bytes([store_pb2.PUT_STATUS_BEING_WRITTEN])
-    again = store_pb2.BatchPutRequest(namespace_id=unary.id, keys=keys(*numbers), data=data)
-    until(lambda: writing not in unary.ok("batch_put", again).statuses)
-    assert unary.lookup(*numbers)[0] == len(numbers)
-    unary.clear()
+def nothing_is_written(store: RawStore, request: store_pb2.BatchPutRequest) -> bool:
+    return WRITING not in store.ok("batch_put", request).statuses
 
 
-def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> None:
+def test_a_put_that_is_cancelled_leaves_no_room_reserved(raw: Any, wire: Any, unary: RawStore) -> None:
+    for transport in ("unary", "stream"):
+        session = raw.RawSession(wire)
+        lost = RawStore(session)
+        numbers = range(400)
+        data = block(0) * len(numbers)
+        request = store_pb2.BatchPutRequest(
+            session_token=session.token, namespace_id=lost.id, keys=keys(*numbers), data=data
+        )
+        if transport == "unary":
+            wire.methods["store_batch_put"].future(request).cancel()
+        else:
+            session.stream.put(session_pb2.Call(call_id=1000, store_batch_put=request))
+        session.close()
+        again = store_pb2.BatchPutRequest(namespace_id=unary.id, keys=keys(*numbers), data=data)
+        until(lambda: nothing_is_written(unary, again))  # noqa: B023  it is called here
+        assert unary.lookup(*numbers)[0] == len(numbers), transport
+        unary.clear()
+
+
+def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any, client: KVClient) -> None:
     unary.put(100)
     number = 0
     batches = wire.methods["subscribe"](events_pb2.SubscribeRequest(start_number=1), timeout=60)
@@ -366,31 +362,30 @@ def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> N
     assert event.store_cleared == events_pb2.StoreCleared(namespace=identity())
     batches.cancel()
     namespace = StoreNamespace.of(identity())
-    assert [to_batch(batch).events for batch in (stored, removed, cleared)] == [
+    seen = client.events(start_number=number + 1)
+    assert [next(seen).events for _ in range(3)] == [
         (StoreBlocksStored(namespace, "", (keys(1), keys(2))),),
         (StoreBlocksRemoved(namespace, "", (keys(2),)),),
         (StoreCleared(namespace, ""),),
     ]
+    seen.close()
     assert namespace.message() == identity()
 
 
-def test_a_namespace_too_many_names_the_option_also_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    clock = ManualClock()
-    rig = make("native", 1, mmap.mmap(-1, SLAB_BYTES), clock)
-    blocks = rig.store
-    session = cast(ServerSession, SimpleNamespace(store=SessionStore(blocks, "", 1)))
-    calls = StoreCalls(cast(ServerStore, SimpleNamespace(blocks=blocks)))
-
-    def open_one(model: str) -> None:
-        namespace = store_pb2.StoreNamespace(model=model, block_bytes=64)
-        finish(calls.open_namespace(session, store_pb2.OpenNamespaceRequest(namespace=namespace)))
-
-    for model in "abc":
-        open_one(model)
-    for _ in range(100):
-        with pytest.raises(QuotaExceededError, match="see max_store_namespaces"):
-            open_one("d")
-    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    text = "the store has 3 namespaces, and all are in use: see max_store_namespaces"
-    assert said == [f"a namespace of model 'd' was refused: {text}"] * 20
-    clock.close()
+def test_a_namespace_too_many_names_the_option_also_in_the_log(raw: Any) -> None:
+    """The log says so a few times only."""
+    with Daemon(**SMALL_POOL | {"max_store_namespaces": 3}) as daemon:
+        wire = raw.Wire(daemon.address)
+        session = raw.RawSession(wire)
+        for model in "abc":
+            RawStore(session, model)
+        store = RawStore(session, "a")
+        for _ in range(100):
+            answer = store.call("open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity("d")))
+            assert answer.reason == "QUOTA_EXCEEDED"
+            assert "see max_store_namespaces" in answer.message
+        said = [line for line in daemon.log.read_text().splitlines() if "WARNING" in line]
+        assert len(said) == 20
+        text = "a namespace of model 'd' was refused: the store has 3 namespaces, and all are in use"
+        assert all(f"{text}: see max_store_namespaces" in line for line in said)
+        wire.close()

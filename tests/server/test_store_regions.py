@@ -8,23 +8,23 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from raw_store import BLOCK_BYTES, RawStore, block, blocks, keys, scatter
+from each_row import each_row
+from raw_store import BLOCK_BYTES, RawStore, block, blocks, fd_socket, keys, present, scatter
 from waiting import until
 
-from kvservice.client.fd_passing import fetch, introduce, socket_path
-from kvservice.errors import RegionsNotAllowedError
 from kvservice.launch import Daemon
-from kvservice.server import codec
 from kvservice.v1 import inspect_pb2, session_pb2, shared_memory_pb2, store_pb2
 
 OBJECT = f"kvservice-store-{os.getpid()}"
 REGION_BYTES = 1 << 20
 DONE = bytes([store_pb2.PUT_STATUS_DONE])
+UNREGISTER = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="r")
 
 
 @pytest.fixture
@@ -34,20 +34,25 @@ def store(raw_session: Any) -> RawStore:
     return opened
 
 
-@pytest.fixture(params=["the daemon's", "the client's"])
-def file(request: pytest.FixtureRequest, store: RawStore, daemon: Daemon) -> Iterator[int]:
+OWNERS = ("the daemon's", "the client's")
+
+
+@contextmanager
+def memory_of_region(owner: str, store: RawStore, daemon: Daemon) -> Iterator[int]:
     """The descriptor of the memory of region "r", made by the daemon or an object of the client."""
     path = Path("/dev/shm", OBJECT)
-    if request.param == "the daemon's":
+    if owner == "the daemon's":
         descriptor = store.region(daemon.address, "r", REGION_BYTES)
     else:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, REGION_BYTES)
         register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=REGION_BYTES)
         store.session.ok("system_shared_memory_register", register)
-    yield descriptor
-    os.close(descriptor)
-    path.unlink(missing_ok=True)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 def put(store: RawStore, numbers: tuple[int, ...], place: store_pb2.Scatter) -> Any:
@@ -59,7 +64,16 @@ def get(store: RawStore, numbers: tuple[int, ...], place: store_pb2.Scatter, **c
     return store.call("batch_get", request)
 
 
-def test_whole_blocks(store: RawStore, file: int) -> None:
+def test_whole_blocks(store: RawStore, daemon: Daemon) -> None:
+    """They come back byte by byte, out of memory of either owner."""
+    for owner in OWNERS:
+        store.clear()
+        with memory_of_region(owner, store, daemon) as file:
+            check_whole_blocks(store, file)
+        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+
+
+def check_whole_blocks(store: RawStore, file: int) -> None:
     os.pwrite(file, blocks(1, 2), 4096)
     assert put(store, (1, 2), scatter("r", [4096, 4096 + BLOCK_BYTES])).statuses == DONE * 2
     assert store.get(1, 2, verify=True) == (b"\x03", blocks(1, 2))
@@ -73,7 +87,16 @@ def test_whole_blocks(store: RawStore, file: int) -> None:
     assert os.pread(file, REGION_BYTES, 0) == expected, "the places of missing blocks are unchanged"
 
 
-def test_blocks_in_pieces(store: RawStore, file: int) -> None:
+def test_blocks_in_pieces(store: RawStore, daemon: Daemon) -> None:
+    """The pieces of a block come back in their order."""
+    for owner in OWNERS:
+        store.clear()
+        with memory_of_region(owner, store, daemon) as file:
+            check_blocks_in_pieces(store, file)
+        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+
+
+def check_blocks_in_pieces(store: RawStore, file: int) -> None:
     sizes = (1, 4096, 8, BLOCK_BYTES - 4105)
     places = np.array([[70_000, 10_000, 3, 40_000], [75_000, 20_000, 30, 50_000]])
     for number, row in zip((1, 2), places, strict=True):
@@ -89,7 +112,16 @@ def test_blocks_in_pieces(store: RawStore, file: int) -> None:
     assert b"".join(parts) == block(2)
 
 
-def test_only_missing_blocks_are_read(store: RawStore, file: int) -> None:
+def test_only_missing_blocks_are_read(store: RawStore, daemon: Daemon) -> None:
+    """A block that is there keeps its bytes."""
+    for owner in OWNERS:
+        store.clear()
+        with memory_of_region(owner, store, daemon) as file:
+            check_only_missing_blocks_are_read(store, file)
+        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+
+
+def check_only_missing_blocks_are_read(store: RawStore, file: int) -> None:
     store.put(1)
     os.pwrite(file, blocks(8, 2), 0)
     assert put(store, (1, 2), scatter("r", [0, BLOCK_BYTES])).statuses == b"\x02\x01"
@@ -116,27 +148,31 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_places_that_are_refused(store: RawStore, file: int, case: str) -> None:
-    place, reason, field = WRONG[case]
+def test_places_that_are_refused(store: RawStore, daemon: Daemon) -> None:
+    """A refused call changes neither the store nor the region."""
+    for owner in OWNERS:
+        store.clear()
+        with memory_of_region(owner, store, daemon) as file:
+            check_places_that_are_refused(store, file)
+        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+
+
+def check_places_that_are_refused(store: RawStore, file: int) -> None:
     store.put(1)
     before = os.pread(file, REGION_BYTES, 0)
-    for answer in (put(store, (2,), place), get(store, (1,), place)):
-        assert (answer.reason, answer.field) == (reason, field)
-    assert store.lookup(2) == (0, b"\0")
-    assert os.pread(file, REGION_BYTES, 0) == before
-    assert store.put(2) == DONE, "no room stays reserved"
-
-
-@pytest.mark.usefixtures("file")
-def test_the_last_byte_of_a_region(store: RawStore) -> None:
+    with each_row() as row:
+        for number, (case, (place, reason, field)) in enumerate(WRONG.items(), 2):
+            with row(case):
+                for answer in (put(store, (number,), place), get(store, (1,), place)):
+                    assert (answer.reason, answer.field) == (reason, field)
+                assert store.lookup(number) == (0, b"\0")
+                assert os.pread(file, REGION_BYTES, 0) == before
+                assert store.put(number) == DONE, "no room stays reserved"
+    # The last byte is inside.
+    store.clear()
     assert put(store, (1,), scatter("r", [OVER - 1])).statuses == DONE
     assert put(store, (2,), scatter("r", [0, REGION_BYTES - 8], (BLOCK_BYTES - 8, 8))).statuses == DONE
     assert put(store, (), scatter("r", [])).statuses == b""
-
-
-@pytest.mark.usefixtures("file")
-def test_data_and_a_region(store: RawStore) -> None:
     request = store_pb2.BatchPutRequest(
         namespace_id=store.id, keys=keys(1), region=scatter("r", [0]), data=bytes(BLOCK_BYTES)
     )
@@ -156,21 +192,6 @@ def test_an_object_that_its_client_truncates(store: RawStore) -> None:
     assert store.lookup(2, 3) == (0, b"\0")
     assert store.put(2, 3) == DONE * 2
     path.unlink()
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        store_pb2.BatchGetRequest(region=scatter("r", [])),
-        store_pb2.BatchPutRequest(region=scatter("r", [])),
-        store_pb2.MapStoreRequest(),
-    ],
-)
-def test_only_clients_on_the_unix_socket_share_memory(request_: Any) -> None:
-    assert codec.is_for_this_host(request_) or codec.named_regions(request_) == ["r"]
-    other = store_pb2.BatchGetRequest(keys=keys(1))
-    assert not codec.is_for_this_host(other)
-    assert codec.named_regions(other) == []
 
 
 # ---- the mapped memory
@@ -271,11 +292,10 @@ sys.stdin.read()
 
 def test_a_lost_writers_room_waits_for_its_process(raw: Any, wire: Any, daemon: Daemon, store: RawStore) -> None:
     """A frozen process could write there at any time."""
-    path = socket_path(daemon.address)
-    assert path is not None
+    path = fd_socket(daemon.address)
     session = raw.RawSession(wire)
     lost = RawStore(session)
-    introduce(path, session.token)
+    present(daemon.address, session.token)
     token = lost.ok("map_store", store_pb2.MapStoreRequest(writable=True)).handover_token
     command = [sys.executable, "-S", "-c", WRITER, path, token.hex()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
@@ -295,7 +315,4 @@ def test_a_token_ends_with_the_session(raw: Any, wire: Any, daemon: Daemon) -> N
     session = raw.RawSession(wire)
     token = RawStore(session).ok("map_store", store_pb2.MapStoreRequest(writable=True)).handover_token
     wire.unary("close", session_pb2.CloseRequest(session_token=session.token))
-    path = socket_path(daemon.address)
-    assert path is not None
-    with pytest.raises(RegionsNotAllowedError):
-        fetch(path, token, 1)
+    assert present(daemon.address, token) == (b"", [])

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_daemon import next_process
-from raw_store import BLOCK_BYTES, RawStore, block, blocks, keys
+from raw_store import BLOCK_BYTES, RawStore, block, blocks, fd_socket, keys, present
 from raw_wire import Refusal
 from store_daemons import SMALL_STORE
 from waiting import until
 
-from kvservice.client.fd_passing import introduce, socket_path
 from kvservice.launch import Daemon
 from kvservice.v1 import inspect_pb2, store_pb2
 
@@ -90,12 +89,12 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_from_before_the_kill_changes_no_other_block(kept_daemon: Daemon, raw: Any, wire: Any) -> None:
     """Its session is lost while the daemon starts again, twice. It was frozen, and goes on."""
-    session, path = raw.RawSession(wire), socket_path(kept_daemon.address)
-    assert path is not None
+    session, path = raw.RawSession(wire), fd_socket(kept_daemon.address)
     lost = RawStore(session, "large", block_bytes=LARGE)
-    introduce(path, session.token)
+    present(kept_daemon.address, session.token)
     mapped = lost.ok("map_store", store_pb2.MapStoreRequest(writable=True))
     command = [sys.executable, "-S", "-c", WRITER, path, mapped.handover_token.hex(), str(mapped.num_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Callable
 from typing import Any, cast
-from unittest.mock import AsyncMock, Mock
 
 import grpc
 import numpy as np
 import pytest
+from each_row import each_row
 from grpc_status import rpc_status
 from raw_wire import SESSION_CALLS, request_of
 
-from kvservice.config import ServeConfig
-from kvservice.errors import RestartingError, SessionTakenError
-from kvservice.server.callers import LocalCallers
-from kvservice.server.services import Stream
-from kvservice.server.slots import Rpc, Slots
+from kvservice.launch import Daemon
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
@@ -30,24 +23,23 @@ from kvservice.v1 import (
 MESSAGE_BYTES = 4 << 20
 
 
-@pytest.mark.parametrize("name", [*SESSION_CALLS, "close"])
-def test_a_token_that_opens_nothing(raw: Any, wire: Any, name: str) -> None:
+def test_a_token_that_opens_nothing(raw: Any, wire: Any) -> None:
     closed = raw.RawSession(wire)
     closed.close()
-    make: Callable[[], Any] = session_pb2.CloseRequest if name == "close" else lambda: request_of(name)
-    for token in (b"", b"x", bytes(16), bytes(4096), closed.token, closed.token[:-1], closed.token + b"\0"):
-        request = make()
-        request.session_token = token
-        answer = wire.unary(name, request)
-        assert (answer.code, answer.reason, answer.field) == ("NOT_FOUND", "UNKNOWN_SESSION", "session_token")
-        assert answer.details == {"ErrorInfo", "BadRequest"}
-
-
-def test_unknown_and_closed_tokens_get_the_same_error(raw: Any, wire: Any) -> None:
-    closed = raw.RawSession(wire)
-    closed.close()
+    tokens = (b"", b"x", bytes(16), bytes(4096), closed.token, closed.token[:-1], closed.token + b"\0")
+    with each_row() as row:
+        for name in (*SESSION_CALLS, "close"):
+            with row(name):
+                for token in tokens:
+                    request = session_pb2.CloseRequest() if name == "close" else request_of(name)
+                    request.session_token = token
+                    answer = wire.unary(name, request)
+                    assert (answer.code, answer.reason, answer.field) == (
+                        "NOT_FOUND", "UNKNOWN_SESSION", "session_token",
+                    )  # fmt: skip
+                    assert answer.details == {"ErrorInfo", "BadRequest"}
     answers = [wire.unary("close", session_pb2.CloseRequest(session_token=t)) for t in (closed.token, bytes(16))]
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1], "nothing tells a closed session from one that never was"
 
 
 def test_the_first_call_must_attach(wire: Any, raw: Any) -> None:
@@ -55,12 +47,7 @@ def test_the_first_call_must_attach(wire: Any, raw: Any) -> None:
     for name in SESSION_CALLS:
         reply = raw.refusal(stream.send(name, request_of(name)).error)
         assert (reply.code, reply.field) == ("FAILED_PRECONDITION", "call")
-    stream.cancel()
-
-
-def test_ping_needs_no_session(wire: Any) -> None:
-    stream = wire.stream()
-    assert stream.send("ping", pool_pb2.PingRequest(payload=b"x")).ping.payload == b"x"
+    assert stream.send("ping", pool_pb2.PingRequest(payload=b"x")).ping.payload == b"x", "it needs no session"
     stream.cancel()
 
 
@@ -79,14 +66,14 @@ def test_attaching_to_nothing_leaves_the_stream_usable(wire: Any, raw: Any, raw_
     stream.cancel()
 
 
-@pytest.mark.parametrize("data", [b"", b"\x08\x07", b"\x08\x07\xfa\x3f\x00"], ids=["empty", "id only", "later call"])
-def test_a_call_that_is_none(wire: Any, raw: Any, data: bytes) -> None:
+def test_a_call_that_is_none(wire: Any, raw: Any) -> None:
     stream = wire.stream()
-    stream.put(session_pb2.Call.FromString(data))
-    reply = next(stream.replies)
-    assert reply.call_id == session_pb2.Call.FromString(data).call_id
-    assert raw.refusal(reply.error).field == "call"
-    assert stream.send("ping", pool_pb2.PingRequest()).WhichOneof("reply") == "ping"
+    for data in (b"", b"\x08\x07", b"\x08\x07\xfa\x3f\x00"):  # empty, an id only, a call of a later version
+        stream.put(session_pb2.Call.FromString(data))
+        reply = next(stream.replies)
+        assert reply.call_id == session_pb2.Call.FromString(data).call_id, data
+        assert raw.refusal(reply.error).field == "call", data
+        assert stream.send("ping", pool_pb2.PingRequest()).WhichOneof("reply") == "ping", data
     stream.cancel()
 
 
@@ -160,112 +147,33 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
     session.stream.cancel()
 
 
-def one_session() -> Any:
-    """Return a registry in which every token opens a session without lost sequences."""
-    sessions = Mock(daemon_start=1, restoring=lambda _: None)
-    sessions.attach.return_value.session_id = 1
-    sessions.attach.return_value.namespace.lost = set()
-    return sessions
-
-
-class LosingContext:
-    """A stream that loses its lease after its next call has arrived."""
-
-    def __init__(self, outcome: type[Exception]) -> None:
-        self.stream: Stream
-        self._outcome = outcome
-        self.written: list[str] = []
-        self.aborted = ""
-        self._calls = iter(("attach", "describe", "describe"))
-
-    def peer(self) -> str:
-        return "unix:"
-
-    async def read(self) -> session_pb2.Call:
-        name = next(self._calls)
-        if self.written == ["attach", "describe"]:
-            self.stream.end(SessionTakenError("taken over"))
-        return session_pb2.Call(**{name: request_of(name)})
-
-    async def write(self, reply: session_pb2.Reply) -> None:
-        self.written.append(str(reply.WhichOneof("reply")))
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        self.aborted = status.details
-        raise self._outcome
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError],
-    ids=["told", "the client had ended the stream", "the client ends it meanwhile"],
-)
-def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exception]) -> None:
-    context, dispatcher = LosingContext(outcome), Mock()
-    dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
-    slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
-    context.stream = Stream(dispatcher, one_session(), cast(Any, context), LocalCallers(), slots, rpc)
-    asyncio.run(context.stream.serve())
-    assert (slots.num_unattached, rpc.stalled_since) == (0, None)
-    assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
-    assert dispatcher.call.await_count == 1
-
-
-class RestartingContext:
-    """A stream of a daemon that hands over while the second call is executed, or while no call is."""
-
-    def __init__(self, *, amid_call: bool) -> None:
-        self.stream: Stream
-        self._amid_call = amid_call
-        self.written: list[str] = []
-        self.status: Any = None
-        self._ended = asyncio.Event()
-        self._calls = iter(("attach", "describe"))
-
-    def peer(self) -> str:
-        return "unix:"
-
-    async def read(self) -> Any:
-        if (name := next(self._calls, "")) != "":
-            return session_pb2.Call(**{name: request_of(name)})
-        if not self._amid_call:
-            self.stream.end(RestartingError("a new process takes over"))
-        await self._ended.wait()
-        return grpc.aio.EOF
-
-    async def call(self, *_: object) -> blocks_pb2.DescribeResponse:
-        if self._amid_call:
-            self.stream.end(RestartingError("a new process takes over"))
-            await asyncio.sleep(0)
-            assert self.status is None, "the call has no reply yet"
-        return blocks_pb2.DescribeResponse()
-
-    async def write(self, reply: session_pb2.Reply) -> None:
-        await asyncio.sleep(0)
-        self.written.append(str(reply.WhichOneof("reply")))
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        self.status = status
-        self._ended.set()
-        raise grpc.aio.AbortError
-
-
-@pytest.mark.parametrize("amid_call", [False, True])
-def test_a_daemon_that_hands_over_answers_the_call_that_it_executes(amid_call: bool) -> None:
-    """Then the stream ends, so calls without a reply were not executed."""
-
-    async def scenario() -> None:
-        context = RestartingContext(amid_call=amid_call)
-        dispatcher = Mock(call=context.call)
-        slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
-        context.stream = Stream(dispatcher, one_session(), cast(Any, context), LocalCallers(), slots, rpc)
-        with contextlib.suppress(grpc.aio.AbortError):
-            await context.stream.serve()
-        assert context.written == ["attach", "describe"]
-        assert context.status.code is grpc.StatusCode.UNAVAILABLE
-        assert context.status.details == "a new process takes over"
-
-    asyncio.run(scenario())
+def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(daemon: Daemon, raw: Any, wire: Any) -> None:
+    """A client that goes on to send, and one that leaves at the moment at which it loses its session."""
+    log = daemon.log.read_text()
+    for turn in range(20):
+        session = raw.RawSession(wire, detachable=True)
+        prompt = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1])
+        session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[prompt]))
+        append = blocks_pb2.AppendRequest(sequence_ids=[1], token_ids=[2])
+        for call_id in range(100, 300):
+            session.stream.put(session_pb2.Call(call_id=call_id, append=append))
+        done = [next(session.stream.replies) for _ in range(turn)]
+        second = wire.stream()
+        assert second.attach(session.token).WhichOneof("reply") == "attach"
+        if turn % 2:
+            session.stream.cancel()
+        described = blocks_pb2.DescribeRequest(sequence_ids=[1])
+        (before,) = second.send("describe", described).describe.sequences
+        with pytest.raises(grpc.RpcError) as ended:
+            done.extend(session.stream.replies)
+        if not turn % 2:
+            assert raw.refusal(rpc_status.from_call(cast(Any, ended.value))).reason == "SESSION_TAKEN"
+            assert before.length == 1 + len(done), "what was done was answered"
+        (after,) = second.send("describe", described).describe.sequences
+        assert after.length == before.length >= 1 + len(done)
+        session.stream = second
+        session.close()
+    assert daemon.log.read_text() == log
 
 
 def test_closing_the_session_ends_its_stream(wire: Any, raw: Any, raw_session: Any) -> None:
@@ -282,13 +190,12 @@ def test_half_closing_ends_the_stream_in_peace(raw_session: Any) -> None:
     assert raw_session.stream.replies.code() is grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("surplus", [0, 1 << 20])
-def test_a_message_over_the_limit(wire: Any, raw_session: Any, surplus: int) -> None:
+def test_a_message_over_the_limit(wire: Any, raw_session: Any) -> None:
     before = wire.stats()
-    request = pool_pb2.PingRequest(payload=bytes(MESSAGE_BYTES + surplus))
-    answer = wire.unary("ping", request)
-    assert answer.code == "RESOURCE_EXHAUSTED"
-    assert wire.stats() == before
+    for surplus in (0, 1 << 20):
+        answer = wire.unary("ping", pool_pb2.PingRequest(payload=bytes(MESSAGE_BYTES + surplus)))
+        assert answer.code == "RESOURCE_EXHAUSTED"
+        assert wire.stats() == before
     assert raw_session.stream.send("ping", pool_pb2.PingRequest()).WhichOneof("reply") == "ping"
 
 
@@ -335,20 +242,20 @@ def test_out_of_blocks_says_how_many_and_when(raw_session: Any) -> None:
     assert (never.details, never.metadata["never"]) == ({"ErrorInfo"}, "true")
 
 
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("name", {"name": "x" * 65}),
-        ("name", {"name": "a\nb"}),
-        ("name", {"name": "\u202e"}),
-        ("detach_ttl_s", {"detach_ttl_s": -1.0}),
-        ("detach_ttl_s", {"detach_ttl_s": float("nan")}),
-        ("detach_ttl_s", {"detach_ttl_s": float("inf")}),
-        ("detach_ttl_s", {"detach_ttl_s": 3601.0}),
-    ],
-)
-def test_sessions_that_are_not_opened(wire: Any, field: str, options: dict[str, Any]) -> None:
+def test_sessions_that_are_not_opened(wire: Any) -> None:
     before = wire.stats()
-    answer = wire.unary("open", session_pb2.OpenRequest(**options))
-    assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
-    assert wire.stats() == before
+    with each_row() as row:
+        for field, value in (
+            ("name", "x" * 65),
+            ("name", "a\nb"),
+            ("name", "\u202e"),
+            ("detach_ttl_s", -1.0),
+            ("detach_ttl_s", float("nan")),
+            ("detach_ttl_s", float("inf")),
+            ("detach_ttl_s", 3601.0),
+        ):
+            with row((field, value)):
+                options: dict[str, Any] = {field: value}
+                answer = wire.unary("open", session_pb2.OpenRequest(**options))
+                assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
+                assert wire.stats() == before

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from daemon_lives import Life
-from kept_files import HeldFiles
+from each_row import each_row
+from kept_files import HeldFiles, without_memory
 from manual_clock import ManualClock
 
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS
 from kvservice.config import ServeConfig
 from kvservice.errors import (
+    InvalidArgumentError,
     ResourceExhaustedError,
     SequenceLostError,
     StaleStepError,
     UnknownSequenceError,
     UnknownSessionError,
 )
-from kvservice.kept import KeptState
+from kvservice.kept import Section
+from kvservice.saved import SavedFiles
 from kvservice.server.core import state_identity
-from kvservice.server.server_session import SessionMemory
 from kvservice.v1 import blocks_pb2, host_pb2, shared_memory_pb2, store_pb2
 
 TOKENS = list(range(10))
@@ -68,34 +71,30 @@ def check_empty(life: Life, token: bytes) -> None:
     life.manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"num_layers": 3},
-        {"block_size": 8},
-        {"dtype": "bfloat16"},
-        {"num_blocks": 65},
-        {"swap_space_gib": 0.0},
-        {"max_sequences": 65},
-        {"max_sequence_tokens": 513},
-        {"max_sessions": 255},
-        {"max_labels": 33},
-        {"enable_prefix_caching": False},
-        {"share_pool": "read"},
-        {"share_store": "read"},
-        {"store_gib": 1 / 32},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_another_configuration_starts_empty_and_says_why(
-    start: Callable[..., Life], caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        life = start()
+CHANGES: dict[str, Any] = {
+    "num_layers": 3,
+    "block_size": 8,
+    "dtype": "bfloat16",
+    "num_blocks": 65,
+    "swap_space_gib": 0.0,
+    "max_sequences": 65,
+    "max_sequence_tokens": 513,
+    "max_sessions": 255,
+    "max_labels": 33,
+    "enable_prefix_caching": False,
+    "share_pool": "read",
+    "share_store": "read",
+    "store_gib": 1 / 32,
+}
+
+
+def test_another_configuration_starts_empty_and_says_why(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(name: str, value: Any, held: HeldFiles) -> None:
+        caplog.clear()
+        life = Life(held, clock)
         session = await with_a_sequence(life)
         life.kill()
-        life = start(**changed)
-        (name,) = changed
+        life = Life(held, clock, **{name: value})
         assert life.core.report.outcome == "refused"
         assert {"swap_space_gib": "swap_blocks"}.get(name, name) in life.core.report.reason
         check_empty(life, session.token)
@@ -104,12 +103,15 @@ def test_another_configuration_starts_empty_and_says_why(
         another = life.open()
         await life.allocate(another, 1, TOKENS)
         life.kill()
-        life = start(**changed)
+        life = Life(held, clock, **{name: value})
         assert life.core.report.outcome == "taken over"
         life.attach(another.token)
         life.kill()
 
-    asyncio.run(scenario())
+    with each_row() as row:
+        for name, value in CHANGES.items():
+            with row(name), contextlib.closing(HeldFiles()) as held:
+                asyncio.run(scenario(name, value, held))
 
 
 def test_options_that_do_not_change_the_bytes_are_no_reason() -> None:
@@ -161,10 +163,12 @@ def test_a_corrupt_state_is_dropped(start: Callable[..., Life], caplog: pytest.L
 
 def test_values_that_no_table_can_have_are_no_crash(start: Callable[..., Life]) -> None:
     async def scenario() -> None:
-        for column, value in ((NUM_BLOCKS, 1 << 40), (LENGTH, -1)):
+        for now, value in ((3, 1 << 40), (len(TOKENS), -1)):  # the number of blocks, and the lengths
             life = start()
             session = await with_a_sequence(life)
-            life.manager.state.sequences.states[session.namespace.rows[1], column] = value
+            columns = life.manager.state.sequences.states[session.namespace.rows[1]]
+            assert (columns == now).any()
+            columns[columns == now] = value
             life.kill()
             life = start()
             assert life.core.report.outcome == "refused"
@@ -177,7 +181,7 @@ def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., 
     async def scenario() -> None:
         life = start()
         session = await with_a_sequence(life)
-        life.sessions._memory.records[session.row.number] = b'{"session_id": 1'
+        life.core.kept.table.section(Section.SESSIONS)[session.row.number] = b'{"session_id": 1'
         life.kill()
         life = start()
         assert life.core.report.outcome == "refused"
@@ -187,27 +191,24 @@ def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., 
     asyncio.run(scenario())
 
 
-def test_sessions_without_memory_name_their_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.telemetry.arrays.available_bytes", lambda: 1 << 16)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        SessionMemory.of(ServeConfig(num_blocks=8), KeptState.fresh().arrays, {})
+def test_sessions_without_memory_name_their_option(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> None:
+    """The replies of all sessions take more memory than the pool."""
+    with without_memory(monkeypatch, lambda: 32 << 20), pytest.raises(ResourceExhaustedError) as caught:
+        Life(clock=clock, store_gib=0.0, share_store="off")
     assert caught.value.field == "max_sessions"
 
 
-def test_a_start_without_memory_leaves_the_state_to_the_next(
-    start: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object) -> None:
-        raise ResourceExhaustedError("no memory", field="store_gib")
+def test_a_start_that_fails_leaves_the_state_to_the_next(start: Callable[..., Life], tmp_path: Path) -> None:
+    """The disk is in use by another daemon."""
 
     async def scenario() -> None:
         life = start()
         session = await with_a_sequence(life)
         life.kill()
-        with monkeypatch.context() as patched:
-            patched.setattr("kvservice.server.core.open_store", no_memory)
-            with pytest.raises(ResourceExhaustedError):
-                start()
+        with contextlib.closing(SavedFiles(tmp_path / "sessions", 1 << 20)):
+            for _ in range(3):
+                with pytest.raises(InvalidArgumentError, match="in use by another daemon"):
+                    start(disk=str(tmp_path))
         life = start()
         assert life.core.report.outcome == "taken over"
         assert life.attach(session.token).namespace.sequence_ids() == [1]

@@ -16,7 +16,9 @@ from grpc_status import rpc_status
 from kept_daemon import next_process
 from like_systemd import LikeSystemd
 from small_pool import SMALL_POOL
+from waiting import until
 
+from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2, blocks_pb2, events_pb2, inspect_pb2, session_pb2
 
@@ -125,7 +127,7 @@ def test_calls_without_a_reply_were_not_executed(kept_daemon: Daemon, raw: Any) 
     refused = [raw.refusal(reply.error) for reply in replies if reply.WhichOneof("reply") == "error"]
     assert {(one.code, one.reason) for one in refused} <= {("UNAVAILABLE", "RESTARTING")}
     kinds = [reply.WhichOneof("reply") for reply in replies if reply.WhichOneof("reply") != "error"]
-    kept_daemon._await_ready()
+    until(lambda: check(kept_daemon.address, timeout_s=0.5))
     session.stream, attached = attach(wire, session.token, reconnects=True)
     assert attached.num_lost_sequences == 0
     (described,) = session.describe().sequences
@@ -134,27 +136,27 @@ def test_calls_without_a_reply_were_not_executed(kept_daemon: Daemon, raw: Any) 
     wire.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "ended", "cause"),
-    [(signal.SIGHUP, "status 0", "upgrade"), (signal.SIGTERM, "status 0", "upgrade"), (signal.SIGKILL, "signal 9", "")],
-)
-def test_systemd_keeps_what_the_next_process_takes_over(
-    tmp_path: Path, raw: Any, number: int, ended: str, cause: str
-) -> None:
-    """`systemctl reload`, `systemctl restart` and a crash."""
+@pytest.mark.slow
+def test_systemd_keeps_what_the_next_process_takes_over(tmp_path: Path, raw: Any) -> None:
+    """`systemctl reload`, `systemctl restart` and a crash, one after the other."""
     systemd = LikeSystemd(tmp_path, **SMALL_POOL | {"session_grace_s": 60})
     try:
         systemd.start()
         wire = raw.Wire(systemd.address)
         session = raw.RawSession(wire)
         session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[raw_prompt(1)]))
-        assert systemd.end(number) == ended
-        systemd.start()
-        stream, _ = attach(wire, session.token, reconnects=True)
-        assert [one.sequence_id for one in session.describe().sequences] == [1]
-        restart = snapshot(wire).restart
-        assert (restart.outcome, restart.ended, restart.kept.sequences) == ("taken over", cause, 1)
-        stream.cancel()
+        for number, ended, cause in (
+            (signal.SIGHUP, "status 0", "upgrade"),
+            (signal.SIGTERM, "status 0", "upgrade"),
+            (signal.SIGKILL, "signal 9", ""),
+        ):
+            assert systemd.end(number) == ended
+            systemd.start()
+            stream, _ = attach(wire, session.token, reconnects=True)
+            assert [one.sequence_id for one in session.describe().sequences] == [1]
+            restart = snapshot(wire).restart
+            assert (restart.outcome, restart.ended, restart.kept.sequences) == ("taken over", cause, 1)
+            stream.cancel()
         wire.close()
         systemd.end(signal.SIGTERM)
     finally:

@@ -20,7 +20,7 @@ class FakeTier:
     `calls` counts by method, `state` is that of the figures."""
 
     def __init__(self, memory: Any, name: str = "fake") -> None:
-        self.name, self._memory = name, memory
+        self.name, self.memory = name, memory
         self.values: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.unstoppable: dict[str, asyncio.Event] = {}
@@ -56,7 +56,7 @@ class FakeTier:
             found, checksums = bytearray(), bytearray()
             for key, offset in zip(split(values.keys, KEY_BYTES), np.frombuffer(values.offsets, "<u8"), strict=True):
                 data, checksum = self.values.get((space.digest, key), (b"", bytes(WORD_BYTES)))
-                self._memory[offset : offset + len(data)] = data
+                self.memory[offset : offset + len(data)] = data
                 found.append(bool(data))
                 checksums += checksum
             return GetResult(bytes(found), bytes(checksums))
@@ -72,7 +72,7 @@ class FakeTier:
             places = np.frombuffer(values.offsets, "<u8")
             sums = split(values.checksums, WORD_BYTES)
             for key, offset, checksum in zip(split(values.keys, KEY_BYTES), places, sums, strict=True):
-                data = bytes(self._memory[offset : offset + space.block_bytes])
+                data = bytes(self.memory[offset : offset + space.block_bytes])
                 self.values[space.digest, key] = data, checksum
             return b"\1" * len(values)
         finally:

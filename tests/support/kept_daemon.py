@@ -7,6 +7,7 @@ import signal
 
 from waiting import until
 
+from kvservice.health import check
 from kvservice.launch import Daemon, StartError
 
 
@@ -23,4 +24,4 @@ def next_process(daemon: Daemon, number: signal.Signals) -> None:
     before = daemon.daemon_pid()
     os.kill(before, number)
     until(lambda: pid_of(daemon) not in (None, before))
-    daemon._await_ready()
+    until(lambda: check(daemon.address, timeout_s=0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 import kvservice
 from kvservice.kept import KeptFiles
@@ -62,6 +65,30 @@ def copied_file(data: bytes) -> int:
 
 def content_of(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+@contextmanager
+def collected_garbage() -> Iterator[Callable[[], object]]:
+    """Collect the garbage, and yield what collects the garbage from now on, without a look at what is older."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def without_memory(monkeypatch: pytest.MonkeyPatch, left: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Let the kernel say that so many bytes of memory are available, none unless `left` returns more."""
+    read, meminfo = Path.read_text, Path("/proc/meminfo")
+
+    def read_text(path: Path, *rest: Any, **named: Any) -> str:
+        return f"MemAvailable: {left() >> 10} kB\n" if path == meminfo else read(path, *rest, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", read_text)
+        yield
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from waiting import until
 
 from kvservice.config import ENV_PREFIX
 from kvservice.environment import missing_environment
-from kvservice.keeper.processes import Processes
-from kvservice.keeper.restarts import Ending
+
+# The number of the first descriptor that systemd passes.
+FIRST_DESCRIPTOR = 3
 
 
 class LikeSystemd:
@@ -26,32 +29,45 @@ class LikeSystemd:
         self._environ = os.environ | missing_environment(os.environ) | {"NOTIFY_SOCKET": name}
         self._environ |= {f"{ENV_PREFIX}{key.upper()}": str(value) for key, value in given.items()}
         self._manager = SmallManager(name)
-        self._processes = Processes()
         self._kept: dict[str, int] = {}
         self.pid = 0
 
     def start(self) -> None:
         """Start the daemon, and keep what it stores until it is ready."""
-        command = (sys.executable, "-P", "-m", "kvservice", "serve")
-        self.pid = self._processes.start(command, self._environ, self._kept)
+        beyond = FIRST_DESCRIPTOR + len(self._kept)
+        passed = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, beyond) for descriptor in self._kept.values()]
+        about = {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(self._kept)}
+        moves = [
+            (os.POSIX_SPAWN_DUP2, descriptor, number) for number, descriptor in enumerate(passed, FIRST_DESCRIPTOR)
+        ]
+        # The shell becomes the daemon, and knows its own id before that.
+        command = ["sh", "-c", 'export LISTEN_PID=$$; exec "$0" -P -m kvservice serve', sys.executable]
+        self.pid = os.posix_spawn("/bin/sh", command, self._environ | about, file_actions=moves)
+        for descriptor in passed:
+            os.close(descriptor)
         while not self._obey():
             pass
 
     def end(self, number: int) -> str:
         """Send the daemon a signal. Returns how it ended."""
-        self._processes.signal(self.pid, number)
-        ended: list[tuple[int, Ending]] = []
+        os.kill(self.pid, number)
+        statuses: list[int] = []
 
         def has_ended() -> bool:
-            ended.extend(self._processes.reap())
-            return bool(ended)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            statuses.append(status)
+            return pid == self.pid
 
         until(has_ended)
+        self.pid = 0
         while not self._manager.is_empty():
             self._obey()
-        return str(ended[0][1])
+        code = os.waitstatus_to_exitcode(statuses[-1])
+        return f"status {code}" if code >= 0 else f"signal {-code}"
 
     def close(self) -> None:
+        if self.pid:
+            self.end(signal.SIGKILL)
         for descriptor in self._kept.values():
             os.close(descriptor)
         with self._manager:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 from typing import Any
 
 import numpy as np
 
-from kvservice.client.fd_passing import fetch, introduce, socket_path
 from kvservice.v1 import shared_memory_pb2, store_pb2
 
 BLOCK_BYTES = 8192
@@ -31,16 +32,33 @@ def identity(model: str = "m", **changes: Any) -> store_pb2.StoreNamespace:
     return store_pb2.StoreNamespace(**fields | changes)
 
 
+def fd_socket(address: str) -> str:
+    """Return the path of the fd-passing socket beside a unix socket."""
+    return address.removeprefix("unix:").removeprefix("//") + ".fds"
+
+
+def present(address: str, token: bytes, count: int = 1) -> tuple[bytes, list[int]]:
+    """Present a token on the fd-passing socket. Returns what the daemon sends, and the descriptors that it passes, at
+    most `count`. The token of a session introduces its user."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20.0)
+        connection.connect(fd_socket(address))
+        connection.sendall(token)
+        answer, descriptors, _, _ = socket.recv_fds(connection, 16, count)
+    return answer, descriptors
+
+
 class RawStore:
-    """The store for one session, with one namespace open. `transport` is "unary" or "stream"."""
+    """The store for one session, with one namespace open. `transport` is "unary", "stream", or "both" in turns."""
 
     def __init__(self, session: Any, model: str = "m", transport: str = "unary", **changes: Any) -> None:
-        self.session, self.transport = session, transport
+        self.session = session
+        self.transports = itertools.cycle(("unary", "stream") if transport == "both" else (transport,))
         self.opened = self.ok("open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity(model, **changes)))
         self.id = self.opened.namespace_id
 
     def call(self, name: str, request: Any) -> Any:
-        return self.session.call(f"store_{name}", request, getattr(self, "transport", "unary"))
+        return self.session.call(f"store_{name}", request, next(self.transports))
 
     def ok(self, name: str, request: Any) -> Any:
         answer = self.call(name, request)
@@ -74,19 +92,15 @@ class RawStore:
 
     def descriptor(self, address: str, writable: bool) -> tuple[int, int]:
         """Fetch the memory of the store. Returns its descriptor, which the caller closes, and its size."""
-        path = socket_path(address)
-        assert path is not None
-        introduce(path, self.session.token)
+        present(address, self.session.token)
         answer = self.ok("map_store", store_pb2.MapStoreRequest(writable=writable))
-        (descriptor,) = fetch(path, answer.handover_token, 1)
+        _, (descriptor,) = present(address, answer.handover_token)
         return descriptor, answer.num_bytes
 
     def region(self, address: str, name: str, num_bytes: int) -> int:
         """Create a region. Returns its descriptor, which the caller closes."""
         request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=num_bytes)
-        path = socket_path(address)
-        assert path is not None
-        (descriptor,) = fetch(path, self.session.ok("create_region", request).handover_token, 1)
+        _, (descriptor,) = present(address, self.session.ok("create_region", request).handover_token)
         return descriptor
 
 

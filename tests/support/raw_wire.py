@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,38 +13,66 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvservice.launch import Daemon
-from kvservice.server.contract import SERVICES, call_name, is_of_session
 from kvservice.v1 import (
+    attention_pb2,
     attention_pb2_grpc,
     blocks_pb2,
     blocks_pb2_grpc,
+    events_pb2,
     events_pb2_grpc,
+    host_pb2,
     host_pb2_grpc,
+    inspect_pb2,
     inspect_pb2_grpc,
     pool_pb2,
     pool_pb2_grpc,
+    scheduler_pb2,
     scheduler_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
+    shared_memory_pb2,
     shared_memory_pb2_grpc,
+    store_pb2,
     store_pb2_grpc,
     tensor_pb2,
+    transfer_pb2,
     transfer_pb2_grpc,
 )
 
 # Far above the duration of any call, and far below the time limit of a test.
 TIMEOUT_S = 20.0
-SESSION_CALLS = sorted(call_name(method) for service in SERVICES for method in service.methods if is_of_session(method))
+SERVICES = tuple(
+    service
+    for module in (
+        session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, store_pb2, transfer_pb2, scheduler_pb2,
+        pool_pb2, inspect_pb2, events_pb2,
+    )
+    for service in module.DESCRIPTOR.services_by_name.values()
+)  # fmt: skip
+CALLS = session_pb2.Call.DESCRIPTOR.oneofs_by_name["call"].fields
+SESSION_CALLS = sorted({field.name for field in CALLS} - {"attach", "ping"})
+
+
+def call_name(method: Any) -> str:
+    """Return the name of an RPC's field in Call, such as can_allocate, and store_lookup for StoreService's Lookup."""
+    prefix = "store_" if method.containing_service.name == "StoreService" else ""
+    return prefix + re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
+
+
+def is_of_session(method: Any) -> bool:
+    """Return whether the calls of a method belong to a session."""
+    return call_name(method) in SESSION_CALLS
 
 
 def request_of(name: str) -> Any:
     """Return an empty request of a session's call."""
-    message: Any = session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type
-    return message._concrete_class()
+    kind: Any = session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type
+    return GetMessageClass(kind)()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 def files(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "disk" / "sessions").iterdir() if path.name != "lock")
+
+
+def file_of(token: bytes) -> str:
+    """Return the name of a session's file."""
+    return hashlib.sha256(b"kvservice session " + token).hexdigest() + ".session"
 
 
 async def resume_error(life: Life, token: bytes) -> Any:

@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from daemon_lives import Life, end_stream
+from daemon_lives import Life, end_stream, finish
 
-from kvservice.blocks.slices import finish
-from kvservice.saved.transfers import BlockTransfers
-from kvservice.server.server_session import ServerSession
 from kvservice.v1 import blocks_pb2, session_pb2
 
 KINDS = ("allocate", "allocate", "append", "fork", "swap_out", "swap_in", "truncate", "free", "chunk")
@@ -39,7 +36,7 @@ class Found(NamedTuple):
     kv: bytes
 
 
-async def detach(life: Life, session: ServerSession, ttl_s: float = 0.0) -> session_pb2.DetachResponse:
+async def detach(life: Life, session: Any, ttl_s: float = 0.0) -> session_pb2.DetachResponse:
     """Save a session. Its client then ends its stream."""
     response: session_pb2.DetachResponse = await life.call(
         session, "detach", session_pb2.DetachRequest(ttl_s=ttl_s, durable=True)
@@ -48,14 +45,14 @@ async def detach(life: Life, session: ServerSession, ttl_s: float = 0.0) -> sess
     return response
 
 
-async def resume(life: Life, token: bytes, holder: int = 2) -> ServerSession:
+async def resume(life: Life, token: bytes, holder: int = 2) -> Any:
     """Attach to a session as a client does that resumes it."""
     if (restoring := life.sessions.restoring(token)) is not None:
         await restoring
     return life.attach(token, holder)
 
 
-async def found(life: Life, session: ServerSession) -> dict[int, Found]:
+async def found(life: Life, session: Any) -> dict[int, Found]:
     """Return what is in all sequences. Swapped ones are swapped in and out again."""
     described = life.manager.describe(session.namespace, include_tokens=True)
     result: dict[int, Found] = {}
@@ -73,7 +70,7 @@ async def found(life: Life, session: ServerSession) -> dict[int, Found]:
     return result
 
 
-async def random_session(life: Life, session: ServerSession, seed: int, *, num_operations: int = 25) -> None:
+async def random_session(life: Life, session: Any, seed: int, *, num_operations: int = 25) -> None:
     """Make sequences with forks, extra keys, partial blocks, pending tokens, half-written steps and swaps."""
     made = random.Random(seed)
     names: list[int] = []
@@ -126,7 +123,7 @@ async def random_session(life: Life, session: ServerSession, seed: int, *, num_o
             await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=swapped[:1]))
 
 
-def sharing(life: Life, session: ServerSession) -> list[list[tuple[bool, int]]]:
+def sharing(life: Life, session: Any) -> list[list[tuple[bool, int]]]:
     """Return the tables of all sequences without lookahead: (swapped, block)."""
     tables = finish(life.manager.save_in_slices(session.namespace))
     return [
@@ -145,7 +142,7 @@ async def settle() -> None:
 def inline_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the calls of threads run on the event loop, so that a test sees each of their effects."""
 
-    async def run_here(_: BlockTransfers, call: Callable[..., Any], *args: Any) -> Any:
+    async def run_here(_: asyncio.AbstractEventLoop, __: Any, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
-    monkeypatch.setattr(BlockTransfers, "run", run_here)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", run_here)

@@ -12,7 +12,6 @@ from fake_tier import FakeTier
 from kept_files import HeldFiles
 from manual_clock import ManualClock
 
-from kvservice.server import spilling
 from kvservice.tiers import TierChain
 from kvservice.v1 import blocks_pb2
 
@@ -20,6 +19,8 @@ SIZE = 4
 TOKENS = list(range(41))
 # Loads are always worth it.
 SLOW = {"prefill_tokens_per_s": 1.0}
+# The pause before the next look at a pool in which nothing is to be saved.
+LOOK_S = 0.05
 Start = Callable[..., Life]
 
 
@@ -50,7 +51,7 @@ def add_tier(life: Life, tier: FakeTier, clock: ManualClock) -> None:
     """Put a tier below the store of a daemon."""
     store = life.core.store
     assert store is not None
-    tier._memory = store.memory.map
+    tier.memory = store.memory.map
     object.__setattr__(store, "chain", TierChain(store.blocks, [tier], clock))
     again = type(tier_of(life))(life.config, life.core.engine, store, clock)
     vars(tier_of(life)).update(vars(again))
@@ -58,7 +59,7 @@ def add_tier(life: Life, tier: FakeTier, clock: ManualClock) -> None:
 
 async def save_all(life: Life) -> None:
     """Save everything that is to be saved."""
-    while await tier_of(life).spiller.save_some() != spilling.LOOK_S:
+    while await tier_of(life).spiller.save_some() != LOOK_S:
         pass
 
 

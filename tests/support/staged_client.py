@@ -10,23 +10,39 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from lane_ring import CAPACITY, COMPLETED, SUBMITTED
+from raw_store import present
+from raw_wire import Refusal, Wire
 
 from kvservice import _ext, ops
 from kvservice.client import KVClient, Session
-from kvservice.client.fd_passing import fetch
-from kvservice.client.threads import finish
+from kvservice.errors import FailedPreconditionError
 from kvservice.v1 import host_pb2, shared_memory_pb2
 
 NUM_TOKENS, MANY_HEADS = 200, 1024
 NO_STEP = 1 << 40
 
 
+ADDRESSES: dict[bytes, str] = {}
+
+
+def kv_address(kv: Session) -> str:
+    """Return the address of a session's daemon, which whoever opened the session has noted."""
+    return ADDRESSES[kv.token]
+
+
 def call(kv: Session, name: str, request: Any) -> Any:
-    return finish(cast(Any, kv._core).call(name, request))
+    """Make a unary call of the session, which the client library knows nothing of."""
+    request.session_token = kv.token
+    wire = Wire(kv_address(kv))
+    answer = wire.unary(name, request)
+    wire.close()
+    if isinstance(answer, Refusal):
+        raise FailedPreconditionError(answer.message)
+    return answer
 
 
 def region_made(kv: Session) -> Any:
@@ -53,8 +69,7 @@ def lane_made(kv: Session) -> Any:
 
 
 def lane_fetched(kv: Session) -> mmap.mmap:
-    assert kv._core.context.fds.path is not None
-    (descriptor,) = fetch(kv._core.context.fds.path, lane_made(kv).handover_token, 1)
+    _, (descriptor,) = present(kv_address(kv), lane_made(kv).handover_token)
     try:
         return mmap.mmap(descriptor, _ext.LANE_BYTES)
     finally:
@@ -117,9 +132,7 @@ def pool_offered(kv: Session) -> Any:
 
 
 def pool_mapped(kv: Session) -> Any:
-    from kvservice.client.pools.mapped import MappedPool
-
-    return finish(MappedPool.open(kv._core.context, True))
+    return kv.map_pool(writable=True)
 
 
 def written(kv: Session) -> Any:
@@ -145,6 +158,7 @@ STAGES: dict[str, Callable[[Session], Any]] = {
 def main() -> None:
     address, stage = sys.argv[1:]
     with KVClient(address, transport="inline") as client, client.session(stage) as kv:
+        ADDRESSES[kv.token] = address
         held = STAGES[stage](kv)
         print(stage, flush=True)
         while held is not None:

@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,9 @@ from typing import Any
 import numpy as np
 from storm_client import ENDED
 
-from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.client import KVClient
 from kvservice.errors import KVServiceError
-from kvservice.health import reason_not_serving
-from kvservice.keeper.control import ask
-from kvservice.keeper.settings import control_path
+from kvservice.health import check
 from kvservice.launch import Daemon, StartError
 
 TRANSPORTS = ("inline", "region", "lane", "mapped", "store")
@@ -170,7 +166,7 @@ class Clients:
 
 class Storm:
     def __init__(self, daemon: Daemon, clients: Clients, seed: int) -> None:
-        self._daemon, self._clients = daemon, clients
+        self.daemon, self.clients = daemon, clients
         self._random = random.Random(seed)
         self.report = Report(seed)
 
@@ -178,27 +174,27 @@ class Storm:
         """`num_at_start` of the kills are followed by another one during the take-over."""
         events = ["kill at start"] * num_at_start + ["kill"] * (num_kills - num_at_start) + ["upgrade"] * num_upgrades
         self._random.shuffle(events)
-        self._clients.wait_for(self._clients.operations() * 0, 1)
+        self.clients.wait_for(self.clients.operations() * 0, 1)
         for event in events:
             self._wait_for_operations()
             if event == "upgrade":
                 self.report.upgrade_pauses_s.append(self._upgrade())
                 continue
-            before, begin = self._clients.operations(), time.monotonic()
+            before, begin = self.clients.operations(), time.monotonic()
             self._kill(at_start=event == "kill at start")
-            self._clients.wait_for(before, 2)  # one may have been made before the daemon was gone
+            self.clients.wait_for(before, 2)  # one may have been made before the daemon was gone
             self.report.pauses_s.append(time.monotonic() - begin)
 
     def _wait_for_operations(self) -> None:
         """Wait for a random number of operations, and for a fraction of one."""
-        wanted = self._clients.operations().sum() + self._random.randint(1, 60)
+        wanted = self.clients.operations().sum() + self._random.randint(1, 60)
         deadline = time.monotonic() + STUCK_S
-        while self._clients.operations().sum() < wanted and time.monotonic() < deadline:
+        while self.clients.operations().sum() < wanted and time.monotonic() < deadline:
             time.sleep(POLL_S)
         time.sleep(self._random.random() * 0.01)
 
     def _kill(self, *, at_start: bool) -> None:
-        pid = self._daemon.daemon_pid()
+        pid = self.daemon.daemon_pid()
         os.kill(pid, signal.SIGKILL)
         self.report.kills += 1
         if at_start:
@@ -212,27 +208,30 @@ class Storm:
     def _next_pid(self, pid: int) -> int:
         while True:
             with contextlib.suppress(StartError):
-                if (found := self._daemon.daemon_pid()) != pid:
+                if (found := self.daemon.daemon_pid()) != pid:
                     return found
             time.sleep(POLL_S)
 
     def _upgrade(self) -> float:
         """Upgrade, and return the longest time in seconds without an operation of one of the clients."""
-        with ThreadPoolExecutor(1) as threads:
-            path = control_path(self._daemon.address.removeprefix("unix://"))
-            while not [*ask(path, "status", STUCK_S)][-1]["ready"]:  # it serves before it tells its keeper
-                time.sleep(POLL_S)
-            asking = threads.submit(lambda: [*ask(path, "upgrade", STUCK_S)][-1])
-            pause_s = self._clients.longest_pause_s(asking.done)
-            result = asking.result()
+        socket = self.daemon.address.removeprefix("unix://")
+        command = [sys.executable, "-P", "-m", "kvservice", "upgrade", "--unix-socket", socket]
+        deadline = time.monotonic() + STUCK_S
+        while True:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asking:
+                pause_s = self.clients.longest_pause_s(lambda: asking.poll() is not None)
+                said, _ = asking.communicate()
+            # The daemon serves before it tells its keeper that it is ready.
+            if asking.returncode == 0 or "is starting" not in said or time.monotonic() > deadline:
+                break
         self.report.upgrades += 1
-        if not result["ok"]:
-            self.report.failures.append(f"the upgrade failed: {result['message']}")
+        if asking.returncode:
+            self.report.failures.append(f"the upgrade failed: {said}")
         return pause_s
 
     def check_empty(self) -> None:
         """Check that nothing is left of the clients, and that the daemon's bookkeeping is consistent."""
-        with KVClient(self._daemon.address) as client, client.session() as kv:
+        with KVClient(self.daemon.address) as client, client.session() as kv:
             deadline = time.monotonic() + 2 * GRACE_S
             while client.stats().sessions > 1 and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -247,9 +246,9 @@ class Storm:
             }
         self.report.failures += [f"{count} {name} are left" for name, count in left.items() if count]
         time.sleep(2 * DAEMON["integrity_interval_s"])
-        if reason := reason_not_serving(self._daemon.address, 10.0, NO_CREDENTIALS):
-            self.report.failures.append(f"the daemon does not serve: {reason}")
-        log = self._daemon.log.read_text(errors="replace")
+        if not check(self.daemon.address, timeout_s=10.0):
+            self.report.failures.append("the daemon does not serve")
+        log = self.daemon.log.read_text(errors="replace")
         bad = [line for line in log.splitlines() if "Traceback" in line or " ERROR " in line or "refused" in line]
         self.report.failures += [f"the daemon's log: {line}" for line in bad[:20]]
 
@@ -278,12 +277,12 @@ def run(
     with storm(seed, transports, num_threads, **options) as one:
         try:
             one.run(num_kills, min(num_at_start, MAX_KILLS_AT_START, num_kills), num_upgrades)
-            one._clients.finish(one.report)
+            one.clients.finish(one.report)
             one.check_empty()
         except (TimeoutError, KVServiceError, OSError) as error:
             one.report.failures.append(f"{type(error).__name__}: {error}")
-            one._clients.finish(one.report)
-            one.report.failures.append(one._daemon.log.read_text(errors="replace")[-4000:])
+            one.clients.finish(one.report)
+            one.report.failures.append(one.daemon.log.read_text(errors="replace")[-4000:])
         return one.report
 
 
