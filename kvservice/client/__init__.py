@@ -31,7 +31,7 @@ from kvservice.client.events import (  # noqa: E402
     StoreCleared,
 )
 from kvservice.client.pools.mapped import MappedPool  # noqa: E402
-from kvservice.client.pools.tables import MappedStep  # noqa: E402
+from kvservice.client.pools.tables import MappedStep, OneStep  # noqa: E402
 from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
 from kvservice.client.scheduler_values import (  # noqa: E402
     BatchReport,
@@ -46,7 +46,7 @@ from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreRe
 from kvservice.client.store.blocking import Store, StoreLease, StoreReservation  # noqa: E402
 from kvservice.client.store.pieces import Scatter  # noqa: E402
 from kvservice.client.store.values import Lookup, PutStatus, StoreNamespace  # noqa: E402
-from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
+from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo, StepInfo  # noqa: E402
 
 __all__ = [
     "AllBlocksCleared",
@@ -74,6 +74,7 @@ __all__ = [
     "Lookup",
     "MappedPool",
     "MappedStep",
+    "OneStep",
     "Pin",
     "PlacementSettings",
     "PoolInfo",
@@ -91,6 +92,7 @@ __all__ = [
     "Session",
     "SharedRegion",
     "Step",
+    "StepInfo",
     "Store",
     "StoreBlocksRemoved",
     "StoreBlocksStored",

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_faces import Awaitable
+from both_faces import Face, session_of
+from rows import rows
 from small_daemons import OpenDaemon
 
 from kvservice import ops
-from kvservice.client import AsyncKVClient, KVClient, ScheduledRequest, Sequence, Session, Step
-from kvservice.client.pools.mapped import MappedPool
-from kvservice.client.pools.tables import OneStep
+from kvservice.client import KVClient, MappedPool, OneStep, ScheduledRequest, Sequence, Session, Step
 from kvservice.client.threads import finish
 from kvservice.errors import (
     FailedPreconditionError,
@@ -142,10 +141,17 @@ def test_the_same_tokens_as_with_an_append_for_each(kv: Session) -> None:
         kv.free(sequences)
 
 
-@pytest.mark.parametrize("num_steps", [2, 7, 40])
-def test_a_step_is_used_while_it_is_committed(kv: Session, num_steps: int) -> None:
+def test_a_step_is_used_while_it_is_committed(kv: Session) -> None:
     """The tables of the next step, of any size, take the place of those of the committed one in the daemon's memory."""
     pool = kv.map_pool(writable=True)
+    with rows() as row:
+        for num_steps in (2, 7, 40):
+            with row(num_steps):
+                check_use_while_committing(kv, pool, num_steps)
+
+
+def check_use_while_committing(kv: Session, pool: MappedPool, num_steps: int) -> None:
+    kv.reset_prefix_cache()
     plain = computed(kv, *PROMPTS)
     expected = generate(kv, plain, [1, 2, 3], 4)
     kv.free(plain)
@@ -165,35 +171,29 @@ def test_a_step_is_used_while_it_is_committed(kv: Session, num_steps: int) -> No
     pool.step(following).check()
     assert kv.commit_ahead(following, [token for row in zip(*found[2:], strict=True) for token in row]) is None
     assert [list(row) for row in zip(*found, strict=True)] == expected
+    kv.free(sequences)
 
 
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
-def test_both_faces(address: str, face: str) -> None:
-    async def scenario(session: Any) -> None:
-        sequence = await session.allocate(PROMPTS[0])
-        kv_of = np.ones((LAYERS, len(PROMPTS[0]), KV_HEADS, HEAD_SIZE), np.float32)
-        step = await session.open_step([sequence])
-        await step.write(kv_of, kv_of)
-        await session.map_pool(writable=True)
-        ahead = await session.open_ahead([sequence], 3)
-        assert (ahead.query_lens.tolist(), ahead.context_lens.tolist()) == ([3], [8])
-        following = await session.commit_ahead(ahead, [5, 6], num_tokens=[2], num_steps=1)
-        assert sequence.length == 7
-        assert following.context_lens.tolist() == [8]
-        assert await session.commit_ahead(following, []) is None
-        assert sequence.length == 7
-        await session.free([sequence])
-        await session.reset_prefix_cache()
+def test_both_faces(address: str, face: Face) -> None:
+    async def scenario() -> None:
+        async with session_of(face, address, "inline") as session:
+            sequence = await session.allocate(PROMPTS[0])
+            kv_of = np.ones((LAYERS, len(PROMPTS[0]), KV_HEADS, HEAD_SIZE), np.float32)
+            step = await session.open_step([sequence])
+            await step.write(kv_of, kv_of)
+            await session.map_pool(writable=True)
+            ahead = await session.open_ahead([sequence], 3)
+            assert (ahead.query_lens.tolist(), ahead.context_lens.tolist()) == ([3], [8])
+            following = await session.commit_ahead(ahead, [5, 6], num_tokens=[2], num_steps=1)
+            assert sequence.length == 7
+            assert following.context_lens.tolist() == [8]
+            assert await session.commit_ahead(following, []) is None
+            assert sequence.length == 7
+            await session.free([sequence])
+            await session.reset_prefix_cache()
 
-    async def asynchronous() -> None:
-        async with AsyncKVClient(address, transport="inline") as client, client.session() as session:
-            await scenario(session)
-
-    if face == "asyncio":
-        asyncio.run(asynchronous())
-    else:
-        with KVClient(address, transport="inline") as client, client.session() as session:
-            asyncio.run(scenario(Awaitable(session)))
+    asyncio.run(scenario())
 
 
 def test_a_step_ahead_has_no_layers(kv: Session) -> None:
@@ -235,22 +235,38 @@ ENDS: dict[str, Callable[[Session, Sequence], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_what_ends_it(kv: Session, name: str) -> None:
+def test_what_ends_it(address: str) -> None:
+    """Its tables, and its commit, raise StaleStepError after that."""
+    with rows() as row:
+        for name, end in ENDS.items():
+            with row(name), KVClient(address, transport="mapped") as client, client.session() as kv:
+                check_end(kv, end)
+                kv.reset_prefix_cache()
+
+
+def check_end(kv: Session, end: Callable[[Session, Sequence], Any]) -> None:
     pool = kv.map_pool(writable=True)
     (sequence,) = computed(kv, PROMPTS[0])
     step = kv.open_ahead([sequence], 3)
     tables = pool.step(step)
     tables.check()
-    ENDS[name](kv, sequence)
+    end(kv, sequence)
     with pytest.raises(StaleStepError):
         tables.check()
     with pytest.raises(StaleStepError):
         kv.commit_ahead(step, [1])
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_step_lasts_until_the_end_of_those_that_follow_it(kv: Session, name: str) -> None:
+def test_a_step_lasts_until_the_end_of_those_that_follow_it(address: str) -> None:
+    """Its tables are valid until then, although its place has the tables of others."""
+    with rows() as row:
+        for name, end in ENDS.items():
+            with row(name), KVClient(address, transport="mapped") as client, client.session() as kv:
+                check_steps_that_follow(kv, end)
+                kv.reset_prefix_cache()
+
+
+def check_steps_that_follow(kv: Session, end: Callable[[Session, Sequence], Any]) -> None:
     pool = kv.map_pool(writable=True)
     (sequence,) = computed(kv, PROMPTS[0])
     steps = [kv.open_ahead([sequence], 3)]
@@ -267,7 +283,7 @@ def test_a_step_lasts_until_the_end_of_those_that_follow_it(kv: Session, name: s
     for step in steps[:-1]:  # its place has the tables of another
         with pytest.raises(StaleStepError):
             pool.step(step)
-    ENDS[name](kv, sequence)
+    end(kv, sequence)
     kv.open_ahead(computed(kv, PROMPTS[1]), 3)  # may have the same place in the tables
     for tables in found:
         with pytest.raises(StaleStepError):

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rows import rows
 
-from kvservice.client import KVClient, Sequence, Session, Step
+from kvservice.client import AsyncKVClient, BlockSparse, KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 
 LIMIT_TOKENS = 4 * 2**20 // 4  # max_message_mib of the shared daemon, in token ids
@@ -27,80 +28,83 @@ def prompt_step(kv: Session) -> Step:
     return kv.open_step([kv.allocate([1, 2, 3])])
 
 
-Call = Callable[[Session, Sequence, Step], Any]
+# A session, a sequence of it and a step, as arguments of any type may be given.
+Call = Callable[[Any, Any, Any], Any]
 
 
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda kv, seq, step: kv.truncate(seq, math.nan), "lengths"),
-        (lambda kv, seq, step: kv.truncate(seq, 1.5), "lengths"),
-        (lambda kv, seq, step: kv.allocate([1.5]), "token_ids"),
-        (lambda kv, seq, step: kv.allocate([math.nan]), "token_ids"),
-        (lambda kv, seq, step: kv.allocate(np.ones(2)), "token_ids"),
-        (lambda kv, seq, step: kv.allocate(np.ones((2, 2), np.int32)), "token_ids"),
-        (lambda kv, seq, step: kv.allocate([2**31]), "token_ids"),
-        (lambda kv, seq, step: kv.allocate([1], sequence_id="one"), "sequence_ids"),
-        (lambda kv, seq, step: kv.allocate([1], lookahead=math.nan), "lookahead"),
-        (lambda kv, seq, step: kv.allocate([1], extra_keys=[(0, "text")]), "key"),
-        (lambda kv, seq, step: kv.allocate([1], extra_keys=[(math.nan, b"")]), "position"),
-        (lambda kv, seq, step: kv.allocate_batch([[1], [2]], sequence_ids=[5]), "sequence_ids"),
-        (lambda kv, seq, step: kv.append([seq], [1], num_tokens=[1, 1]), "num_tokens"),
-        (lambda kv, seq, step: kv.open_step([seq], math.nan), "num_tokens"),
-        (lambda kv, seq, step: kv.pin([1], ttl_s="long"), "ttl_s"),
-        (lambda kv, seq, step: kv.read(seq, math.nan, 1), "start"),
-        (lambda kv, seq, step: kv.read(seq, 0, "1"), "stop"),
-        (lambda kv, seq, step: kv.read(seq, 0, 2**33), "ranges[0].stop"),
-        (lambda kv, seq, step: kv.read(seq, 0, 2**70), "start"),
-        (lambda kv, seq, step: kv.read(seq, -1, 1), "ranges[0].start"),
-        (lambda kv, seq, step: kv.append(kv.describe()[:1], [1]), "sequences[0]"),
-        (lambda kv, seq, step: kv.truncate(kv.describe()[0], 1), "sequences[0]"),
-        (lambda kv, seq, step: kv.fork(kv.describe()[0]), "parents[0]"),
-        (lambda kv, seq, step: step.extend(0.5, KV, KV, KV), "layer"),
-        (lambda kv, seq, step: step.extend(2**40, KV, KV, KV), "layer"),
-        (lambda kv, seq, step: step.extend(0, KV.tolist(), KV, KV), "query"),
-        (lambda kv, seq, step: step.extend(0, KV.astype(np.int8), KV, KV), "query"),
-        (lambda kv, seq, step: step.extend(0, KV, torch.ones(3, 2, 32, dtype=torch.int32), KV), "key"),
-        (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=0), "options.scale"),
-        (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=1e-60), "options.scale"),
-        (lambda kv, seq, step: step.extend(0, KV, KV, KV, sliding_window=math.nan), "options.sliding_window"),
-    ],
+WRONG: tuple[tuple[Call, str], ...] = (
+    (lambda kv, seq, step: kv.truncate(seq, math.nan), "lengths"),
+    (lambda kv, seq, step: kv.truncate(seq, 1.5), "lengths"),
+    (lambda kv, seq, step: kv.allocate([1.5]), "token_ids"),
+    (lambda kv, seq, step: kv.allocate([math.nan]), "token_ids"),
+    (lambda kv, seq, step: kv.allocate(np.ones(2)), "token_ids"),
+    (lambda kv, seq, step: kv.allocate(np.ones((2, 2), np.int32)), "token_ids"),
+    (lambda kv, seq, step: kv.allocate([2**31]), "token_ids"),
+    (lambda kv, seq, step: kv.allocate([1], sequence_id="one"), "sequence_ids"),
+    (lambda kv, seq, step: kv.allocate([1], lookahead=math.nan), "lookahead"),
+    (lambda kv, seq, step: kv.allocate([1], extra_keys=[(0, "text")]), "key"),
+    (lambda kv, seq, step: kv.allocate([1], extra_keys=[(math.nan, b"")]), "position"),
+    (lambda kv, seq, step: kv.allocate_batch([[1], [2]], sequence_ids=[5]), "sequence_ids"),
+    (lambda kv, seq, step: kv.append([seq], [1], num_tokens=[1, 1]), "num_tokens"),
+    (lambda kv, seq, step: kv.open_step([seq], math.nan), "num_tokens"),
+    (lambda kv, seq, step: kv.pin([1], ttl_s="long"), "ttl_s"),
+    (lambda kv, seq, step: kv.read(seq, math.nan, 1), "start"),
+    (lambda kv, seq, step: kv.read(seq, 0, "1"), "stop"),
+    (lambda kv, seq, step: kv.read(seq, 0, 2**33), "ranges[0].stop"),
+    (lambda kv, seq, step: kv.read(seq, 0, 2**70), "start"),
+    (lambda kv, seq, step: kv.read(seq, -1, 1), "ranges[0].start"),
+    (lambda kv, seq, step: kv.append(kv.describe()[:1], [1]), "sequences[0]"),
+    (lambda kv, seq, step: kv.truncate(kv.describe()[0], 1), "sequences[0]"),
+    (lambda kv, seq, step: kv.fork(kv.describe()[0]), "parents[0]"),
+    (lambda kv, seq, step: step.extend(0.5, KV, KV, KV), "layer"),
+    (lambda kv, seq, step: step.extend(2**40, KV, KV, KV), "layer"),
+    (lambda kv, seq, step: step.extend(0, KV.tolist(), KV, KV), "query"),
+    (lambda kv, seq, step: step.extend(0, KV.astype(np.int8), KV, KV), "query"),
+    (lambda kv, seq, step: step.extend(0, KV, torch.ones(3, 2, 32, dtype=torch.int32), KV), "key"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=0), "options.scale"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=1e-60), "options.scale"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, sliding_window=math.nan), "options.sliding_window"),
 )
-def test_the_field_is_named_and_the_session_goes_on(kv: Session, call: Call, field: str) -> None:
-    step = prompt_step(kv)
-    before = kv.describe(token_ids=True)
-
-    with pytest.raises(InvalidArgumentError) as caught:
-        call(kv, step.sequences[0], step)
-
-    assert caught.value.field == field
-    assert kv.describe(token_ids=True) == before
-    np.testing.assert_array_equal(step.extend(0, KV, KV, KV), KV)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda kv, tokens: kv.allocate(tokens),
-        lambda kv, tokens: kv.can_allocate([tokens]),
-        lambda kv, tokens: kv.append([kv.allocate([1])], tokens, num_tokens=[len(tokens)]),
-        lambda kv, tokens: kv.match_prefix(tokens),
-        lambda kv, tokens: kv.pin(tokens, ttl_s=1),
-        lambda kv, tokens: prompt_step(kv).write(*(np.ones((2, 4096, 2, 32), np.float32),) * 2),
-    ],
-)
-def test_a_message_over_the_limit_is_not_sent(kv: Session, call: Callable[[Session, list[int]], Any]) -> None:
-    with pytest.raises(MessageTooLargeError):
-        call(kv, [7] * LIMIT_TOKENS)
-    assert kv.allocate([1]).length == 1
+def test_the_field_is_named_and_the_session_goes_on(kv: Session) -> None:
+    with rows() as row:
+        for number, (call, field) in enumerate(WRONG):
+            with row(f"{number}: {field}"):
+                step = prompt_step(kv)
+                before = kv.describe(token_ids=True)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    call(kv, step.sequences[0], step)
+                assert caught.value.field == field
+                assert kv.describe(token_ids=True) == before
+                np.testing.assert_array_equal(step.extend(0, KV, KV, KV), KV)
+                kv.free(step.sequences)
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_outputs_are_of_the_callers_kind_and_own_their_memory(kv: Session, kind: Callable[[Any], Any]) -> None:
-    output, lse = prompt_step(kv).extend(0, kind(KV), kind(KV), kind(KV), return_lse=True)
-    assert type(output) is type(kind(KV))
-    output[:] = 0
-    assert tuple(lse.shape) == (3, 2)
+def test_a_message_over_the_limit_is_not_sent(kv: Session) -> None:
+    calls: dict[str, Callable[[Session, list[int]], Any]] = {
+        "allocate": lambda kv, tokens: kv.allocate(tokens),
+        "can_allocate": lambda kv, tokens: kv.can_allocate([tokens]),
+        "append": lambda kv, tokens: kv.append([kv.allocate([1])], tokens, num_tokens=[len(tokens)]),
+        "match_prefix": lambda kv, tokens: kv.match_prefix(tokens),
+        "pin": lambda kv, tokens: kv.pin(tokens, ttl_s=1),
+        "write": lambda kv, tokens: prompt_step(kv).write(*(np.ones((2, 4096, 2, 32), np.float32),) * 2),
+    }
+    tokens = [7] * LIMIT_TOKENS
+    with rows() as row:
+        for name, call in calls.items():
+            with row(name):
+                with pytest.raises(MessageTooLargeError):
+                    call(kv, tokens)
+                assert kv.allocate([1]).length == 1
+
+
+def test_outputs_are_of_the_callers_kind_and_own_their_memory(kv: Session) -> None:
+    for kind in (np.asarray, torch.from_numpy):
+        output, lse = prompt_step(kv).extend(0, kind(KV), kind(KV), kind(KV), return_lse=True)
+        assert type(output) is type(kind(KV))
+        output[:] = 0
+        assert tuple(lse.shape) == (3, 2)
 
 
 def test_token_ids_may_come_as_any_whole_numbers(kv: Session) -> None:
@@ -135,6 +139,27 @@ def test_a_token_that_is_not_bytes_is_named(client: KVClient) -> None:
 
 
 def test_a_transport_that_does_not_exist_is_named_at_once() -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        KVClient("127.0.0.1:1", transport="telepathy")
-    assert caught.value.field == "transport"
+    transport: Any
+    for transport in ("", "Lane", "tcp", None):
+        for client in (KVClient, AsyncKVClient):
+            with pytest.raises(InvalidArgumentError) as caught:
+                client("127.0.0.1:1", transport=transport)
+            assert caught.value.field == "transport"
+
+
+def test_a_daemon_on_the_cpu_refuses_block_sparse_attention(kv: Session) -> None:
+    query, kv_tensor = np.ones((2, 4, 32), np.float32), np.ones((2, 2, 32), np.float32)
+    step = kv.open_step([kv.allocate([1, 2])])
+    for sparse, field in (
+        (BlockSparse(2, 1, 8), "options.block_sparse"),
+        (BlockSparse(2, 1, 8, tp_rank=-1), "options.block_sparse.tp_rank"),
+        (BlockSparse(2, 1.5, 8), "options.block_sparse.local_blocks"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidArgumentError) as refused:
+            step.extend(0, query, kv_tensor, kv_tensor, block_sparse=sparse)
+        assert refused.value.field == field
+    np.testing.assert_allclose(step.extend(0, query, kv_tensor, kv_tensor), 1.0)
+
+
+def test_what_is_stored_is_told(client: KVClient) -> None:
+    assert (client.info.kv_cache_dtype, client.info.dtype, client.info.batch_invariant) == ("float32", "float32", False)

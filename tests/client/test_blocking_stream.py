@@ -1,52 +1,57 @@
-"""The stream of the sync API: a call that reaches its limit leaves the stream and other calls alone."""
+"""The stream of a session: calls that reach their limits leave it and other calls alone, and its end is an error."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+from rows import rows
+from scripted_daemon import ScriptedDaemon, serving
 from waiting import PATIENCE_S, until
 
-from kvservice.client.connection import SessionConnection
+from kvservice.client import KVClient, Session
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
-from kvservice.client.waiting import SessionStream
-from kvservice.errors import CallTimeoutError, ConnectionLostError
-from kvservice.v1 import blocks_pb2, pool_pb2, session_pb2, session_pb2_grpc
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    KVServiceError,
+    MessageTooLargeError,
+    ResourceExhaustedError,
+    SessionTakenError,
+    TLSHandshakeError,
+)
+from kvservice.v1 import pool_pb2, session_pb2, session_pb2_grpc
+from kvservice.wire import to_status
 
 SHORT_S = 0.01
 
 
-class Held(session_pb2_grpc.SessionServiceServicer):
-    """A server that does not answer describe until `release`, which ends the stream instead if `ends` is set. It
-    answers ping with its payload."""
+class Held(ScriptedDaemon):
+    """A server that does not answer describe until `release`, which ends the stream instead if `ends` is set. The
+    answer to match_prefix is the number of tokens that it was asked for."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        super().__init__()
         self.release = threading.Event()
         self.ends = False
 
-    def Connect(self, calls: Iterator[session_pb2.Call], _: Any) -> Iterator[session_pb2.Reply]:  # noqa: N802
-        for call in calls:
-            name = call.WhichOneof("call")
-            self.calls.append(name)
-            reply = session_pb2.Reply(call_id=call.call_id)
-            if name == "attach":
-                reply.attach.session_id = 7
-            elif name == "ping":
-                reply.ping.payload = call.ping.payload
-            else:
-                assert self.release.wait(PATIENCE_S)
-                if self.ends:
-                    self.ends = False
-                    return
-                reply.describe.SetInParent()
-            yield reply
+    def answer(self, name: str, call: session_pb2.Call, reply: session_pb2.Reply, context: Any) -> bool:
+        if name == "match_prefix":
+            reply.match_prefix.num_cached_tokens = len(call.match_prefix.token_ids)
+            return True
+        assert self.release.wait(PATIENCE_S)
+        if self.ends:
+            self.ends = False
+            return False
+        return super().answer(name, call, reply, context)
 
 
 @pytest.fixture
@@ -59,68 +64,56 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Held]:
-    servicer = Held()
-    running = grpc.server(futures.ThreadPoolExecutor(4))
-    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, running)
-    assert running.add_insecure_port(f"unix:{tmp_path}/socket")
-    running.start()
-    yield servicer
-    servicer.release.set()
-    running.stop(None).wait()
+    held = Held()
+    with serving(held, f"unix:{tmp_path}/socket"):
+        yield held
+        held.release.set()
 
 
 @pytest.fixture
-def connection(server: Held, tmp_path: Path) -> Iterator[SessionConnection]:
-    with grpc.insecure_channel(f"unix:{tmp_path}/socket") as channel:
-        stub = session_pb2_grpc.SessionServiceStub(channel)
-
-        def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
-            return BlockingStream(stub, (), on_end, waits)
-
-        made = SessionConnection(ThreadWaiting(), stream, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
-        assert finish(made.connect(PATIENCE_S)) == 7
-        yield made
+def kv(server: Held, tmp_path: Path) -> Iterator[Session]:
+    address = f"unix:{tmp_path}/socket"
+    with KVClient(address, transport="inline", reconnect_wait_s=PATIENCE_S) as client:
+        session = client.resume(b"token")
+        yield session
         server.release.set()
-        finish(made.close())
+        session.close()
 
 
-def describe(connection: SessionConnection, timeout_s: float | None = None) -> Any:
-    return finish(connection.call("describe", blocks_pb2.DescribeRequest(), timeout_s))
+def ask(kv: Session, number: int, timeout_s: float | None = None) -> int:
+    """Make a call whose answer is this number."""
+    return kv.match_prefix([1] * number, timeout_s=timeout_s)
 
 
-def ping(connection: SessionConnection, payload: bytes, timeout_s: float | None = None) -> bytes:
-    answer: bytes = finish(connection.call("ping", pool_pb2.PingRequest(payload=payload), timeout_s)).payload
-    return answer
-
-
-@pytest.mark.parametrize("limit_s", [None, PATIENCE_S])
-def test_calls_after_one_without_an_answer_get_their_own_answers(
-    server: Held, connection: SessionConnection, limit_s: float | None
-) -> None:
-    with pytest.raises(CallTimeoutError):
-        describe(connection, SHORT_S)
-    with futures.ThreadPoolExecutor(2) as threads:
-        answers = [threads.submit(ping, connection, payload, limit_s) for payload in (b"one", b"two")]
+def test_calls_after_one_without_an_answer_get_their_own_answers(server: Held, kv: Session) -> None:
+    for limit_s in (None, PATIENCE_S):
+        server.release.clear()
         with pytest.raises(CallTimeoutError):
-            ping(connection, b"three", SHORT_S)
-        server.release.set()
-        assert [answer.result(PATIENCE_S) for answer in answers] == [b"one", b"two"]
-    assert ping(connection, b"four", limit_s) == b"four"
+            kv.describe(timeout_s=SHORT_S)
+        with futures.ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(ask, kv, number, limit_s) for number in (1, 2)]
+            with pytest.raises(CallTimeoutError):
+                ask(kv, 3, SHORT_S)
+            server.release.set()
+            assert [answer.result(PATIENCE_S) for answer in answers] == [1, 2]
+        assert ask(kv, 4, limit_s) == 4
     assert server.calls[:2] == ["attach", "describe"]
     assert server.calls.count("attach") == 1
 
 
-def test_calls_are_not_sent_while_an_answer_is_missing(server: Held, connection: SessionConnection) -> None:
-    for number in range(5):
+def test_calls_are_not_sent_while_an_answer_is_missing(server: Held, kv: Session) -> None:
+    with pytest.raises(CallTimeoutError):
+        kv.describe(timeout_s=SHORT_S)
+    for number in range(1, 5):
         with pytest.raises(CallTimeoutError):
-            ping(connection, b"%d" % number, SHORT_S) if number else describe(connection, SHORT_S)
+            ask(kv, number, SHORT_S)
     server.release.set()
-    assert ping(connection, b"last") == b"last"
-    assert server.calls == ["attach", "describe", "ping"]
+    assert ask(kv, 5) == 5
+    assert server.calls == ["attach", "describe", "match_prefix"]
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_call_leaves_the_stream_alone(server: Held, connection: SessionConnection) -> None:
+def test_an_interrupted_call_leaves_the_stream_alone(server: Held, kv: Session) -> None:
     """The main thread is interrupted as by Ctrl-C, in a call without a limit."""
     main = threading.main_thread().ident
     assert main == threading.get_ident(), "signals reach the main thread"
@@ -135,10 +128,10 @@ def test_an_interrupted_call_leaves_the_stream_alone(server: Held, connection: S
         with futures.ThreadPoolExecutor(1) as threads:
             threads.submit(interrupt)
             with pytest.raises(KeyboardInterrupt):
-                describe(connection)
+                kv.describe()
         server.release.set()
-        assert ping(connection, b"next") == b"next"
-        assert server.calls == ["describe", "ping"], "it is the same stream"
+        assert ask(kv, 6) == 6
+        assert server.calls == ["describe", "match_prefix"], "it is the same stream"
 
 
 def test_a_thread_that_was_interrupted_while_it_took_its_turn_has_it() -> None:
@@ -151,36 +144,38 @@ def test_a_thread_that_was_interrupted_while_it_took_its_turn_has_it() -> None:
         assert threads.submit(lambda: finish(turns.take(0.0))).result(PATIENCE_S)
 
 
-def test_a_stream_that_ends_after_a_limit_is_noticed(server: Held, connection: SessionConnection) -> None:
+def test_a_stream_that_ends_after_a_limit_is_noticed(server: Held, kv: Session) -> None:
     server.ends = True
     with pytest.raises(CallTimeoutError):
-        describe(connection, SHORT_S)
+        kv.describe(timeout_s=SHORT_S)
     with futures.ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(ping, connection, b"next")
+        answer = threads.submit(ask, kv, 7)
         server.release.set()
-        assert answer.result(PATIENCE_S) == b"next"
-    assert server.calls == ["attach", "describe", "attach", "ping"]
+        assert answer.result(PATIENCE_S) == 7
+    assert server.calls == ["attach", "describe", "attach", "match_prefix"]
 
 
-def test_closing_ends_a_read_without_an_answer(connection: SessionConnection) -> None:
-    stream: Any = connection._stream
-    with pytest.raises(CallTimeoutError):
-        describe(connection, SHORT_S)
-    assert stream._reader._thread.is_alive()
-    finish(connection.close())
-    stream._reader._thread.join(PATIENCE_S)
-    assert not stream._reader._thread.is_alive()
-    with pytest.raises(ConnectionLostError):
-        ping(connection, b"")
+@pytest.mark.usefixtures("server")
+def test_closing_ends_a_read_without_an_answer(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with KVClient(f"unix:{tmp_path}/socket", transport="inline") as client:
+        kv = client.resume(b"token")
+        with pytest.raises(CallTimeoutError):
+            kv.describe(timeout_s=SHORT_S)
+        (reading,) = (one for one in set(threading.enumerate()) - before if one.name == "kvservice-replies")
+        kv.close()
+        reading.join(PATIENCE_S)
+        assert not reading.is_alive()
+        with pytest.raises(ConnectionLostError):
+            ask(kv, 8)
 
 
 @pytest.mark.usefixtures("server")
 def test_an_ended_stream_is_not_waited_for(tmp_path: Path) -> None:
     ended = threading.Event()
     with grpc.insecure_channel(f"unix:{tmp_path}/socket") as channel:
-        stream = BlockingStream(
-            session_pb2_grpc.SessionServiceStub(channel), (), lambda _: ended.set(), waits_for_daemon=False
-        )
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        stream = BlockingStream(stub, (), lambda _: ended.set(), waits_for_daemon=False)
         finish(stream.end())
         assert ended.wait(PATIENCE_S)
         stream.error = None  # as if the end were not noticed yet
@@ -188,33 +183,143 @@ def test_an_ended_stream_is_not_waited_for(tmp_path: Path) -> None:
             finish(stream.exchange("ping", pool_pb2.PingRequest(), ThreadWaiting.clock() + PATIENCE_S))
 
 
-class EndedStub:
-    """A stub whose stream has ended with CANCELLED, and which is the stream itself."""
+class Ended:
+    """A stream that has ended with a status, and the stub that it comes from."""
 
-    def __init__(self, details: str) -> None:
-        self._details = details
+    def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
+        self.status, self.text, self.metadata = code, details, trailing_metadata
 
-    def Connect(self, *_: Any, **__: Any) -> EndedStub:  # noqa: N802
+    def Connect(self, *_: Any, **__: Any) -> Ended:  # noqa: N802
         return self
 
     def add_callback(self, _: Any) -> bool:
         return False
 
     def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.CANCELLED
+        return self.status
 
     def details(self) -> str:
-        return self._details
+        return self.text
 
     def trailing_metadata(self) -> Any:
-        return ()
+        return self.metadata
 
 
-@pytest.mark.parametrize(
-    ("details", "reason"),
-    [("CANCELLED", "the daemon's gRPC ended the call"), ("Locally cancelled by application!", "was closed here")],
-)
-def test_the_error_says_which_side_cancelled_the_stream(details: str, reason: str) -> None:
-    stream = BlockingStream(EndedStub(details), (), lambda _: None, False)  # type: ignore[arg-type]
-    assert isinstance(stream.error, ConnectionLostError)
-    assert reason in str(stream.error)
+def taken() -> Any:
+    status = to_status(SessionTakenError("taken"))
+    status.code = code_pb2.ABORTED
+    return rpc_status.to_status(status)
+
+
+FAILED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+REFUSED = "Failed to connect to remote host: connect: Connection refused"
+HANDSHAKE = "Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+ENDS: dict[str, tuple[Ended, type[KVServiceError], str]] = {
+    "taken": (Ended(*taken()), SessionTakenError, "taken"),
+    # gRPC mixes both statuses if a call is cancelled here while the daemon's status arrives.
+    "taken and cancelled": (
+        Ended(grpc.StatusCode.CANCELLED, "Locally cancelled by application!", taken().trailing_metadata),
+        ConnectionLostError,
+        "was closed here",
+    ),
+    "cancelled and taken": (
+        Ended(grpc.StatusCode.ABORTED, "Locally cancelled", taken().trailing_metadata),
+        ConnectionLostError,
+        "Locally cancelled",
+    ),
+    "cancelled here": (
+        Ended(grpc.StatusCode.CANCELLED, "Locally cancelled by application!"),
+        ConnectionLostError,
+        "was closed here",
+    ),
+    "cancelled there": (
+        Ended(grpc.StatusCode.CANCELLED, "CANCELLED"),
+        ConnectionLostError,
+        "the daemon's gRPC ended the call; it may have too many calls waiting",
+    ),
+    # grpc.aio reports this if the stream ends during a send; the reason is lost.
+    "hidden": (Ended(grpc.StatusCode.INTERNAL, "Internal error from Core", None), ConnectionLostError, "Internal"),
+    "cut": (Ended(grpc.StatusCode.UNAVAILABLE, "Socket closed"), ConnectionLostError, "UNAVAILABLE: Socket closed"),
+    "received": (
+        Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max"),
+        MessageTooLargeError,
+        "larger than max",
+    ),
+    "sent": (
+        Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Sent message larger than max (9 vs. 4)"),
+        MessageTooLargeError,
+        "larger than max",
+    ),
+    "too many": (
+        Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"),
+        ResourceExhaustedError,
+        "limit exceeded",
+    ),
+    # The words of older versions of gRPC.
+    "expired": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"{FAILED}{HANDSHAKE}CERTIFICATE_VERIFY_FAILED: certificate has expired"),
+        TLSHandshakeError,
+        "has expired",
+    ),
+    "plain text": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"{FAILED}{HANDSHAKE}WRONG_VERSION_NUMBER: Invalid"),
+        TLSHandshakeError,
+        "does not speak TLS",
+    ),
+    "alert": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"{FAILED}{HANDSHAKE}TLSV1_ALERT_INTERNAL_ERROR"),
+        TLSHandshakeError,
+        "do not agree",
+    ),
+    "name": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"{FAILED}Peer name localhost is not in peer certificate"),
+        TLSHandshakeError,
+        "for another name",
+    ),
+    # The last address of localhost is not all of them.
+    "IPv6": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"last error: UNKNOWN: ipv6:[::1]:50051: {REFUSED}"),
+        ConnectionLostError,
+        "127.0.0.1, it may expect TLS",
+    ),
+    "IPv6, quoted": (
+        Ended(grpc.StatusCode.UNAVAILABLE, f"last error: UNKNOWN: ipv6:%5B::1%5D:50051: {REFUSED}"),
+        ConnectionLostError,
+        "127.0.0.1, it may expect TLS",
+    ),
+}
+# Messages that are passed on as they are.
+PLAIN = ("no route", f"{FAILED}connect: Connection refused (111)", f"last error: ipv4:127.0.0.1:50051: {REFUSED}")
+
+
+def test_the_error_of_an_ended_stream() -> None:
+    def error_of(ended: Any) -> KVServiceError | None:
+        return BlockingStream(ended, (), lambda _: None, False).error
+
+    with rows() as row:
+        for name, (ended, kind, text) in ENDS.items():
+            with row(name):
+                error = error_of(ended)
+                assert type(error) is kind
+                assert text in str(error)
+                assert kind is not TLSHandshakeError or ended.text in str(error)
+        for text in PLAIN:
+            with row(text):
+                error = error_of(Ended(grpc.StatusCode.UNAVAILABLE, text))
+                assert type(error) is ConnectionLostError
+                assert str(error) == f"UNAVAILABLE: {text}"
+
+
+def test_a_restarted_daemon_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC connects again without a call. A pause of its back-off is up to a fifth longer than its limit."""
+    given: list[dict[str, Any]] = []
+    open_channel = grpc.insecure_channel
+
+    def opened(address: str, options: Any) -> grpc.Channel:
+        given.append(dict(options))
+        return open_channel(address, options)
+
+    monkeypatch.setattr(grpc, "insecure_channel", opened)
+    for address in ("unix:///run/kv.sock", "127.0.0.1:50051"):
+        KVClient(address, connect_timeout_s=None).close()
+    assert [options["grpc.max_reconnect_backoff_ms"] for options in given] == [50, 250]

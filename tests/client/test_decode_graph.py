@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, check_tables, state_of  # noqa: E402  torch may be missing
 from kept_daemon import next_process  # noqa: E402
+from rows import rows  # noqa: E402
 from small_daemons import OpenDaemon  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
@@ -58,17 +59,17 @@ def toy(kv: Session) -> Toy:
     return Toy(kv, "cpu")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_random_runs_give_what_appends_give(large: KVClient, seed: int) -> None:
     """The rig compares outputs, tokens and K/V."""
     with large.session() as kv, large.session() as other:
         check_random_runs(kv, other, "cpu", seed, BOUND)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_tables_move_on(seed: int) -> None:
+def test_the_tables_move_on() -> None:
     """The rig compares positions, lengths and slots."""
-    check_tables(torch.device("cpu"), seed)
+    for seed in range(4):
+        check_tables(torch.device("cpu"), seed)
 
 
 def test_unknown_tokens_are_forgotten(kv: Session, toy: Toy) -> None:
@@ -131,10 +132,7 @@ def test_nobody_waits_for_the_answer_to_a_commit(kv: Session, toy: Toy, monkeypa
     for number in range(4, 6):
         graph.replay([number])
         graph.graph.written([number])
-    steps = graph.graph.steps
-    assert steps is not None
-    assert steps._pending is not None
-    assert not steps._pending.done()
+    assert not go_on.is_set(), "the answer is not here"
     go_on.set()
     for number in range(6, 20):
         graph.replay([number])
@@ -153,8 +151,12 @@ def test_a_capture_writes_nowhere(kv: Session, toy: Toy) -> None:
     graph.graph.end()
     toy.decode(sequences, [5])
     before = state_of(kv, sequences)
-    assert graph.graph._step is not None
-    graph.graph.capture(graph.graph._step)
+
+    def step() -> None:
+        for layer in range(toy.num_layers):
+            graph.graph.attend(layer, *toy.tensors(graph.tokens, graph.graph.positions, layer))
+
+    graph.graph.capture(step)
     assert state_of(kv, sequences) == before
 
 
@@ -203,8 +205,15 @@ def end_the_mapping(kv: Session, _: Any) -> None:
     finish(kv._core.call("unmap_pool", host_pb2.UnmapPoolRequest()))
 
 
-@pytest.mark.parametrize("end", [end_by_append, end_by_free, end_the_mapping])
-def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy, end: Any) -> None:
+def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy) -> None:
+    """Every method of the graph raises StaleStepError."""
+    with rows() as row:
+        for end in (end_by_append, end_by_free, end_the_mapping):
+            with row(end.__name__):
+                check_end(kv, toy, end)
+
+
+def check_end(kv: Session, toy: Toy, end: Any) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 2)
     graph.replay([1])
@@ -292,12 +301,18 @@ def lose_answers(kv: Session, monkeypatch: pytest.MonkeyPatch, lost: set[int], *
     monkeypatch.setattr(kv, "commit_ahead", late)
 
 
-@pytest.mark.parametrize("executed", [False, True])
-@pytest.mark.parametrize("num_steps", [2, 3, 5])
-def test_commits_without_an_answer_are_made_again(
-    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, num_steps: int, executed: bool
-) -> None:
+def test_commits_without_an_answer_are_made_again(kv: Session, toy: Toy) -> None:
     """They are executed once. The run goes on."""
+    with rows() as row:
+        for num_steps in (2, 3, 5):
+            for executed in (False, True):
+                with row(f"{num_steps} steps, executed: {executed}"), pytest.MonkeyPatch.context() as patch:
+                    check_lost_answers(kv, toy, patch, num_steps, executed=executed)
+
+
+def check_lost_answers(
+    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, num_steps: int, *, executed: bool
+) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     lose_answers(kv, monkeypatch, {0, 2, 3, 5}, executed=executed)
     graph.graph.begin(sequences, num_steps)
@@ -319,29 +334,41 @@ def test_commits_without_an_answer_are_made_again(
     assert sequences[0].length == found.length == found.num_computed_tokens == 28
     expected = toy.compute([1, 2, 3, *range(25)])
     assert state_of(kv, sequences) == state_of(kv, expected)
+    kv.free([*sequences, *expected])
 
 
 def test_a_commit_whose_wait_is_interrupted_is_not_made_again(
     kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The main thread is interrupted as by Ctrl-C, while the commit is on its way in another one."""
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
-    graph.graph.begin(sequences, 2)
-    for number in range(4):
-        graph.replay([number])
-    for number in range(2):
-        graph.graph.written([number])
-    steps = graph.graph.steps
-    assert steps is not None
-    pending = steps._pending
-    assert pending is not None
+    waits, go_on, commit = threading.Event(), threading.Event(), kv.commit_ahead
+    main = threading.main_thread().ident
+    assert main == threading.get_ident(), "signals reach the main thread"
 
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        if waits.wait(20) and not go_on.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+        go_on.wait(20)
+        return commit(*args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pending, "result", interrupted)
+    def check() -> None:
+        waits.set()
+        graph.graph.check()
+
+    monkeypatch.setattr(kv, "commit_ahead", slowly)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        graph.graph.begin(sequences, 2)
+        for number in range(4):
+            graph.replay([number])
+        for number in range(2):
+            graph.graph.written([number])
         with pytest.raises(KeyboardInterrupt):
-            graph.graph.check()
+            check()
+    finally:
+        signal.signal(signal.SIGINT, former)
+    go_on.set()
     graph.graph.check()
     assert sequences[0].length == 5
     graph.graph.end()
@@ -349,10 +376,14 @@ def test_a_commit_whose_wait_is_interrupted_is_not_made_again(
     assert sequences[0].length == 5
 
 
-@pytest.mark.parametrize("executed", [False, True])
-def test_an_end_without_an_answer_is_made_again(
-    kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, executed: bool
-) -> None:
+def test_an_end_without_an_answer_is_made_again(kv: Session, toy: Toy) -> None:
+    """It is executed once, and nothing else is possible before."""
+    for executed in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            check_lost_end(kv, toy, patch, executed=executed)
+
+
+def check_lost_end(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch, *, executed: bool) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     lose_answers(kv, monkeypatch, {0, 1}, executed=executed)
     graph.graph.begin(sequences, 4)
@@ -403,14 +434,17 @@ def test_the_end_of_a_run_is_one_call(kv: Session, toy: Toy, monkeypatch: pytest
     assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("wrong", [[1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]], None, 5])
-def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy, wrong: Any) -> None:
+def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy) -> None:
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     graph.graph.begin(sequences, 2)
     graph.replay([4])
-    with pytest.raises(InvalidArgumentError) as raised:
-        graph.graph.written(wrong)
-    assert raised.value.field == "token_ids"
+    wrong: Any
+    with rows() as row:
+        for wrong in ([1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]], None, 5):
+            with row(wrong):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    graph.graph.written(wrong)
+                assert raised.value.field == "token_ids"
     graph.graph.written([4])
     graph.graph.end()
     assert kv.describe(sequences, token_ids=True)[0].token_ids == (1, 2, 3, 4)
@@ -424,8 +458,13 @@ WRONG_TENSORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("field", WRONG_TENSORS)
-def test_wrong_tensors_are_named(toy: Toy, field: str) -> None:
+def test_wrong_tensors_are_named(toy: Toy) -> None:
+    """InvalidArgumentError has the name of the argument."""
+    for field in WRONG_TENSORS:
+        check_wrong_tensor(toy, field)
+
+
+def check_wrong_tensor(toy: Toy, field: str) -> None:
     graph = DecodeGraph(toy.kv, 2, MAX_TOKENS)
 
     def step() -> None:

@@ -13,13 +13,12 @@ import pytest
 from small_daemons import OpenDaemon
 
 from kvservice import ops
-from kvservice.client import KVClient, Session, Step
-from kvservice.client.calls import WriteCall
+from kvservice.client import KVClient, MappedPool, Session, Step
 from kvservice.client.fd_passing import fetch
-from kvservice.client.pools.mapped import MappedPool
 from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError, StaleStepError
-from kvservice.v1 import host_pb2
+from kvservice.v1 import attention_pb2, host_pb2
+from kvservice.wire import put_tensor
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 4, 2, 32, 4
 PROMPT = list(range(700, 711))
@@ -131,7 +130,10 @@ def test_the_daemon_is_told_which_layers_were_written(writer: Session, stranger:
 def test_a_step_of_the_daemons_cannot_be_committed(writer: Session) -> None:
     step = writer.open_step([writer.allocate(PROMPT)])
     key, value = tensors(0, len(PROMPT))[1:]
-    finish(writer._core.calls.transport.rest.write(WriteCall(step.info, 0, key, value)))  # type: ignore[attr-defined]
+    request = attention_pb2.WriteRequest(step_id=step.step_id, layer=0)
+    put_tensor(key, request.key)
+    put_tensor(value, request.value)
+    call(writer, "write", request)
     with pytest.raises(LayerWrittenError):
         call(writer, "commit", host_pb2.CommitRequest(step_id=step.step_id))
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cutting_proxy import CuttingProxy
+from rows import rows
+from waiting import until
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.threads import finish
@@ -66,21 +68,26 @@ def check_contents(kv: Session, step: Step) -> None:
         np.testing.assert_array_equal(values[layer], tensors(layer)[2])
 
 
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("attends", [True, False])
-def test_a_step_goes_on_with_the_next_process(kv: Session, daemon: Daemon, before: int, attends: bool) -> None:
+def test_a_step_goes_on_with_the_next_process(kv: Session, daemon: Daemon) -> None:
     """`before`: how many layers are written when the process changes."""
     outputs = expected(daemon)
-    step = kv.open_step([kv.allocate(PROMPT)])
-    for layer in range(LAYERS):
-        if layer == before:
-            taken_over(kv)
-        if attends:
-            np.testing.assert_allclose(step.extend(layer, *tensors(layer)), outputs[layer], rtol=1e-4, atol=1e-5)
-        else:
-            _, key, value = tensors(layer)
-            step.write(key, value, layer)
-    check_contents(kv, step)
+    with rows() as row:
+        for before in (0, 1):
+            for attends in (True, False):
+                step = kv.open_step([kv.allocate(PROMPT)])
+                with row(f"before layer {before}, attends: {attends}"):
+                    for layer in range(LAYERS):
+                        query, key, value = tensors(layer)
+                        if layer == before:
+                            taken_over(kv)
+                        if attends:
+                            output = step.extend(layer, query, key, value)
+                            np.testing.assert_allclose(output, outputs[layer], rtol=1e-4, atol=1e-5)
+                        else:
+                            step.write(key, value, layer)
+                    check_contents(kv, step)
+                kv.free(step.sequences)
+                kv.reset_prefix_cache()
 
 
 def test_a_step_after_the_change_is_written_as_before(kv: Session, daemon: Daemon) -> None:
@@ -134,16 +141,28 @@ def test_tables_of_an_earlier_process_are_refused(daemon: Daemon) -> None:
         mapped.step(kv.open_step([sequence])).check()
 
 
-def test_tables_are_not_trusted_without_a_connection(daemon: Daemon) -> None:
-    with KVClient(daemon.address, transport="inline") as client, client.session() as kv:
+def test_tables_are_not_trusted_without_a_connection(tmp_path: Path, daemon: Daemon) -> None:
+    with (
+        CuttingProxy(tmp_path, daemon.address, handover=True) as proxy,
+        KVClient(proxy.address, transport="inline", reconnect_wait_s=60) as client,
+        client.session(detachable=True) as kv,
+    ):
         mapped = kv.map_pool(writable=True)
         tables = mapped.step(kv.open_step([kv.allocate(PROMPT)]))
-        connection = kv._core.context.connection
-        stream, connection._stream = connection._stream, None
-        with pytest.raises(ConnectionLostError):
-            tables.check()
-        connection._stream = stream
         tables.check()
+        proxy.cut(stay_down=True)
+        refusals = (ConnectionLostError, StaleStepError)  # the daemon may end the mapping meanwhile
+
+        def is_refused() -> bool:
+            try:
+                tables.check()
+            except refusals:
+                return True
+            return False
+
+        until(is_refused)
+        proxy.up()
+        assert len(kv.describe()) == 1
 
 
 def test_a_session_is_resumed_while_the_daemon_is_away(tmp_path: Path, daemon: Daemon) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows import rows
 
 from kvservice.client import KVClient, Session, Step
-from kvservice.client.batches import token_parts
 from kvservice.client.threads import finish
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError, MessageTooLargeError
 from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2
-from kvservice.wire.tensors import put_tensor
+from kvservice.wire import put_tensor
 
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 32, 8, 64, 2
 POOL: dict[str, Any] = {
@@ -166,11 +166,26 @@ def test_parts_come_in_their_order(address: str) -> None:
 
 
 def test_how_tokens_are_cut(address: str) -> None:
-    with KVClient(address) as client:
-        message_bytes = client.info.max_message_bytes
-    limit = message_bytes - 4096
-    assert token_parts(10, limit // 10, message_bytes) == [(0, 10)]
-    assert token_parts(11, limit // 10, message_bytes) == [(0, 10), (10, 11)]
-    assert token_parts(3, limit, message_bytes) == [(0, 1), (1, 2), (2, 3)]
-    assert token_parts(3, limit + 1, message_bytes) == [(0, 3)], "not even one token fits, and the caller is told so"
-    assert token_parts(0, 100, message_bytes) == [(0, 0)]
+    """Calls around the limit of one message, of whose parts each is as large as it may be."""
+    with KVClient(address, transport="inline") as client, client.session() as kv:
+        per_token = (HEADS + 2 * KV_HEADS) * HEAD_SIZE * 4
+        whole = kv.info.max_message_bytes // per_token
+        with rows() as row:
+            for num_tokens in (*range(whole - 2, whole + 3), *range(2 * whole - 3, 2 * whole + 3), 3 * whole + 1):
+                sequence = kv.allocate(range(num_tokens), extra_keys=[(0, b"%d" % num_tokens)])
+                with row(num_tokens):
+                    step = kv.open_step([sequence])
+                    query, key, value = tensors(num_tokens)
+                    for layer in range(LAYERS):
+                        step.extend(layer, query, key, value)
+                    for found, one in zip(kv.read(sequence, 0, num_tokens), (key, value), strict=True):
+                        np.testing.assert_array_equal(found, [one] * LAYERS)
+                kv.free([sequence])
+        sequence = kv.allocate([1])
+        assert [part.shape[1] for part in kv.read(sequence, 0, 0)] == [0, 0], "no token is one part as well"
+        # A token that does not fit is refused.
+        step = kv.open_step([sequence])
+        heads = kv.info.max_message_bytes // (HEAD_SIZE * 4)
+        wide = np.ones((1, heads, HEAD_SIZE), np.float32)
+        with pytest.raises(MessageTooLargeError):
+            step.extend(0, wide, *tensors(1)[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows import rows
 from waiting import PATIENCE_S, until
 
 from kvservice import _ext
@@ -194,9 +195,17 @@ def test_parts_that_cannot_travel_take_messages_in_order(rig: Rig) -> None:
     assert called == [(0, True), (1, False), (2, False), (3, True)]
 
 
-@pytest.mark.parametrize("nth", range(4))
-@pytest.mark.parametrize("way", ["write", "read"])
-def test_what_follows_a_failure_takes_messages(rig: Rig, way: str, nth: int) -> None:
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+def test_what_follows_a_failure_takes_messages(face: str) -> None:
+    """The region is given up once, when nobody copies."""
+    with rows() as row:
+        for way in ("write", "read"):
+            for nth in range(4):
+                with row(f"{way} {nth}"):
+                    check_failure(Rig(face), way, nth)
+
+
+def check_failure(rig: Rig, way: str, nth: int) -> None:
     called = []
 
     def on_call(number: int, places: Places | None) -> None:

@@ -3,65 +3,72 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from concurrent import futures
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from rows import rows
+from scripted_daemon import ScriptedDaemon, serving
 
-from kvservice.client.channel import CHANNEL_OPTIONS
+from kvservice.client import KVClient
+from kvservice.errors import ConnectionLostError
 
-POOL, SESSION = "kvservice.v1.PoolService", "kvservice.v1.SessionService"
 
-
-class Breaking(grpc.GenericRpcHandler):
-    """A server that fails the first attempts of each method in the way a broken connection does."""
+class Breaking(grpc.ServerInterceptor):
+    """Fails the first attempts of each unary method in the way a broken connection does."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
         self.attempts: Counter[str] = Counter()
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
-        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
-            self.attempts[details.method] += 1
-            if self.attempts[details.method] <= self.num_failures:
-                context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed")
-            return request
+    def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
+        handler, name = continuation(details), details.method.rpartition("/")[2]
+        if handler is None or handler.unary_unary is None:
+            return handler
+        self.attempts[name] += 1
+        return self.refusal() if self.attempts[name] <= self.num_failures else handler
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+    def refusal(self) -> Any:
+        def abort(_: bytes, context: grpc.ServicerContext) -> bytes:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed")
 
-
-@pytest.fixture(params=[1, 2])
-def breaking(request: pytest.FixtureRequest) -> Breaking:
-    return Breaking(request.param)
-
-
-@pytest.fixture
-def channel(tmp_path: Path, breaking: Breaking) -> Iterator[grpc.Channel]:
-    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[breaking])
-    server.add_insecure_port(f"unix:{tmp_path}/socket")
-    server.start()
-    with grpc.insecure_channel(f"unix:{tmp_path}/socket", CHANNEL_OPTIONS) as channel:
-        yield channel
-    server.stop(None).wait()
+        return grpc.unary_unary_rpc_method_handler(abort)
 
 
-@pytest.mark.parametrize("method", [f"/{POOL}/Ping", f"/{POOL}/GetStats", f"/{SESSION}/Open", f"/{SESSION}/Close"])
-def test_a_call_is_sent_twice_at_most(channel: grpc.Channel, breaking: Breaking, method: str) -> None:
-    call: Any = channel.unary_unary(method)
-    if breaking.num_failures == 1:
-        assert call(b"request") == b"request"
-    else:
-        with pytest.raises(grpc.RpcError, match="Stream removed"):
-            call(b"request")
-    assert breaking.attempts == {method: 2}
+CALLS: dict[str, Callable[[KVClient], object]] = {
+    "Ping": lambda client: client.ping(),
+    "GetStats": lambda client: client.stats(),
+    "Open": lambda client: client.session(),
+}
 
 
-@pytest.mark.parametrize("method", [f"/{POOL}/GetInfo", "/kvservice.v1.AttentionService/Decode"])
-def test_other_calls_are_sent_once(channel: grpc.Channel, breaking: Breaking, method: str) -> None:
-    call: Any = channel.unary_unary(method)
-    with pytest.raises(grpc.RpcError, match="Stream removed"):
-        call(b"")
-    assert sum(breaking.attempts.values()) == 1
+def test_a_call_is_sent_twice_at_most(tmp_path: Path) -> None:
+    """A client that waits for a daemon that is away makes its calls again itself: this one does not wait."""
+    with rows() as row:
+        for number, (name, call) in enumerate(CALLS.items()):
+            breaking = Breaking(2)
+            with (
+                row(name),
+                serving(ScriptedDaemon(), f"unix:{tmp_path}/{number}", [breaking]) as address,
+                KVClient(address, connect_timeout_s=None, reconnect_wait_s=0) as client,
+            ):
+                with pytest.raises(ConnectionLostError, match="Stream removed"):
+                    call(client)
+                assert breaking.attempts == {name: 2}
+
+
+def test_the_second_attempt_is_answered(tmp_path: Path) -> None:
+    breaking = Breaking(1)
+    with (
+        serving(ScriptedDaemon(), f"unix:{tmp_path}/socket", [breaking]) as address,
+        KVClient(address, connect_timeout_s=None, reconnect_wait_s=0, transport="inline") as client,
+    ):
+        with pytest.raises(ConnectionLostError, match="Stream removed"):
+            client.info  # noqa: B018
+        assert breaking.attempts == {"GetInfo": 1}, "this call is sent once"
+        assert client.ping(b"request") == b"request"
+        client.stats()
+        client.session().close()
+        assert breaking.attempts == {"GetInfo": 2} | dict.fromkeys(("Ping", "GetStats", "Open", "Close"), 2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from both_faces import Face, session_of
+from rows import rows
 from small_daemons import TRANSPORTS, OpenDaemon
 from toy_engine import ToyEngine
 
@@ -37,13 +40,12 @@ async def engine_of(face: Face, address: str, transport: str = "inline", **setti
         await kv.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("face", ["blocking", "asyncio"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str, face: Face) -> None:
+def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str) -> None:
     """Six requests for 41 blocks each in a pool of 64: they are preempted, and end with the right tokens."""
     transport, share_pool = VARIANTS[variant]
 
-    async def scenario() -> None:
+    async def scenario(face: Face) -> None:
         async with engine_of(face, open_daemon("float32", share_pool).address, transport) as engine:
             for number in range(6):
                 await engine.add(number, range(100 * number, 100 * number + 60), max_tokens=8 if number % 2 else 24)
@@ -55,7 +57,11 @@ def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str, face: F
             last = engine.batches[-1]
             assert (last.waiting, last.running, last.swapped, last.step) == (0, 0, 0, None)
 
-    asyncio.run(scenario())
+    with rows() as row:
+        faces: tuple[Face, ...] = ("blocking", "asyncio")
+        for face in faces:
+            with row(face):
+                asyncio.run(scenario(face))
 
 
 def test_preemption_by_swap(open_daemon: OpenDaemon) -> None:
@@ -133,34 +139,45 @@ def test_aborted_requests_end_at_once_or_with_their_batch(daemon: Daemon) -> Non
             await engine.compute(batch)
             batch = await engine.schedule(engine.sample(batch))
             assert (batch.finished, batch.number) == ([1], 0)
-            assert engine.scheduler._sequences == {}
+            sequences = [weakref.ref(sequence) for one in engine.batches if one.step for sequence in one.step.sequences]
+            assert sequences
+            engine.batches.clear()
+            await engine.add(3, range(20, 24))
+            batch = await engine.schedule()
+            gc.collect()
+            assert not [sequence() for sequence in sequences if sequence() is not None], "the client keeps none"
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "field"),
-    [
-        ({"request_id": 1}, DuplicateSequenceError, "requests[1].request_id"),
-        ({"request_id": 50}, DuplicateSequenceError, "requests[1].request_id"),
-        ({"request_id": 2}, DuplicateSequenceError, "requests[1].request_id"),
-        ({"request_id": -1}, InvalidArgumentError, "requests[1].request_id"),
-        ({"request_id": 1 << 63}, InvalidArgumentError, "request_id"),
-        ({"token_ids": []}, InvalidArgumentError, "requests[1].token_ids"),
-        ({"token_ids": [-1]}, InvalidArgumentError, "requests[1].token_ids[0]"),
-        ({"token_ids": [1.5]}, InvalidArgumentError, "token_ids"),
-        ({"width": 0}, InvalidArgumentError, "requests[1].width"),
-        ({"max_tokens": 0}, InvalidArgumentError, "requests[1].max_tokens"),
-        ({"max_tokens": (1 << 63) - 1}, InvalidArgumentError, "requests[1].max_tokens"),
-        ({"max_tokens": 300}, OutOfBlocksError, "requests[1].max_tokens"),
-        ({"priority": 1 << 31}, InvalidArgumentError, "requests[1].priority"),
-        ({"extra_keys": [(0, b"")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
-        ({"extra_keys": [(600, b"k")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
-    ],
+BAD_REQUESTS: tuple[tuple[dict[str, Any], type[KVServiceError], str], ...] = (
+    ({"request_id": 1}, DuplicateSequenceError, "requests[1].request_id"),
+    ({"request_id": 50}, DuplicateSequenceError, "requests[1].request_id"),
+    ({"request_id": 2}, DuplicateSequenceError, "requests[1].request_id"),
+    ({"request_id": -1}, InvalidArgumentError, "requests[1].request_id"),
+    ({"request_id": 1 << 63}, InvalidArgumentError, "request_id"),
+    ({"token_ids": []}, InvalidArgumentError, "requests[1].token_ids"),
+    ({"token_ids": [-1]}, InvalidArgumentError, "requests[1].token_ids[0]"),
+    ({"token_ids": [1.5]}, InvalidArgumentError, "token_ids"),
+    ({"width": 0}, InvalidArgumentError, "requests[1].width"),
+    ({"max_tokens": 0}, InvalidArgumentError, "requests[1].max_tokens"),
+    ({"max_tokens": (1 << 63) - 1}, InvalidArgumentError, "requests[1].max_tokens"),
+    ({"max_tokens": 300}, OutOfBlocksError, "requests[1].max_tokens"),
+    ({"priority": 1 << 31}, InvalidArgumentError, "requests[1].priority"),
+    ({"extra_keys": [(0, b"")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
+    ({"extra_keys": [(600, b"k")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
 )
-def test_of_requests_with_a_bad_one_none_is_added(
-    client: KVClient, change: dict[str, Any], error: type[KVServiceError], field: str
-) -> None:
+
+
+def test_of_requests_with_a_bad_one_none_is_added(client: KVClient) -> None:
+    """The error names the field, and the next batch has the requests from before alone."""
+    with rows() as row:
+        for change, error, field in BAD_REQUESTS:
+            with row(change):
+                check_bad_request(client, change, error, field)
+
+
+def check_bad_request(client: KVClient, change: dict[str, Any], error: type[KVServiceError], field: str) -> None:
     with client.session() as kv:
         kv.allocate([1, 2, 3], sequence_id=50)
         scheduler = kv.open_scheduler(max_requests=3)
@@ -185,32 +202,33 @@ def test_the_length_of_the_queue_is_limited(client: KVClient) -> None:
         scheduler.add([ScheduledRequest(number, [1], 4) for number in range(2)])
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"max_step_tokens": 0}, "max_step_tokens"),
-        ({"max_step_tokens": 131073}, "max_step_tokens"),
-        ({"max_running": 65}, "max_running"),
-        ({"max_running": -1}, "max_running"),
-        ({"max_requests": 65537}, "max_requests"),
-        ({"policy": "random"}, "policy"),
-        ({"order": "lifo"}, "order"),
-        ({"preemption": ""}, "preemption"),
-        ({"lookahead": -1}, "lookahead"),
-        ({"lookahead": 1 << 40}, "lookahead"),
-        ({"weight": 0.0}, "weight"),
-        ({"weight": float("nan")}, "weight"),
-        ({"max_stalled_fraction": 1.5}, "max_stalled_fraction"),
-        ({"swap_block_s": -1.0}, "swap_block_s"),
-        ({"compute_token_s": float("inf")}, "compute_token_s"),
-    ],
+BAD_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"max_step_tokens": 0}, "max_step_tokens"),
+    ({"max_step_tokens": 131073}, "max_step_tokens"),
+    ({"max_running": 65}, "max_running"),
+    ({"max_running": -1}, "max_running"),
+    ({"max_requests": 65537}, "max_requests"),
+    ({"policy": "random"}, "policy"),
+    ({"order": "lifo"}, "order"),
+    ({"preemption": ""}, "preemption"),
+    ({"lookahead": -1}, "lookahead"),
+    ({"lookahead": 1 << 40}, "lookahead"),
+    ({"weight": 0.0}, "weight"),
+    ({"weight": float("nan")}, "weight"),
+    ({"max_stalled_fraction": 1.5}, "max_stalled_fraction"),
+    ({"swap_block_s": -1.0}, "swap_block_s"),
+    ({"compute_token_s": float("inf")}, "compute_token_s"),
 )
-def test_bad_settings_open_nothing(client: KVClient, settings: dict[str, Any], field: str) -> None:
-    with client.session() as kv:
-        with pytest.raises((InvalidArgumentError, QuotaExceededError)) as caught:
-            kv.open_scheduler(**settings)
-        assert caught.value.field == field
-        kv.open_scheduler()
+
+
+def test_bad_settings_open_nothing(client: KVClient) -> None:
+    with rows() as row:
+        for settings, field in BAD_SETTINGS:
+            with row(settings), client.session() as kv:
+                with pytest.raises((InvalidArgumentError, QuotaExceededError)) as caught:
+                    kv.open_scheduler(**settings)
+                assert caught.value.field == field
+                kv.open_scheduler()
 
 
 def test_a_session_has_one_scheduler(client: KVClient) -> None:

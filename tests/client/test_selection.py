@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 import weakref
@@ -11,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_faces import session_of
+from rows import rows
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
 from kvservice.client.threads import finish
 from kvservice.errors import (
     ConnectionLostError,
-    InvalidArgumentError,
     KVServiceError,
     PoolNotSharedError,
     QuotaExceededError,
@@ -35,7 +33,7 @@ NO_POOL: Refused = {"mapped": (PoolNotSharedError, "writable")}
 NO_LANE: Refused = {"lane": (QuotaExceededError, "")}
 ALLOWED: list[tuple[dict[str, Any], str, Refused]] = [
     ({"allow_client_shm": "auto", "share_pool": "write"}, "lane", {}),
-    ({"allow_client_shm": "auto", "share_pool": "write", "max_lanes": 0}, "mapped", NO_LANE),
+    ({"allow_client_shm": "auto", "share_pool": "write", "max_lanes": 0, "max_pool_mappings": 1}, "mapped", NO_LANE),
     ({"allow_client_shm": "auto", "share_pool": "read", "max_lanes": 0}, "region", NO_LANE),
     ({"allow_client_shm": "off", "share_pool": "write"}, "mapped", NO_REGIONS),
     ({"allow_client_shm": "off", "share_pool": "off"}, "inline", NO_REGIONS | NO_POOL),
@@ -65,9 +63,18 @@ def await_no_sessions(client: KVClient) -> None:
     ALLOWED,
     ids=lambda part: "-".join(map(str, part.values())) if part and "share_pool" in part else "",
 )
-def test_what_is_allowed(options: dict[str, Any], best: str, refused: Refused, free_port: int) -> None:
-    with Daemon(**SMALL_POOL | options, tcp_address=f"127.0.0.1:{free_port}") as daemon:
-        for wanted in ("auto", *EVERY):
+def test_what_is_allowed(
+    options: dict[str, Any], best: str, refused: Refused, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = f"127.0.0.1:{free_port}"
+    with Daemon(**SMALL_POOL | options, tcp_address=far) as daemon:
+        for address in (daemon.address, far):
+            with KVClient(address) as client, client.session() as kv:
+                assert kv.transport == (best if address != far else "inline")
+                check_working(kv)
+        if best == "inline":  # nothing is logged of what the daemon does not offer
+            assert not [record for record in caplog.records if record.name.startswith("kvservice")]
+        for wanted in EVERY:
             with KVClient(daemon.address, transport=wanted) as client:
                 if wanted in refused:
                     kind, field = refused[wanted]
@@ -77,11 +84,10 @@ def test_what_is_allowed(options: dict[str, Any], best: str, refused: Refused, f
                     await_no_sessions(client)
                     continue
                 with client.session() as kv:
-                    assert kv.transport == (best if wanted == "auto" else wanted)
+                    assert kv.transport == wanted
                     check_working(kv)
-        for wanted in ("auto", *EVERY):
-            with KVClient(f"127.0.0.1:{free_port}", transport=wanted) as client:
-                if wanted in ("auto", "inline"):
+            with KVClient(far, transport=wanted) as client:
+                if wanted == "inline":
                     with client.session() as kv:
                         assert kv.transport == "inline"
                         check_working(kv)
@@ -89,35 +95,13 @@ def test_what_is_allowed(options: dict[str, Any], best: str, refused: Refused, f
                     with pytest.raises((RegionsNotAllowedError, PoolNotSharedError)):
                         client.session()
                     await_no_sessions(client)
+        if "max_pool_mappings" in options:
+            check_mappings(daemon)
 
 
-@pytest.mark.parametrize("face", ["blocking", "asyncio"])
-@pytest.mark.parametrize("wanted", ["", "Lane", "tcp", None])
-def test_a_transport_that_is_none(daemon: Daemon, client: KVClient, face: Any, wanted: Any) -> None:
-    async def scenario() -> None:
-        async with session_of(face, daemon.address, wanted):
-            pytest.fail("a session was opened")
-
-    with pytest.raises(InvalidArgumentError) as caught:
-        asyncio.run(scenario())
-    assert caught.value.field == "transport"
-    await_no_sessions(client)
-
-
-def test_who_comes_when_all_lanes_are_taken_does_without() -> None:
-    options = SMALL_POOL | {"max_lanes": 1, "share_pool": "off"}
-    with Daemon(**options) as daemon, KVClient(daemon.address) as client:
-        with client.session() as first, client.session() as second:
-            assert (first.transport, second.transport) == ("lane", "region")
-            check_working(first)
-            check_working(second)
-        with client.session() as third:
-            assert third.transport == "lane"
-
-
-def test_so_many_may_have_mapped_the_pool() -> None:
-    options = SMALL_POOL | {"max_lanes": 0, "max_pool_mappings": 1}
-    with Daemon(**options) as daemon, KVClient(daemon.address) as client:
+def check_mappings(daemon: Daemon) -> None:
+    """One session may have mapped the pool."""
+    with KVClient(daemon.address) as client:
         with client.session() as first, client.session() as second:
             assert (first.transport, second.transport) == ("mapped", "region")
             with pytest.raises(QuotaExceededError) as refused:
@@ -162,34 +146,28 @@ def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, t
     object_.unlink()
 
 
-@pytest.mark.parametrize("wanted", EVERY)
-def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon, wanted: str) -> None:
+def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon) -> None:
     """The mappings go away although the session object still exists, because the daemon's limit counts them."""
     gc.disable()
     try:
-        with KVClient(daemon.address, transport=wanted) as client:
-            with client.session() as kv:
-                check_working(kv)
-                transport = weakref.ref(kv._core.calls.transport)
-            assert transport() is None
-            assert kv.transport == "inline"
+        with rows() as row:
+            for wanted in EVERY:
+                with row(wanted), KVClient(daemon.address, transport=wanted) as client:
+                    with client.session() as kv:
+                        check_working(kv)
+                        transport = weakref.ref(kv._core.calls.transport)
+                    assert transport() is None
+                    assert kv.transport == "inline"
     finally:
         gc.enable()
-
-
-def test_nothing_is_logged_of_what_the_daemon_does_not_offer(caplog: pytest.LogCaptureFixture, free_port: int) -> None:
-    options = SMALL_POOL | {"allow_client_shm": "off", "share_pool": "off"}
-    with Daemon(**options, tcp_address=f"127.0.0.1:{free_port}") as daemon:
-        for address in (daemon.address, f"127.0.0.1:{free_port}"):
-            with KVClient(address) as client, client.session() as kv:
-                assert kv.transport == "inline"
-    assert not [record for record in caplog.records if record.name.startswith("kvservice")]
 
 
 @pytest.mark.parametrize("share_pool", ["off", "write"])
 def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
     """The client runs as a user that the daemon does not trust."""
     with Daemon(**SMALL_POOL | {"share_pool": share_pool, "max_lanes": 1}) as daemon:
+        if share_pool == "off":
+            check_lanes(daemon)
         Path(f"{daemon.address.removeprefix('unix://')}.fds").unlink()
         with KVClient(daemon.address) as client:
             for _ in range(2):
@@ -205,3 +183,14 @@ def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
                     with pytest.raises(ConnectionLostError):
                         client.session()
                     await_no_sessions(client)
+
+
+def check_lanes(daemon: Daemon) -> None:
+    """Who comes when all lanes are taken does without."""
+    with KVClient(daemon.address) as client:
+        with client.session() as first, client.session() as second:
+            assert (first.transport, second.transport) == ("lane", "region")
+            check_working(first)
+            check_working(second)
+        with client.session() as third:
+            assert third.transport == "lane"

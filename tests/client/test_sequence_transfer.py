@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from both_faces import Face, session_of
 from kept_daemon import next_process
 from ports import free_port
+from rows import rows
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
 from waiting import until
 
@@ -31,7 +35,6 @@ from kvservice.errors import (
     UnknownSequenceError,
 )
 from kvservice.launch import Daemon
-from kvservice.pool.layout import TENSOR_DTYPES
 
 pytestmark = pytest.mark.usefixtures("transfer_engine")
 
@@ -41,6 +44,8 @@ SLOT_BYTES = 32 << 10
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 32
 NUM_TOKENS = 256
 
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+FACES: tuple[Face, ...] = ("blocking", "asyncio")
 Address = str
 Contents = tuple[np.ndarray, np.ndarray]
 
@@ -64,9 +69,15 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_RETRY_S", 3600.0)
 
 
+def no_engines() -> bool:
+    """Return whether this process has no engine, nor starts one: that of a closed session ends when it has started."""
+    starting = any(thread.name == "kvservice-reconnects" for thread in threading.enumerate())
+    return not starting and not engines_of(os.getpid())
+
+
 @pytest.fixture(autouse=True)
 def _engines_of_tests_before() -> None:
-    until(lambda: not engines_of(os.getpid()))
+    until(no_engines)
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +101,10 @@ def daemon(daemon_of: Callable[[str], tuple[Daemon, Address]]) -> tuple[Daemon, 
     return daemon_of("float32")
 
 
-@pytest.fixture(params=["blocking", "asyncio"])
-def face(request: pytest.FixtureRequest) -> Face:
-    return request.param
-
-
 def contents(seed: int, num_tokens: int = NUM_TOKENS, dtype: str = "float32") -> Contents:
     rng = np.random.default_rng(seed)
     shape = (LAYERS, num_tokens, KV_HEADS, HEAD_SIZE)
-    key, value = (rng.standard_normal(shape).astype(np.float32).astype(TENSOR_DTYPES[dtype]) for _ in range(2))
+    key, value = (rng.standard_normal(shape).astype(np.float32).astype(DTYPES[dtype]) for _ in range(2))
     return key, value
 
 
@@ -168,15 +174,21 @@ def engines(daemon: tuple[Daemon, Address]) -> dict[str, int]:
     return {"client's": near, "daemon's": far}
 
 
-@pytest.mark.parametrize("dtype", TENSOR_DTYPES)
-@pytest.mark.parametrize("seed", range(3))
+# The fast suite has one run of each dtype, and both faces.
+SHORT = [("float32", 0, "blocking"), ("float16", 1, "asyncio"), ("bfloat16", 2, "blocking")]
+LONG = [one for one in itertools.product(DTYPES, range(3), FACES) if one not in SHORT]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed", "face"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)]
+)
 @in_a_loop
 async def test_random_ranges_of_random_batches(
-    face: Face,
     daemon_of: Callable[[str], tuple[Daemon, Address]],
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     seed: int,
+    face: Face,
 ) -> None:
     choice = random.Random(seed)
     lengths = [choice.randrange(1, 400) for _ in range(3)]
@@ -197,18 +209,29 @@ async def test_random_ranges_of_random_batches(
             tokens = slice(sum(lengths[:number]) + start, sum(lengths[:number]) + stop)
             where = (slice(None) if layer is None else layer, tokens)
             for found, one in zip(await kv.read(sequences[number], start, stop, layer), (key, value), strict=True):
-                assert found.dtype == TENSOR_DTYPES[dtype]
+                assert found.dtype == DTYPES[dtype]
                 np.testing.assert_array_equal(found.view(np.uint8), np.ascontiguousarray(one[where]).view(np.uint8))
         assert (kv.transport, kv.num_transfer_failures) == ("transfer", 0)
     assert set(made) == {"write", "read"}, "engines have carried them"
 
 
-@pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("way", ["write", "read"])
-@pytest.mark.parametrize("nth", [0, 1, 2])
+KILLS = [
+    ("client's", "write", 0, "blocking"),
+    ("client's", "read", 1, "asyncio"),
+    ("daemon's", "write", 2, "asyncio"),
+    ("daemon's", "read", 1, "blocking"),
+]
+MORE_KILLS = [
+    one for one in itertools.product(("client's", "daemon's"), ("write", "read"), range(3), FACES) if one not in KILLS
+]
+
+
+@pytest.mark.parametrize(
+    ("whose", "way", "nth", "face"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_KILLS)]
+)
 @in_a_loop
 async def test_a_killed_engine_costs_no_byte(
-    face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, whose: str, way: str, nth: int
+    daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, whose: str, way: str, nth: int, face: Face
 ) -> None:
     async with session(face, daemon[1], timeout_s=60.0) as kv:
         engine = engines(daemon)[whose]
@@ -225,8 +248,15 @@ async def test_a_killed_engine_costs_no_byte(
         until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
-@pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("way", ["write", "read"])
+@pytest.mark.parametrize(
+    ("whose", "way"),
+    [
+        ("daemon's", "read"),
+        pytest.param("client's", "write", marks=pytest.mark.slow),
+        pytest.param("client's", "read", marks=pytest.mark.slow),
+        pytest.param("daemon's", "write", marks=pytest.mark.slow),
+    ],
+)
 @in_a_loop
 async def test_a_frozen_engine_costs_no_byte(
     daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, whose: str, way: str
@@ -243,13 +273,12 @@ async def test_a_frozen_engine_costs_no_byte(
 @pytest.mark.parametrize("way", ["write", "read"])
 @in_a_loop
 async def test_bytes_that_change_on_the_way_are_sent_again(
-    face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, way: str
+    daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """A write is damaged after its checksums were computed; a read when it has arrived, which shows while the next part
     travels."""
-    async with session(face, daemon[1]) as kv:
-        region = getattr(kv, "_target", kv)
-        region = getattr(region, "_core", region).context.remote.staging()
+    async with session("asyncio", daemon[1]) as kv:
+        region = kv.context.remote.staging()
 
         def damage(request: Any) -> None:
             place = request.key.shared_memory if way == "write" else request.key_place
@@ -262,8 +291,8 @@ async def test_bytes_that_change_on_the_way_are_sent_again(
 
 
 @in_a_loop
-async def test_a_call_that_the_daemon_refuses_costs_no_engine(face: Face, daemon: tuple[Daemon, Address]) -> None:
-    async with session(face, daemon[1]) as kv:
+async def test_a_call_that_the_daemon_refuses_costs_no_engine(daemon: tuple[Daemon, Address]) -> None:
+    async with session("asyncio", daemon[1]) as kv:
         before = engines(daemon)
         key, value = contents(1)
         sequence, step = await opened(kv)
@@ -278,23 +307,22 @@ async def test_a_call_that_the_daemon_refuses_costs_no_engine(face: Face, daemon
         assert kv.num_transfer_failures == 0
 
 
-@pytest.mark.parametrize(
-    ("key_shape", "value_shape", "error"),
-    [
-        ((LAYERS, NUM_TOKENS, KV_HEADS, HEAD_SIZE), (LAYERS, NUM_TOKENS, KV_HEADS * HEAD_SIZE), InvalidArgumentError),
-        ((LAYERS, NUM_TOKENS, KV_HEADS * HEAD_SIZE), (LAYERS, NUM_TOKENS, KV_HEADS * HEAD_SIZE), InvalidArgumentError),
-        ((1, 64, KV_HEADS, HEAD_SIZE), (1, 64, KV_HEADS, HEAD_SIZE), InvalidArgumentError),
-        ((40 << 20,), (40 << 20,), MessageTooLargeError),
-    ],
-)
 @in_a_loop
-async def test_tensors_of_wrong_shapes_are_refused(
-    daemon: tuple[Daemon, Address], key_shape: tuple[int, ...], value_shape: tuple[int, ...], error: type[Exception]
-) -> None:
+async def test_tensors_of_wrong_shapes_are_refused(daemon: tuple[Daemon, Address]) -> None:
+    good, flat = (LAYERS, NUM_TOKENS, KV_HEADS, HEAD_SIZE), (LAYERS, NUM_TOKENS, KV_HEADS * HEAD_SIZE)
+    few, large = (1, 64, KV_HEADS, HEAD_SIZE), (40 << 20,)
+    wrong: list[tuple[tuple[int, ...], tuple[int, ...], type[Exception]]] = [
+        (good, flat, InvalidArgumentError),
+        (flat, flat, InvalidArgumentError),
+        (few, few, InvalidArgumentError),
+        (large, large, MessageTooLargeError),
+    ]
     async with session("blocking", daemon[1]) as kv:
         sequence, step = await opened(kv)
-        with pytest.raises(error):
-            await step.write(np.zeros(key_shape, np.float32), np.zeros(value_shape, np.float32))
+        with rows() as row:
+            for key_shape, value_shape, error in wrong:
+                with row(f"{key_shape}, {value_shape}"), pytest.raises(error):
+                    await step.write(np.zeros(key_shape, np.float32), np.zeros(value_shape, np.float32))
         await step.write(*contents(7))
         await check(kv, sequence, contents(7))
         assert kv.num_transfer_failures == 0
@@ -323,51 +351,44 @@ async def test_nobody_writes_to_the_memory_of_a_call_that_was_given_up(
     until(lambda: not engines_of(os.getpid()))  # also the one that this read has started
 
 
+@pytest.mark.parametrize("face", ["blocking", pytest.param("asyncio", marks=pytest.mark.slow)])
 @in_a_loop
 async def test_the_engine_starts_beside_the_first_large_calls(
     face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = around_calls(monkeypatch, "", -1, nothing, nothing)
-    # Not those of this process: one that a test before has begun to start ends a while after its session.
-    started, start = 0, remote._start
-
-    def count(*arguments: Any) -> Any:
-        nonlocal started
-        started += 1
-        return start(*arguments)
-
-    monkeypatch.setattr(remote, "_start", count)
+    started: set[int] = set()
     async with session_of(face, daemon[1], "auto") as kv:
         assert kv.transport == "transfer"
-        assert started == 0, "a session that moves little needs no process"
+        assert not engines_of(os.getpid()), "a session that moves little needs no process"
         for seed in range(1000):
             await both_ways(kv, seed)
+            started.update(engines_of(os.getpid()))
             if "write" in made and "read" in made:
                 break
         assert {"write", "read"} <= set(made)
-        assert started == 1
+        assert len(started) == 1
         assert kv.num_transfer_failures == 0
     until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
 @in_a_loop
-async def test_small_calls_take_messages(
-    face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_small_calls_take_messages(daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch) -> None:
     made = around_calls(monkeypatch, "", -1, nothing, nothing)
     monkeypatch.setattr(remote, "LEAST_BYTES", 1 << 20)
-    async with session(face, daemon[1]) as kv:
+    async with session("asyncio", daemon[1]) as kv:
         await both_ways(kv)
     assert not made
 
 
 @in_a_loop
-async def test_messages_carry_tensors_of_daemons_without_engines(face: Face) -> None:
+async def test_messages_carry_tensors_of_daemons_without_engines() -> None:
     address = f"{LOOPBACK}:{free_port()}"
     with Daemon(**POOL | {"transfer_address": ""}, tcp_address=address):
-        async with session_of(face, address, "auto") as kv:
-            assert (kv.transport, kv.num_transfer_failures) == ("inline", 0)
-            await both_ways(kv)
+        for face in FACES:
+            async with session_of(face, address, "auto") as kv:
+                assert (kv.transport, kv.num_transfer_failures) == ("inline", 0)
+                await both_ways(kv)
         with KVClient(address, transport="transfer") as client, pytest.raises(TransferOffError):
             client.session()
 
@@ -402,7 +423,7 @@ def test_a_wanted_engine_that_cannot_be_had_is_an_error(
     until(lambda: not engines_of(os.getpid()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_another_process_of_the_daemon_makes_another_region(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

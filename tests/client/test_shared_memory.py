@@ -14,8 +14,7 @@ import pytest
 import torch
 from shm_objects import shm_objects
 
-from kvservice.client import AsyncKVClient, KVClient, Session, SharedRegion, Step
-from kvservice.client.region_memory import HostRegion
+from kvservice.client import AsyncKVClient, HostRegion, KVClient, Session, SharedRegion, Step
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 

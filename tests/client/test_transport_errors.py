@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows import rows
 from small_daemons import TRANSPORTS, OpenDaemon
 
 from kvservice.client import KVClient, Session
@@ -147,19 +148,26 @@ END_A_STEP: dict[str, Callable[[Session, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("end", END_A_STEP.values(), ids=END_A_STEP)
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_step_that_has_ended_is_stale(kv: Session, end: Callable[[Session, Any], Any], begun: bool) -> None:
-    sequence = kv.allocate(range(NUM_TOKENS))
-    stale = kv.open_step([sequence])
-    if begun:
-        stale.extend(0, *tensors())
-    end(kv, sequence)
+def test_a_step_that_has_ended_is_stale(kv: Session) -> None:
     query, key, value = tensors()
-    for call in (lambda: stale.extend(1, query, key, value), lambda: stale.write(key, value, 1)):
-        with pytest.raises(StaleStepError) as caught:
-            call()
-        assert caught.value.field == "step_id"
+    with rows() as row:
+        for name, end in END_A_STEP.items():
+            for begun in (False, True):
+                sequence = kv.allocate(range(NUM_TOKENS))
+                with row(f"{name}, {'begun' if begun else 'not begun'}"):
+                    stale = kv.open_step([sequence])
+                    if begun:
+                        stale.extend(0, query, key, value)
+                    end(kv, sequence)
+                    for call in (
+                        lambda: stale.extend(1, query, key, value),  # noqa: B023
+                        lambda: stale.write(key, value, 1),  # noqa: B023
+                    ):
+                        with pytest.raises(StaleStepError) as caught:
+                            call()
+                        assert caught.value.field == "step_id"
+                if name != "free":
+                    kv.free([sequence])
 
 
 def test_a_step_that_never_was(kv: Session) -> None:

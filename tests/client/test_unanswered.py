@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows import rows
 
 from kvservice.client import AsyncKVClient, KVClient, Session
 from kvservice.errors import CallTimeoutError, ConnectionLostError
@@ -68,13 +69,18 @@ def kv(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Session]:
         session.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     ("kv", "method"), [("region", "extend"), ("region", "write"), ("lane", "write")], indirect=["kv"]
 )
-def test_a_call_that_is_executed_late_finds_its_own_tensors(
-    kv: Session, method: str, interruption: BaseException
-) -> None:
+def test_a_call_that_is_executed_late_finds_its_own_tensors(kv: Session, method: str) -> None:
+    """The K/V of both calls are read and compared."""
+    with rows() as row:
+        for interruption in INTERRUPTIONS:
+            with row(type(interruption).__name__):
+                check_late_call(kv, method, interruption)
+
+
+def check_late_call(kv: Session, method: str, interruption: BaseException) -> None:
     late, next_one = (kv.open_step([kv.allocate(prompt())]) for _ in range(2))
     LateDaemon(kv, method, interruption)
     with pytest.raises(type(interruption)):
@@ -85,6 +91,7 @@ def test_a_call_that_is_executed_late_finds_its_own_tensors(
         call(step, method, value, layer=1)
         for tensor in kv.read(step.sequences[0], 0, NUM_TOKENS):
             assert (tensor == value).all()
+        kv.free(step.sequences)
 
 
 def call(step: Any, method: str, value: float, layer: int = 0) -> Any:
@@ -93,9 +100,8 @@ def call(step: Any, method: str, value: float, layer: int = 0) -> Any:
     return step.extend(layer, full(1), full(value), full(value))
 
 
-@pytest.mark.parametrize("loses_posts", [False, True])
-def test_the_memory_of_unanswered_calls_does_not_pile_up(kv: Session, loses_posts: bool) -> None:
-    for _ in range(5):
+def test_the_memory_of_unanswered_calls_does_not_pile_up(kv: Session) -> None:
+    for loses_posts in [*5 * [False], *5 * [True]]:
         LateDaemon(kv, "write", CallTimeoutError("no answer"), loses_posts=loses_posts)
         late, next_one = (kv.open_step([kv.allocate(prompt())]) for _ in range(2))
         with pytest.raises(CallTimeoutError):
@@ -105,13 +111,13 @@ def test_the_memory_of_unanswered_calls_does_not_pile_up(kv: Session, loses_post
         kv.free([*late.sequences, *next_one.sequences])
 
 
-@pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda error: type(error).__name__)
-def test_a_region_whose_creation_is_interrupted_is_not_left_behind(kv: Session, interruption: BaseException) -> None:
+def test_a_region_whose_creation_is_interrupted_is_not_left_behind(kv: Session) -> None:
     """The caller does not wait for the daemon again."""
-    LateDaemon(kv, "create_region", interruption)
-    with pytest.raises(type(interruption)):
-        kv.create_region(1 << 20)
-    assert kv.regions() == []
+    for interruption in INTERRUPTIONS:
+        LateDaemon(kv, "create_region", interruption)
+        with pytest.raises(type(interruption)):
+            kv.create_region(1 << 20)
+        assert kv.regions() == []
 
 
 class SlowLane:

@@ -20,7 +20,8 @@ from lane_ring import (
     STATE,
     SUBMITTED,
 )
-from option_vectors import BLOCK_SIZE, INVALID, Vector
+from option_vectors import BLOCK_SIZE, INVALID
+from rows import rows
 
 from kvservice import _ext
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, ResourceExhaustedError
@@ -98,24 +99,25 @@ def wait_until(condition: Callable[[], Any]) -> None:
         pass
 
 
-@pytest.mark.parametrize(("changes", "reason", "field"), BAD.values(), ids=BAD)
-def test_a_bad_entry_is_answered_with_an_error(changes: dict[int, Any], reason: str, field: str, request: Any) -> None:
-    with lane(spin_us=5000.0) as rig:  # long enough, because raw entries do not wake a sleeping server
-        several = request.node.callspec.id == "several tokens"
-        step = rig.publish(1, (2, 0) if several else (1, 1), (5, 9))
-        pool, region = rig.pool.copy(), rig.region.copy()
-        values = list(GOOD)
-        for index, value in changes.items():
-            values[index] = value
-        assert send(rig, ENTRY.pack(*values))[:2] == (reason, field)
-        assert rig.pool.tobytes() == pool.tobytes()
-        assert rig.region.tobytes() == region.tobytes()
-        assert step.written == bytearray(2)
-        assert rig.take_finished() == []
-        assert rig.server.stats()[:2] == (1, 1)
-        good = [1, *GOOD[1:]]
-        good[FLAGS] = RETURN_LSE
-        assert send(rig, ENTRY.pack(*good)) == OK
+def test_a_bad_entry_is_answered_with_an_error() -> None:
+    # It spins long enough, because raw entries do not wake a sleeping server.
+    with rows() as row, lane(spin_us=5000.0) as shared:
+        for name, (changes, reason, field) in BAD.items():
+            with row(name), lane(spin_us=5000.0, shared_with=shared) as rig:
+                step = rig.publish(1, (2, 0) if name == "several tokens" else (1, 1), (5, 9))
+                pool, region = rig.pool.copy(), rig.region.copy()
+                values = list(GOOD)
+                for index, value in changes.items():
+                    values[index] = value
+                assert send(rig, ENTRY.pack(*values))[:2] == (reason, field)
+                assert rig.pool.tobytes() == pool.tobytes()
+                assert rig.region.tobytes() == region.tobytes()
+                assert step.written == bytearray(2)
+                assert rig.take_finished() == []
+                assert rig.server.stats()[:2] == (1, 1)
+                good = [1, *GOOD[1:]]
+                good[FLAGS] = RETURN_LSE
+                assert send(rig, ENTRY.pack(*good)) == OK
 
 
 def test_reserved_room_must_be_empty() -> None:
@@ -126,20 +128,22 @@ def test_reserved_room_must_be_empty() -> None:
         assert send(rig, bytes(entry))[:2] == ("INVALID_ARGUMENT", "reserved")
 
 
-@pytest.mark.parametrize("vector", INVALID, ids=str)
-def test_an_option_is_refused_as_everywhere(vector: Vector) -> None:
-    with lane(spin_us=5000.0, block_size=BLOCK_SIZE) as rig:
+def test_an_option_is_refused_as_everywhere() -> None:
+    with rows() as row, lane(spin_us=5000.0, block_size=BLOCK_SIZE) as rig:
         rig.publish(1, (1, 1), (5, 9))
-        values = list(GOOD)
-        for name, value in vector.options.items():
-            if name == "alibi_slopes":
-                rig.region[32768 : 32768 + 16].view(np.float32)[:] = value
-                values[SLOPES], values[SLOPES + 2] = 0, 32768
-            elif name == "block_sparse":
-                values[SPARSE : SPARSE + 5] = [value.get(part, 0) for part in BLOCK_SPARSE]
-            else:
-                values[{"sliding_window": WINDOW, "scale": SCALE, "logits_soft_cap": SOFT_CAP}[name]] = value
-        assert send(rig, ENTRY.pack(*values)) == ("INVALID_ARGUMENT", f"options.{vector.field}", vector.text)
+        for vector in INVALID:
+            with row(vector):
+                values = list(GOOD)
+                values[NUMBER] = int(rig.word(SUBMITTED)[0])
+                for name, value in vector.options.items():
+                    if name == "alibi_slopes":
+                        rig.region[32768 : 32768 + 16].view(np.float32)[:] = value
+                        values[SLOPES], values[SLOPES + 2] = 0, 32768
+                    elif name == "block_sparse":
+                        values[SPARSE : SPARSE + 5] = [value.get(part, 0) for part in BLOCK_SPARSE]
+                    else:
+                        values[{"sliding_window": WINDOW, "scale": SCALE, "logits_soft_cap": SOFT_CAP}[name]] = value
+                assert send(rig, ENTRY.pack(*values)) == ("INVALID_ARGUMENT", f"options.{vector.field}", vector.text)
 
 
 def test_a_layer_is_written_once_and_a_step_finishes_once() -> None:
@@ -247,27 +251,29 @@ def test_regions_go_and_their_numbers_do_not_come_back() -> None:
             assert caught.value.field == field
 
 
-@pytest.mark.parametrize("submitted", [CAPACITY + 1, 2**63, 2**64 - 1])
-def test_an_index_that_makes_no_sense_ends_the_lane(submitted: int) -> None:
-    with lane(spin_us=0.0) as rig, lane(shared_with=rig) as other:
-        rig.word(SUBMITTED)[0] = submitted
-        wait_until(lambda: rig.server.closed)
-        assert rig.word(STATE)[0] == 3
-        with pytest.raises(ConnectionLostError, match="index"):
-            rig.client.submit(1, 0, True, 4, (0, 0), (0, 0), (0, 0), (0, 0), None)
-        assert other.call(1, 0, other.tensors(other.publish(1, (1,), (5,)))) == OK
+def test_an_index_that_makes_no_sense_ends_the_lane() -> None:
+    with rows() as row:
+        for submitted in (CAPACITY + 1, 2**63, 2**64 - 1):
+            with row(submitted), lane(spin_us=0.0) as rig, lane(shared_with=rig) as other:
+                rig.word(SUBMITTED)[0] = submitted
+                wait_until(lambda: rig.server.closed)
+                assert rig.word(STATE)[0] == 3
+                with pytest.raises(ConnectionLostError, match="index"):
+                    rig.client.submit(1, 0, True, 4, (0, 0), (0, 0), (0, 0), (0, 0), None)
+                assert other.call(1, 0, other.tensors(other.publish(1, (1,), (5,)))) == OK
 
 
-@pytest.mark.parametrize("consumed", [CAPACITY + 1, 2**64 - 1])
-def test_nobody_reads_what_was_not_written(consumed: int) -> None:
-    with lane() as rig:
-        for _ in range(CAPACITY):
-            rig.client.submit(1, 0, True, 4, (0, 0), (0, 0), (0, 0), (0, 0), None)
-        wait_until(lambda: rig.word(COMPLETED)[0] == CAPACITY)
-        rig.word(CONSUMED)[0] = consumed
-        rig.word(SUBMITTED)[0] = CAPACITY + 1
-        wait_until(lambda: rig.server.closed)
-        assert rig.word(STATE)[0] == 3
+def test_nobody_reads_what_was_not_written() -> None:
+    with rows() as row:
+        for consumed in (CAPACITY + 1, 2**64 - 1):
+            with row(consumed), lane() as rig:
+                for _ in range(CAPACITY):
+                    rig.client.submit(1, 0, True, 4, (0, 0), (0, 0), (0, 0), (0, 0), None)
+                wait_until(lambda: rig.word(COMPLETED)[0] == CAPACITY)
+                rig.word(CONSUMED)[0] = consumed
+                rig.word(SUBMITTED)[0] = CAPACITY + 1
+                wait_until(lambda: rig.server.closed)
+                assert rig.word(STATE)[0] == 3
 
 
 def test_who_does_not_read_is_served_no_more_until_he_does() -> None:
@@ -326,9 +332,10 @@ def test_a_ring_that_is_full_takes_no_more() -> None:
         assert rig.wait(rig.client.submit(9, 0, True, 4, *places))[0] == "UNKNOWN_STEP"
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
+def test_what_does_not_fit_an_entry_is_refused() -> None:
+    good: dict[str, Any] = {"step_id": 1, "layer": 0, "decode": True, "num_heads": 4}
+    good |= dict.fromkeys(("query", "key", "value", "output", "lse"), (0, 0))
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"step_id": 2**63}, "step_id"),
         ({"layer": 2**31}, "layer"),
         ({"num_heads": -(2**31) - 1}, "num_heads"),
@@ -342,16 +349,14 @@ def test_a_ring_that_is_full_takes_no_more() -> None:
         ({"logits_soft_cap": "x"}, "options.logits_soft_cap"),
         ({"alibi_slopes": (-1, 0)}, "options.alibi_slopes"),
         ({"block_sparse": (1, 2, 3, 4)}, "options.block_sparse"),
-    ],
-)
-def test_what_does_not_fit_an_entry_is_refused(changes: dict[str, Any], field: str) -> None:
-    with lane() as rig:
-        good: dict[str, Any] = {"step_id": 1, "layer": 0, "decode": True, "num_heads": 4}
-        good |= dict.fromkeys(("query", "key", "value", "output", "lse"), (0, 0))
-        with pytest.raises(InvalidArgumentError) as caught:
-            rig.client.submit(**{**good, **changes})
-        assert caught.value.field == field
-        assert rig.word(SUBMITTED)[0] == 0
+    ]
+    with rows() as row, lane() as rig:
+        for changes, field in wrong:
+            with row(changes):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    rig.client.submit(**{**good, **changes})
+                assert caught.value.field == field
+                assert rig.word(SUBMITTED)[0] == 0
 
 
 def test_memory_that_is_no_lane_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import select
 from typing import Any
@@ -12,7 +11,6 @@ from lane_rig import OK, SESSION_NUMBER, TIMEOUT_S, LaneRig, lane
 
 from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.lanes import Lanes
 
 
 def is_readable(finished: _ext.FinishedSteps, timeout_s: float = 0.0) -> bool:
@@ -91,56 +89,8 @@ def lane_memory() -> memoryview:
     return memoryview(mmap.mmap(-1, _ext.LANE_BYTES))
 
 
-@pytest.mark.parametrize("number", [None, 1.5, 2**63])
-def test_the_number_of_a_session_is_checked(number: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="number"):
-        _ext.LaneSession(2, _ext.FinishedSteps(), number)
-
-
-class Owner:
-    """Notes the steps that it is to commit."""
-
-    def __init__(self) -> None:
-        self.committed: asyncio.Queue[int] = asyncio.Queue()
-
-    def commit(self, step_id: int) -> None:
-        self.committed.put_nowait(step_id)
-
-    def drain(self) -> None:
-        raise AssertionError("nothing drains")
-
-    def close_lane(self) -> None:
-        raise AssertionError("the test closes it")
-
-
-def test_the_event_loop_commits_a_step_without_a_call() -> None:
-    async def scenario(rig: LaneRig) -> None:
-        lanes, owner, loop = Lanes(len(_ext.LANE_BUCKETS) + 1, rig.finished), Owner(), asyncio.get_running_loop()
-        lanes.add(SESSION_NUMBER, owner, rig.server)
-        loop.add_reader(lanes.descriptor, lanes.commit_finished)
-        for step_id in range(1, 4):
-            finish(rig, step_id)
-            assert owner.committed.empty(), "the event loop has not had its turn"
-            async with asyncio.timeout(TIMEOUT_S):
-                assert await owner.committed.get() == step_id
-        loop.remove_reader(lanes.descriptor)
-
-    with lane() as rig:
-        asyncio.run(scenario(rig))
-
-
-def test_a_lane_that_ends_commits_its_steps_and_its_calls_stay_counted() -> None:
-    async def scenario(rig: LaneRig) -> None:
-        lanes, owner = Lanes(len(_ext.LANE_BUCKETS) + 1, rig.finished), Owner()
-        lanes.add(SESSION_NUMBER, owner, rig.server)
-        finish(rig, 1)
-        assert len(lanes) == 1
-        assert owner.committed.empty()
-        lanes.end(SESSION_NUMBER)
-        assert owner.committed.get_nowait() == 1
-        calls, errors, counts, seconds = lanes.stats()
-        assert (len(lanes), calls, errors, sum(counts)) == (0, 2, 0, 2)
-        assert seconds > 0
-
-    with lane() as rig:
-        asyncio.run(scenario(rig))
+def test_the_number_of_a_session_is_checked() -> None:
+    number: Any
+    for number in (None, 1.5, 2**63):
+        with pytest.raises(InvalidArgumentError, match="number"):
+            _ext.LaneSession(2, _ext.FinishedSteps(), number)

@@ -6,9 +6,12 @@ import os
 import random
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "csrc"
@@ -27,8 +30,19 @@ def test_lanes_survive_arbitrary_content_of_their_memory(tmp_path: Path) -> None
     if subprocess.run([compiler, *flags, probe, "-o", tmp_path / "probe"], check=False).returncode != 0:
         pytest.skip("the compiler has no sanitizers")
     program = tmp_path / "lane_fuzz"
-    native = [*SOURCES.glob("lane/*.cpp"), *(SOURCES / "cpu" / f"{name}.cpp" for name in KERNELS)]
-    subprocess.run([compiler, *flags, f"-I{SOURCES}", HERE / "lane_fuzz.cpp", *native, "-o", program], check=True)
+    native = [
+        HERE / "lane_fuzz.cpp",
+        *SOURCES.glob("lane/*.cpp"),
+        *(SOURCES / "cpu" / f"{name}.cpp" for name in KERNELS),
+    ]
+    objects = [tmp_path / f"{source.stem}.o" for source in native]
+
+    def build(source: Path, target: Path) -> None:
+        subprocess.run([compiler, *flags, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(build, native, objects))
+    subprocess.run([compiler, *flags, *objects, "-o", program], check=True)
     seed = random.SystemRandom().randrange(2**32)
     done = subprocess.run([program, str(SECONDS), str(seed)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lane_rig import DTYPES, OK, LaneRig, StepArrays, lane
+from rows import rows
 
 from kvservice import _ext
 
@@ -25,7 +26,7 @@ def check_call(rig: LaneRig, step: StepArrays, layer: int, **options: Any) -> No
     assert rig.pool.tobytes() == pool.tobytes()
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.3},
     "window": {"sliding_window": 5},
@@ -35,16 +36,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_calls_are_computed_as_by_the_operations(dtype: str, options: dict[str, Any]) -> None:
+def test_calls_are_computed_as_by_the_operations(dtype: str) -> None:
     """The outputs are compared with those of kvservice.ops."""
-    with lane(dtype=dtype) as rig:
-        step = rig.publish(1, (1, 1, 1), (9, 30, 1))
-        check_call(rig, step, 1, **options)
-        check_call(rig, step, 0, **options)
-        rig.session.retire(1)
-        check_call(rig, rig.publish(2, (6, 1, 13, 0), (9, 30, 13, 4)), 1, **options)
+    with rows() as row:
+        for name, options in OPTIONS.items():
+            with row(name), lane(dtype=dtype) as rig:
+                step = rig.publish(1, (1, 1, 1), (9, 30, 1))
+                check_call(rig, step, 1, **options)
+                check_call(rig, step, 0, **options)
+                rig.session.retire(1)
+                check_call(rig, rig.publish(2, (6, 1, 13, 0), (9, 30, 13, 4)), 1, **options)
 
 
 def test_batch_invariant_calls_are_computed_one_by_one() -> None:

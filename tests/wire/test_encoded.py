@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
+from rows import rows
 
-from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2, session_pb2, store_pb2, tensor_pb2
-from kvservice.wire.encoded import Encoded, encode_tensor, fields_of
-from kvservice.wire.tensors import put_tensor
+from kvservice.wire import Encoded, encode_tensor, fields_of, put_tensor
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+SHAPES: tuple[tuple[int, ...], ...] = ((1,), (3, 4), (2, 3, 4), (0, 5), (40, 8, 64), ())
 
 
-@pytest.mark.parametrize("dtype", TENSOR_DTYPES)
-@pytest.mark.parametrize("shape", [(1,), (3, 4), (2, 3, 4), (0, 5), (40, 8, 64), ()])
-def test_a_tensor_is_what_protobuf_makes_of_it(shape: tuple[int, ...], dtype: str) -> None:
-    array = np.random.default_rng(0).standard_normal(shape).astype(TENSOR_DTYPES[dtype])
-    expected = tensor_pb2.Tensor()
-    put_tensor(array, expected)
-    found = tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes())
-    assert found == expected
-    assert found.HasField("inline"), "also where there are no elements"
+def test_a_tensor_is_what_protobuf_makes_of_it() -> None:
+    with rows() as row:
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                with row(f"{np.dtype(dtype)}{list(shape)}"):
+                    array = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+                    expected = tensor_pb2.Tensor()
+                    put_tensor(array, expected)
+                    found = tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes())
+                    assert found == expected
+                    assert found.HasField("inline"), "also where there are no elements"
 
 
 def test_elements_in_another_order_are_put_in_row_major_order() -> None:
@@ -29,17 +34,20 @@ def test_elements_in_another_order_are_put_in_row_major_order() -> None:
     assert tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes()) == expected
 
 
-@pytest.mark.parametrize("num_elements", [1, 31, 32, 4000, 4096, 600_000])
-def test_fields_of_fields(num_elements: int) -> None:
+def test_fields_of_fields() -> None:
     """Sizes with any number of varint bytes work."""
-    output, lse = np.ones(num_elements, np.float32), np.full(3, 2.0, np.float32)
-    response = encode_tensor(output).inside(attention_pb2.AttendResponse.OUTPUT_FIELD_NUMBER)
-    response += encode_tensor(lse).inside(attention_pb2.AttendResponse.LSE_FIELD_NUMBER)
-    head = Encoded((session_pb2.Reply(call_id=300).SerializeToString(),))
-    reply = session_pb2.Reply.FromString((head + response.inside(session_pb2.Reply.EXTEND_FIELD_NUMBER)).to_bytes())
-    assert reply.call_id == 300
-    assert np.array_equal(np.frombuffer(reply.extend.output.inline, np.float32), output)
-    assert np.array_equal(np.frombuffer(reply.extend.lse.inline, np.float32), lse)
+    with rows() as row:
+        for num_elements in (1, 31, 32, 4000, 4096, 600_000):
+            with row(num_elements):
+                output, lse = np.ones(num_elements, np.float32), np.full(3, 2.0, np.float32)
+                response = encode_tensor(output).inside(attention_pb2.AttendResponse.OUTPUT_FIELD_NUMBER)
+                response += encode_tensor(lse).inside(attention_pb2.AttendResponse.LSE_FIELD_NUMBER)
+                head = Encoded((session_pb2.Reply(call_id=300).SerializeToString(),))
+                encoded = (head + response.inside(session_pb2.Reply.EXTEND_FIELD_NUMBER)).to_bytes()
+                reply = session_pb2.Reply.FromString(encoded)
+                assert reply.call_id == 300
+                assert np.array_equal(np.frombuffer(reply.extend.output.inline, np.float32), output)
+                assert np.array_equal(np.frombuffer(reply.extend.lse.inline, np.float32), lse)
 
 
 def test_a_message_without_fields() -> None:
@@ -47,15 +55,18 @@ def test_a_message_without_fields() -> None:
     assert reply.WhichOneof("reply") == "decode"
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 16_384, 3_000_000])
-def test_fields_are_those_that_protobuf_has_written(num_bytes: int) -> None:
-    data = np.random.default_rng(0).bytes(num_bytes)
-    message = store_pb2.BatchPutRequest(session_token=b"token", namespace_id=1 << 31, data=data)
-    fields = fields_of(memoryview(message.SerializeToString()))
-    assert fields == {1: b"token", 2: 1 << 31} | ({5: data} if num_bytes else {})
+def test_fields_are_those_that_protobuf_has_written() -> None:
+    with rows() as row:
+        for num_bytes in (0, 1, 127, 128, 16_384, 3_000_000):
+            with row(num_bytes):
+                data = np.random.default_rng(0).bytes(num_bytes)
+                message = store_pb2.BatchPutRequest(session_token=b"token", namespace_id=1 << 31, data=data)
+                fields = fields_of(memoryview(message.SerializeToString()))
+                assert fields == {1: b"token", 2: 1 << 31} | ({5: data} if num_bytes else {})
 
 
-@pytest.mark.parametrize("broken", [b"\x0d\x01\x02\x03\x04", b"\x0a", b"\x0a\x05abc", b"\xff"])
-def test_what_is_no_such_message_is_refused(broken: bytes) -> None:
-    with pytest.raises((ValueError, IndexError)):
-        fields_of(memoryview(broken))
+def test_what_is_no_such_message_is_refused() -> None:
+    with rows() as row:
+        for broken in (b"\x0d\x01\x02\x03\x04", b"\x0a", b"\x0a\x05abc", b"\xff"):
+            with row(broken), pytest.raises((ValueError, IndexError)):
+                fields_of(memoryview(broken))

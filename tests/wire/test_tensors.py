@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import rows
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import blocks_pb2, tensor_pb2
-from kvservice.wire.tensors import put_tensor, to_array, to_ints, token_array
+from kvservice.wire import put_tensor, to_array, to_ints, token_array
 
 FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
 
@@ -21,15 +22,18 @@ def to_tensor(array: np.ndarray) -> tensor_pb2.Tensor:
     return message
 
 
-@pytest.mark.parametrize("dtype", TENSOR_DTYPES.values(), ids=TENSOR_DTYPES.keys())
-@pytest.mark.parametrize("shape", [(0,), (3,), (2, 3, 4), (1,) * 8])
-def test_there_and_back(dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    array = np.random.default_rng(0).normal(size=shape).astype(dtype)
-    message = tensor_pb2.Tensor.FromString(to_tensor(array).SerializeToString())
-    back = to_array(message, "x")
-    assert back.dtype == dtype
-    assert back.shape == shape
-    assert back.tobytes() == array.tobytes()
+def test_there_and_back() -> None:
+    shapes: tuple[tuple[int, ...], ...] = ((0,), (3,), (2, 3, 4), (1,) * 8)
+    with rows() as row:
+        for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+            for shape in shapes:
+                with row(f"{np.dtype(dtype)}{list(shape)}"):
+                    array = np.random.default_rng(0).normal(size=shape).astype(dtype)
+                    message = tensor_pb2.Tensor.FromString(to_tensor(array).SerializeToString())
+                    back = to_array(message, "x")
+                    assert back.dtype == dtype
+                    assert back.shape == shape
+                    assert back.tobytes() == array.tobytes()
 
 
 def test_strides_do_not_show() -> None:
@@ -63,11 +67,13 @@ def test_any_message_is_an_array_or_a_refusal(shape: list[int], data: bytes, dat
     assert refused in ("x.data_type", "x.shape", "x.inline")
 
 
-@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [2**62, 2**62, 0], [2**63 - 1] * 7 + [0]])
-def test_no_elements_past_what_can_be_addressed(shape: list[int]) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        to_array(tensor_pb2.Tensor(data_type=FLOAT32, shape=shape), "x")
-    assert caught.value.field == "x.shape"
+def test_no_elements_past_what_can_be_addressed() -> None:
+    with rows() as row:
+        for shape in ([0, 2**62, 2**62], [2**62, 2**62, 0], [2**63 - 1] * 7 + [0]):
+            with row(shape):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    to_array(tensor_pb2.Tensor(data_type=FLOAT32, shape=shape), "x")
+                assert caught.value.field == "x.shape"
 
 
 def placed(byte_size: int) -> tensor_pb2.Tensor:
@@ -85,14 +91,16 @@ def test_what_lies_at_a_place_is_read_from_there() -> None:
     np.testing.assert_array_equal(to_array(placed(24), "x", read), content.reshape(2, 3))
 
 
-@pytest.mark.parametrize("byte_size", [0, 23, 25, 2**64 - 1])
-def test_a_place_of_another_size_is_not_read(byte_size: int) -> None:
+def test_a_place_of_another_size_is_not_read() -> None:
     def read(*_: object) -> np.ndarray:
         raise AssertionError("read")
 
-    with pytest.raises(InvalidArgumentError) as caught:
-        to_array(placed(byte_size), "x", read)
-    assert caught.value.field == "x.shared_memory.byte_size"
+    with rows() as row:
+        for byte_size in (0, 23, 25, 2**64 - 1):
+            with row(byte_size):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    to_array(placed(byte_size), "x", read)
+                assert caught.value.field == "x.shared_memory.byte_size"
 
 
 def test_who_knows_no_regions_reads_none() -> None:
@@ -101,28 +109,30 @@ def test_who_knows_no_regions_reads_none() -> None:
     assert caught.value.field == "x.inline"
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_repeated_integers(dtype: type) -> None:
+def test_repeated_integers() -> None:
     values = [0, 1, -1, 2**31 - 1]
-    array = to_ints(values, dtype)
-    assert array.dtype == dtype
-    assert array.tolist() == values
+    for dtype in (np.int32, np.int64):
+        array = to_ints(values, dtype)
+        assert array.dtype == dtype
+        assert array.tolist() == values
 
 
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 5000])
-def test_token_ids_as_an_array(count: int) -> None:
+def test_token_ids_as_an_array() -> None:
     """Any number of tokens, with any other fields before and after them."""
-    tokens = [(7919 * i) % (1 << 32) - (1 << 31) for i in range(count)]
     keys = [blocks_pb2.ExtraKey(position=1, key=b"x" * 300)]
     unknown = b"\xc5\x3e1234\xc1\x3e12345678\xc0\x3e\xff\xff\x03"
-    messages = [
-        blocks_pb2.SequenceAllocation(sequence_id=(1 << 63) - 1, token_ids=tokens, extra_keys=keys),
-        blocks_pb2.AppendRequest(session_token=bytes(200), request_id=1, sequence_ids=[5, 6], token_ids=tokens),
-        blocks_pb2.PinRequest(token_ids=tokens, ttl_s=1.5),
-        blocks_pb2.MatchPrefixRequest(token_ids=tokens),
-    ]
-    for message in messages:
-        message.MergeFromString(unknown)
-        array = token_array(message)
-        assert array.dtype == np.int32
-        assert array.tolist() == tokens
+    with rows() as row:
+        for count in (0, 1, 255, 256, 5000):
+            tokens = [(7919 * i) % (1 << 32) - (1 << 31) for i in range(count)]
+            messages = [
+                blocks_pb2.SequenceAllocation(sequence_id=(1 << 63) - 1, token_ids=tokens, extra_keys=keys),
+                blocks_pb2.AppendRequest(session_token=bytes(200), request_id=1, sequence_ids=[5, 6], token_ids=tokens),
+                blocks_pb2.PinRequest(token_ids=tokens, ttl_s=1.5),
+                blocks_pb2.MatchPrefixRequest(token_ids=tokens),
+            ]
+            for message in messages:
+                with row(f"{count} in {type(message).__name__}"):
+                    message.MergeFromString(unknown)
+                    array = token_array(message)
+                    assert array.dtype == np.int32
+                    assert array.tolist() == tokens
