@@ -26,13 +26,16 @@ kept                          values of kept maps
 plans, slices, ranges         frozen results, operations in slices, concatenated ranges
 """
 
+from kvservice.blocks.ages import BUCKETS_S as AGE_BUCKETS_S
+from kvservice.blocks.ages import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.allocation import FoundPrompt
+from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.blocks.config import BlocksConfig
-from kvservice.blocks.events import EventJournal
+from kvservice.blocks.events import Cleared, EventJournal, RemovedBlocks, StoreChange, StoredBlock
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.loading import Loader, MissingBlocks, PoolCopy, PoolLoad
 from kvservice.blocks.manager import BlockManager
-from kvservice.blocks.namespaces import DiskSequence, SessionNamespace
+from kvservice.blocks.namespaces import COMPUTED_TOKENS, NUM_COUNTERS, DiskSequence, SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
@@ -42,13 +45,29 @@ from kvservice.blocks.plans import (
     SequenceSnapshot,
     StepPlan,
     SwapPlan,
+    numpy_memory,
 )
+from kvservice.blocks.prefix import chain_hashes
 from kvservice.blocks.recovery import Recovery
 from kvservice.blocks.restoring import RestoredBlocks, SavedSequence, SavedSequences, SavedTables
-from kvservice.blocks.slices import Slices
+from kvservice.blocks.sequences import NAMESPACE, NUM_BLOCKS, SCHEDULED, SEQUENCE_ID, STEP, SWAPPED
+from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.stats import BlocksStats
 
 __all__ = [
+    "AGE_BUCKETS_S",
+    "COMPUTED_TOKENS",
+    "IDLE_BEFORE_EVICTION",
+    "LIFETIME",
+    "NAMESPACE",
+    "NUM_BLOCKS",
+    "NUM_COUNTERS",
+    "REUSE_GAP",
+    "SCHEDULED",
+    "SEQUENCE_ID",
+    "SLICE_SEQUENCES",
+    "STEP",
+    "SWAPPED",
     "AllocStatus",
     "Allocation",
     "AllocationRequest",
@@ -56,6 +75,7 @@ __all__ = [
     "BlockManager",
     "BlocksConfig",
     "BlocksStats",
+    "Cleared",
     "DiskSequence",
     "EventJournal",
     "FoundPrompt",
@@ -66,6 +86,7 @@ __all__ = [
     "PoolCopy",
     "PoolLoad",
     "Recovery",
+    "RemovedBlocks",
     "RestoredBlocks",
     "SavedSequence",
     "SavedSequences",
@@ -74,5 +95,13 @@ __all__ = [
     "SessionNamespace",
     "Slices",
     "StepPlan",
+    "StoreChange",
+    "StoredBlock",
     "SwapPlan",
+    "Waits",
+    "chain_hashes",
+    "extra_keys_by_block",
+    "finish",
+    "in_turn",
+    "numpy_memory",
 ]

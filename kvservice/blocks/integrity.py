@@ -29,7 +29,7 @@ _HASH_COST: Final = 32
 MAX_TRIES: Final = 4
 
 
-def check_in_slices(state: BlockState, size: int = SLICE_ENTRIES) -> Slices[bool]:
+def check_in_slices(state: BlockState, size: int) -> Slices[bool]:
     """Check all invariants in slices of `size` entries; other operations may run in between. Returns False if the sums
     could not be checked because the state changed too often. Raises InternalError naming the first invariant that is
     violated."""

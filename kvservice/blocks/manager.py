@@ -18,7 +18,7 @@ from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.freeing import Reclaimer
 from kvservice.blocks.inspection import Inspector
-from kvservice.blocks.integrity import check_in_slices
+from kvservice.blocks.integrity import SLICE_ENTRIES, check_in_slices
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.layers import LayerTracker
 from kvservice.blocks.loading import Loader
@@ -660,7 +660,7 @@ class BlockManager:
         """Recompute every invariant from scratch, in O(pool). Raises InternalError naming the one that is violated."""
         finish(self.check_integrity_in_slices())
 
-    def check_integrity_in_slices(self) -> Slices[bool]:
-        """`check_integrity` in slices; other operations may run in between. Returns False if the sums could not be
-        checked because the state changed too often. Raises InternalError."""
-        return check_in_slices(self.state)
+    def check_integrity_in_slices(self, size: int = SLICE_ENTRIES) -> Slices[bool]:
+        """`check_integrity` in slices of about `size` table entries; other operations may run in between. Returns False
+        if the sums could not be checked because the state changed too often. Raises InternalError."""
+        return check_in_slices(self.state, size)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvservice.errors import ResourceExhaustedError
 
+MEMORY_INFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -20,11 +21,11 @@ def available_bytes() -> int:
 
 
 def _host_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in MEMORY_INFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) << 10
-    raise ResourceExhaustedError("/proc/meminfo has no line MemAvailable")
+    raise ResourceExhaustedError(f"{MEMORY_INFO} has no line MemAvailable")
 
 
 def _cgroup_available_bytes() -> Iterator[int]:

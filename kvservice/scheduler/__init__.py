@@ -20,15 +20,19 @@ config       SchedulerConfig: budgets and policies
 from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig, Speeds
 from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.integrity import check_integrity
 from kvservice.scheduler.reports import Report
 from kvservice.scheduler.requests import Phase, Request
 from kvservice.scheduler.scheduler import Scheduler
 from kvservice.scheduler.snapshots import RequestSnapshot, SampleSnapshot
-from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
+from kvservice.scheduler.stats import BUCKETS_S as LATENCY_BUCKETS_S
+from kvservice.scheduler.stats import Histogram, Latencies, SchedulerCounters, SchedulerFigures
 
 __all__ = [
+    "LATENCY_BUCKETS_S",
     "BatchPolicy",
     "EngineScheduler",
+    "Histogram",
     "Latencies",
     "Phase",
     "Preemption",
@@ -45,4 +49,5 @@ __all__ = [
     "SchedulerCounters",
     "SchedulerFigures",
     "Speeds",
+    "check_integrity",
 ]

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
-from kvservice.blocks.ages import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP, BlockAges
-from kvservice.blocks.plans import numpy_memory
+from kvservice.blocks import (
+    AGE_BUCKETS_S,
+    IDLE_BEFORE_EVICTION,
+    LIFETIME,
+    REUSE_GAP,
+    AllocationRequest,
+    BlockManager,
+    BlocksConfig,
+)
 
 
 class Pool:
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4, **options: Any) -> None:
         self.now = 100.0
-        config = BlocksConfig(num_blocks=4, block_size=2, watermark=0.0)
+        config = BlocksConfig(num_blocks=num_blocks, block_size=2, watermark=0.0, **options)
         self.manager = BlockManager(config, clock=lambda: self.now)
         self.space = self.manager.open_namespace()
 
@@ -30,8 +38,8 @@ class Pool:
     def histogram(self, which: int) -> tuple[dict[float, int], float]:
         """Return the counts of a histogram by upper bound, and the sum of its seconds."""
         ages = self.manager.state.device.ages
-        ages.fold()
-        counts = zip((*BUCKETS_S, float("inf")), ages.counts[which].tolist(), strict=True)
+        self.manager.fold_ages()
+        counts = zip((*AGE_BUCKETS_S, float("inf")), ages.counts[which].tolist(), strict=True)
         return {bound: count for bound, count in counts if count}, float(ages.seconds[which])
 
 
@@ -83,16 +91,13 @@ def test_what_is_shared_while_it_is_held_is_no_reuse(pool: Pool) -> None:
 
 
 def test_folding_loses_nothing_however_much_waits() -> None:
-    now = [0.0]
-    ages = BlockAges(100, lambda: now[0], numpy_memory)
+    pool = Pool(100, enable_prefix_caching=False)
     source = np.random.default_rng(0)
-    expected = np.zeros(len(BUCKETS_S) + 1, np.int64)
-    for _ in range(2000):
-        blocks = source.choice(100, size=3, replace=False)
-        ages.allocate(blocks)
-        age = float(source.exponential(100))
-        now[0] += age
-        ages.free(blocks)
-        expected[bisect_left(BUCKETS_S, now[0] - (now[0] - age))] += 3
-    ages.fold()
-    assert ages.counts[LIFETIME].tolist() == expected.tolist()
+    expected: Counter[float] = Counter()
+    for number in range(2000):
+        pool.compute(number, [1, 2, 3, 4, 5])
+        before = pool.now
+        pool.now += float(source.exponential(100))
+        pool.free(number)
+        expected[AGE_BUCKETS_S[bisect_left(AGE_BUCKETS_S, pool.now - before)]] += 3
+    assert pool.histogram(LIFETIME)[0] == expected

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from listed import listed
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
-from kvservice.blocks.namespaces import COMPUTED_TOKENS
+from kvservice.blocks import COMPUTED_TOKENS, AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
-    KVServiceError,
     OutOfBlocksError,
     QuotaExceededError,
     StaleStepError,
@@ -127,32 +126,33 @@ def test_reserved_blocks_that_a_fork_shares_are_replaced(make: Make) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda manager, space: manager.append(space, [1], [9]),
-        lambda manager, space: manager.fork(space, [2], [3]),
-        lambda manager, space: manager.truncate(space, [1], [2]),
-        lambda manager, space: manager.swap_out(space, [2]),
-        lambda manager, space: manager.free(space, [1]),
-        lambda manager, space: manager.rearrange(space, [1, 2], [2, 1]),
-        lambda manager, space: manager.open_ahead(space, [2], 1),
-        lambda manager, space: manager.reopen(space, [1], [0], [1]),
-    ],
-    ids=["append", "fork", "truncate", "swap_out", "free", "rearrange", "open_ahead", "reopen"],
-)
-def test_another_operation_ends_it(make: Make, operation: Callable[[BlockManager, SessionNamespace], Any]) -> None:
-    manager, space = make()
-    add(manager, space, 1, range(6))
-    add(manager, space, 2, range(50, 53))
-    step = manager.open_ahead(space, [1, 2], 4)
-    ended: list[int] = []
-    space.on_step_end = ended.append
-    operation(manager, space)
-    assert ended == [step.step_id]
-    with pytest.raises(StaleStepError):
-        manager.commit_ahead(space, step.step_id, [1, 2])
-    manager.check_integrity()
+ENDING_OPERATIONS: dict[str, Callable[[BlockManager, SessionNamespace], Any]] = {
+    "append": lambda manager, space: manager.append(space, [1], [9]),
+    "fork": lambda manager, space: manager.fork(space, [2], [3]),
+    "truncate": lambda manager, space: manager.truncate(space, [1], [2]),
+    "swap_out": lambda manager, space: manager.swap_out(space, [2]),
+    "free": lambda manager, space: manager.free(space, [1]),
+    "rearrange": lambda manager, space: manager.rearrange(space, [1, 2], [2, 1]),
+    "open_ahead": lambda manager, space: manager.open_ahead(space, [2], 1),
+    "reopen": lambda manager, space: manager.reopen(space, [1], [0], [1]),
+}
+
+
+def test_another_operation_ends_it(make: Make) -> None:
+    with TableRows() as rows:
+        for name, operation in ENDING_OPERATIONS.items():
+            with rows.row(name):
+                manager, space = make()
+                add(manager, space, 1, range(6))
+                add(manager, space, 2, range(50, 53))
+                step = manager.open_ahead(space, [1, 2], 4)
+                ended: list[int] = []
+                space.on_step_end = ended.append
+                operation(manager, space)
+                assert ended == [step.step_id]
+                with pytest.raises(StaleStepError):
+                    manager.commit_ahead(space, step.step_id, [1, 2])
+                manager.check_integrity()
 
 
 def test_it_has_no_layers(make: Make, snapshot: Snapshot) -> None:
@@ -182,34 +182,34 @@ def test_it_is_not_saved_for_the_next_process(make: Make) -> None:
     assert manager.save_steps() == 0
 
 
-@pytest.mark.parametrize(
-    ("ids", "num_steps", "error", "field"),
-    [
-        ([1], 0, InvalidArgumentError, "num_steps"),
-        ([1], -1, InvalidArgumentError, "num_steps"),
-        ([1], 251, InvalidArgumentError, "num_steps"),
-        ([1], 257, InvalidArgumentError, "num_steps"),
-        ([1], 1 << 62, InvalidArgumentError, "num_steps"),
-        ([1], 2.5, InvalidArgumentError, "num_steps"),
-        ([1, 2], 33, QuotaExceededError, "num_steps"),
-        ([1, 3], 1, FailedPreconditionError, "sequence_ids[1]"),
-        ([1, 1], 1, InvalidArgumentError, "sequence_ids[1]"),
-        ([4], 1, UnknownSequenceError, "sequence_ids[0]"),
-        ([], 1, InvalidArgumentError, "sequence_ids"),
-    ],
-)
-def test_what_cannot_be_opened_changes_nothing(
-    make: Make, snapshot: Snapshot, ids: list[int], num_steps: Any, error: type[KVServiceError], field: str
-) -> None:
-    manager, space = make(max_request_tokens=64, num_blocks=128)
-    add(manager, space, 1, range(6))
-    add(manager, space, 2, range(50, 53))
-    manager.allocate(space, [AllocationRequest(3, [1, 2])])
-    before = snapshot(manager)
-    with pytest.raises(error) as raised:
-        manager.open_ahead(space, ids, num_steps)
-    assert raised.value.field == field
-    assert snapshot(manager) == before
+BAD_STEPS: list[tuple[Any, ...]] = [
+    ([1], 0, InvalidArgumentError, "num_steps"),
+    ([1], -1, InvalidArgumentError, "num_steps"),
+    ([1], 251, InvalidArgumentError, "num_steps"),
+    ([1], 257, InvalidArgumentError, "num_steps"),
+    ([1], 1 << 62, InvalidArgumentError, "num_steps"),
+    ([1], 2.5, InvalidArgumentError, "num_steps"),
+    ([1, 2], 33, QuotaExceededError, "num_steps"),
+    ([1, 3], 1, FailedPreconditionError, "sequence_ids[1]"),
+    ([1, 1], 1, InvalidArgumentError, "sequence_ids[1]"),
+    ([4], 1, UnknownSequenceError, "sequence_ids[0]"),
+    ([], 1, InvalidArgumentError, "sequence_ids"),
+]
+
+
+def test_what_cannot_be_opened_changes_nothing(make: Make, snapshot: Snapshot) -> None:
+    with TableRows() as rows:
+        for ids, num_steps, error, field in BAD_STEPS:
+            with rows.row(ids, num_steps, error, field):
+                manager, space = make(max_request_tokens=64, num_blocks=128)
+                add(manager, space, 1, range(6))
+                add(manager, space, 2, range(50, 53))
+                manager.allocate(space, [AllocationRequest(3, [1, 2])])
+                before = snapshot(manager)
+                with pytest.raises(error) as raised:
+                    manager.open_ahead(space, ids, num_steps)
+                assert raised.value.field == field
+                assert snapshot(manager) == before
 
 
 def test_the_largest_step(make: Make) -> None:
@@ -223,39 +223,33 @@ def test_the_largest_step(make: Make) -> None:
         manager.open_ahead(space, [1], 1)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "counts", "num_steps", "error", "field"),
-    [
-        ([1, 2, 3], None, 0, InvalidArgumentError, "token_ids"),
-        ([1] * 10, None, 0, InvalidArgumentError, "token_ids"),
-        ([1, 2], [1, 2], 0, InvalidArgumentError, "token_ids"),
-        ([1] * 6, [5, 1], 0, InvalidArgumentError, "num_tokens[0]"),
-        ([1], [2, -1], 0, InvalidArgumentError, "num_tokens[1]"),
-        ([1], [1], 0, InvalidArgumentError, "num_tokens"),
-        ([1, 2], None, -1, InvalidArgumentError, "num_steps"),
-        ([1, 2], None, 250, InvalidArgumentError, "num_steps"),
-        ([1, 2], None, 40, OutOfBlocksError, ""),
-    ],
-)
-def test_what_cannot_be_committed_changes_nothing(
-    make: Make,
-    snapshot: Snapshot,
-    tokens: list[int],
-    counts: list[int] | None,
-    num_steps: int,
-    error: type[KVServiceError],
-    field: str,
-) -> None:
-    manager, space = make(num_blocks=12)
-    add(manager, space, 1, range(6))
-    add(manager, space, 2, range(50, 53))
-    step = manager.open_ahead(space, [1, 2], 4)
-    before = snapshot(manager)
-    with pytest.raises(error) as raised:
-        manager.commit_ahead(space, step.step_id, tokens, counts, num_steps)
-    assert raised.value.field == field
-    assert snapshot(manager) == before
-    assert manager.commit_ahead(space, step.step_id, [1, 2]) is None, "it goes on"
+BAD_COMMITS: list[tuple[Any, ...]] = [
+    ([1, 2, 3], None, 0, InvalidArgumentError, "token_ids"),
+    ([1] * 10, None, 0, InvalidArgumentError, "token_ids"),
+    ([1, 2], [1, 2], 0, InvalidArgumentError, "token_ids"),
+    ([1] * 6, [5, 1], 0, InvalidArgumentError, "num_tokens[0]"),
+    ([1], [2, -1], 0, InvalidArgumentError, "num_tokens[1]"),
+    ([1], [1], 0, InvalidArgumentError, "num_tokens"),
+    ([1, 2], None, -1, InvalidArgumentError, "num_steps"),
+    ([1, 2], None, 250, InvalidArgumentError, "num_steps"),
+    ([1, 2], None, 40, OutOfBlocksError, ""),
+]
+
+
+def test_what_cannot_be_committed_changes_nothing(make: Make, snapshot: Snapshot) -> None:
+    with TableRows() as rows:
+        for tokens, counts, num_steps, error, field in BAD_COMMITS:
+            with rows.row(tokens, counts, num_steps, error, field):
+                manager, space = make(num_blocks=12)
+                add(manager, space, 1, range(6))
+                add(manager, space, 2, range(50, 53))
+                step = manager.open_ahead(space, [1, 2], 4)
+                before = snapshot(manager)
+                with pytest.raises(error) as raised:
+                    manager.commit_ahead(space, step.step_id, tokens, counts, num_steps)
+                assert raised.value.field == field
+                assert snapshot(manager) == before
+                assert manager.commit_ahead(space, step.step_id, [1, 2]) is None, "it goes on"
 
 
 def test_other_steps_are_not_committed_so(make: Make) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from listed import listed
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace, chain_hashes
 from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
 
 Make = Callable[..., tuple[BlockManager, SessionNamespace]]
@@ -33,53 +33,55 @@ def test_a_table_has_just_enough_blocks(make: Make) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("watermark", "num_tokens", "said"),
-    [
-        (0.0, 4 * 29, "29 blocks are needed and 28 of 32 are available"),
-        (0.125, 4 * 25, "25 blocks are needed and 28 of 32 are available; the watermark keeps 4 free"),
-        (0.875, 4, "1 block is needed and 28 of 32 are available; the watermark keeps 28 free"),
-    ],
-)
-def test_the_error_says_how_many_blocks_the_watermark_keeps(
-    make: Make, watermark: float, num_tokens: int, said: str
-) -> None:
-    manager, space = make(watermark=watermark)
-    manager.allocate(space, [request(1, range(16))])
-    with pytest.raises(OutOfBlocksError) as caught:
-        manager.allocate(space, [request(2, range(100, 100 + num_tokens))])
-    assert str(caught.value) == said
+MESSAGES: list[tuple[Any, ...]] = [
+    (0.0, 4 * 29, "29 blocks are needed and 28 of 32 are available"),
+    (0.125, 4 * 25, "25 blocks are needed and 28 of 32 are available; the watermark keeps 4 free"),
+    (0.875, 4, "1 block is needed and 28 of 32 are available; the watermark keeps 28 free"),
+]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "lookahead", "status"),
-    [
-        (4 * 24, 0, AllocStatus.OK),
-        (4 * 24, 1, AllocStatus.LATER),
-        (4 * 24 + 1, 0, AllocStatus.LATER),
-        (4 * 28, 0, AllocStatus.LATER),
-        (4 * 28 + 1, 0, AllocStatus.NEVER),
-        (4 * 28, 1, AllocStatus.NEVER),
-    ],
-)
-def test_the_watermark(make: Make, num_tokens: int, lookahead: int, status: AllocStatus) -> None:
+def test_the_error_says_how_many_blocks_the_watermark_keeps(make: Make) -> None:
+    with TableRows() as rows:
+        for watermark, num_tokens, said in MESSAGES:
+            with rows.row(watermark, num_tokens, said):
+                manager, space = make(watermark=watermark)
+                manager.allocate(space, [request(1, range(16))])
+                with pytest.raises(OutOfBlocksError) as caught:
+                    manager.allocate(space, [request(2, range(100, 100 + num_tokens))])
+                assert str(caught.value) == said
+
+
+WATERMARKS: list[tuple[Any, ...]] = [
+    (4 * 24, 0, AllocStatus.OK),
+    (4 * 24, 1, AllocStatus.LATER),
+    (4 * 24 + 1, 0, AllocStatus.LATER),
+    (4 * 28, 0, AllocStatus.LATER),
+    (4 * 28 + 1, 0, AllocStatus.NEVER),
+    (4 * 28, 1, AllocStatus.NEVER),
+]
+
+
+def test_the_watermark(make: Make) -> None:
     """Return a manager with 32 blocks, 4 of them in use, and a watermark of 4."""
-    manager, space = make(watermark=0.125)
-    manager.allocate(space, [request(1, range(16))])
-    batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
-    assert manager.can_allocate(space, batch) is status
-    if status is AllocStatus.OK:
-        manager.allocate(space, batch)
-    else:
-        with pytest.raises(OutOfBlocksError) as caught:
-            manager.allocate(space, batch)
-        assert caught.value.never == (status is AllocStatus.NEVER)
-        assert caught.value.tier == "device"
-        assert (caught.value.required, caught.value.free, caught.value.total) == (
-            -(-(num_tokens + lookahead) // 4),
-            28,
-            32,
-        )
+    with TableRows() as rows:
+        for num_tokens, lookahead, status in WATERMARKS:
+            with rows.row(num_tokens, lookahead, status):
+                manager, space = make(watermark=0.125)
+                manager.allocate(space, [request(1, range(16))])
+                batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
+                assert manager.can_allocate(space, batch) is status
+                if status is AllocStatus.OK:
+                    manager.allocate(space, batch)
+                else:
+                    with pytest.raises(OutOfBlocksError) as caught:
+                        manager.allocate(space, batch)
+                    assert caught.value.never == (status is AllocStatus.NEVER)
+                    assert caught.value.tier == "device"
+                    assert (caught.value.required, caught.value.free, caught.value.total) == (
+                        -(-(num_tokens + lookahead) // 4),
+                        28,
+                        32,
+                    )
 
 
 def test_a_batch_is_all_or_nothing(make: Make, snapshot: Callable[..., Any]) -> None:
@@ -155,25 +157,27 @@ def test_touched_blocks_are_evicted_last_and_the_deepest_of_them_first(make: Mak
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "hit"),
-    [
-        ((), 0),
-        (((0, b"tenant"),), 8),
-        (((0, b"tenanT"),), 0),
-        (((1, b"tenant"),), 0),
-        (((0, b"tenant"), (5, b"image")), 4),
-        (((0, b"tenant"), (9, b"image")), 8),
-        (((0, b"ten"), (0, b"ant")), 0),
-    ],
-)
-def test_extra_keys_separate_from_their_block_on(make: Make, theirs: Any, hit: int) -> None:
-    manager, space = make()
-    manager.allocate(space, [request(1, range(10), extra_keys=((0, b"tenant"),))])
-    compute(manager, space, 1)
-    (made,) = manager.allocate(space, [request(2, range(10), extra_keys=theirs)])
-    assert made.num_cached_tokens == hit
-    assert manager.match_prefix(range(10), theirs) == hit
+OTHER_KEYS: list[tuple[Any, ...]] = [
+    ((), 0),
+    (((0, b"tenant"),), 8),
+    (((0, b"tenanT"),), 0),
+    (((1, b"tenant"),), 0),
+    (((0, b"tenant"), (5, b"image")), 4),
+    (((0, b"tenant"), (9, b"image")), 8),
+    (((0, b"ten"), (0, b"ant")), 0),
+]
+
+
+def test_extra_keys_separate_from_their_block_on(make: Make) -> None:
+    with TableRows() as rows:
+        for theirs, hit in OTHER_KEYS:
+            with rows.row(theirs, hit):
+                manager, space = make()
+                manager.allocate(space, [request(1, range(10), extra_keys=((0, b"tenant"),))])
+                compute(manager, space, 1)
+                (made,) = manager.allocate(space, [request(2, range(10), extra_keys=theirs)])
+                assert made.num_cached_tokens == hit
+                assert manager.match_prefix(range(10), theirs) == hit
 
 
 def test_hashes_are_chains_of_sha256(make: Make) -> None:
@@ -225,16 +229,18 @@ def test_a_sequence_of_another_space_is_neither_known_nor_a_duplicate(make: Make
     assert listed(manager.describe(other, [1], include_tokens=True)[0].token_ids) == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("ids", [(1, 9), (9, 9)])
-def test_duplicate_ids(make: Make, snapshot: Callable[..., Any], ids: tuple[int, int]) -> None:
-    manager, space = make()
-    manager.allocate(space, [request(1, range(5))])
-    before = snapshot(manager)
-    for call in (manager.can_allocate, manager.allocate):
-        with pytest.raises(DuplicateSequenceError) as caught:
-            call(space, [request(ids[1], range(3)), request(ids[0], range(3))])
-        assert caught.value.field == "requests[1].sequence_id"
-    assert snapshot(manager) == before
+def test_duplicate_ids(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for ids in ((1, 9), (9, 9)):
+            with rows.row(ids):
+                manager, space = make()
+                manager.allocate(space, [request(1, range(5))])
+                before = snapshot(manager)
+                for call in (manager.can_allocate, manager.allocate):
+                    with pytest.raises(DuplicateSequenceError) as caught:
+                        call(space, [request(ids[1], range(3)), request(ids[0], range(3))])
+                    assert caught.value.field == "requests[1].sequence_id"
+                assert snapshot(manager) == before
 
 
 def test_no_more_sequences_than_max_sequences(make: Make, snapshot: Callable[..., Any]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
-from kvservice.blocks.arguments import extra_keys_by_block
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace, extra_keys_by_block
 from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
 
 Make = Callable[..., tuple[BlockManager, SessionNamespace]]
@@ -59,118 +59,122 @@ def pool(make: Make) -> tuple[BlockManager, SessionNamespace]:
     return manager, space
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_sequence_ids(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any], name: str) -> None:
-    manager, space = pool
-    before = snapshot(manager)
-    for ids, error, field in BAD_IDS:
-        with pytest.raises(error) as caught:
-            CALLS[name](manager, space, ids)
-        assert caught.value.field == field, str(ids)
-        assert type(caught.value) is error
-    assert snapshot(manager) == before
+def test_sequence_ids(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for name in CALLS:
+            with rows.row(name):
+                manager, space = pool
+                before = snapshot(manager)
+                for ids, error, field in BAD_IDS:
+                    with pytest.raises(error) as caught:
+                        CALLS[name](manager, space, ids)
+                    assert caught.value.field == field, str(ids)
+                    assert type(caught.value) is error
+                assert snapshot(manager) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (([1], []), "token_ids"),
-        (([1], [1, 2]), "token_ids"),
-        (([1], [-1]), "token_ids[0]"),
-        (([1], np.array([-1], np.int32)), "token_ids[0]"),
-        (([1], [2**31]), "token_ids[0]"),
-        (([1], [0.5]), "token_ids"),
-        (([1, 2], [1, 2], [1]), "num_tokens"),
-        (([1, 2], [1, 2], [2, 0]), "num_tokens[1]"),
-        (([1, 2], [1, 2], [3, -1]), "num_tokens[1]"),
-        (([1, 2], [1, 2], [1, 2**62]), "num_tokens[1]"),
-        (([1, 2], [1, 2], [2, 1]), "token_ids"),
-        (([1, 2], [1, 2], None, [6]), "expected_lengths"),
-        (([1, 2], [1, 2], None, [6.0, 6.0]), "expected_lengths"),
-        (([1, 2], [1, 2], None, [6, -6]), "expected_lengths[1]"),
-        (([1], [1], None, None, -1), "lookahead"),
-        (([1], [1], None, None, 1.5), "lookahead"),
-        (([1], [1], None, None, True), "lookahead"),
-        (([1], [1], None, None, 2**40), "lookahead"),
-        (([1], [1], None, None, 250), "lookahead[0]"),
-    ],
-)
-def test_append(
-    pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any], arguments: tuple[Any, ...], field: str
-) -> None:
-    manager, space = pool
-    before = snapshot(manager)
-    with pytest.raises(InvalidArgumentError) as caught:
-        manager.append(space, *arguments)
-    assert caught.value.field == field
-    assert snapshot(manager) == before
+BAD_APPENDS: list[tuple[Any, ...]] = [
+    (([1], []), "token_ids"),
+    (([1], [1, 2]), "token_ids"),
+    (([1], [-1]), "token_ids[0]"),
+    (([1], np.array([-1], np.int32)), "token_ids[0]"),
+    (([1], [2**31]), "token_ids[0]"),
+    (([1], [0.5]), "token_ids"),
+    (([1, 2], [1, 2], [1]), "num_tokens"),
+    (([1, 2], [1, 2], [2, 0]), "num_tokens[1]"),
+    (([1, 2], [1, 2], [3, -1]), "num_tokens[1]"),
+    (([1, 2], [1, 2], [1, 2**62]), "num_tokens[1]"),
+    (([1, 2], [1, 2], [2, 1]), "token_ids"),
+    (([1, 2], [1, 2], None, [6]), "expected_lengths"),
+    (([1, 2], [1, 2], None, [6.0, 6.0]), "expected_lengths"),
+    (([1, 2], [1, 2], None, [6, -6]), "expected_lengths[1]"),
+    (([1], [1], None, None, -1), "lookahead"),
+    (([1], [1], None, None, 1.5), "lookahead"),
+    (([1], [1], None, None, True), "lookahead"),
+    (([1], [1], None, None, 2**40), "lookahead"),
+    (([1], [1], None, None, 250), "lookahead[0]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("request_fields", "field"),
-    [
-        ({"sequence_id": -1}, "sequence_id"),
-        ({"sequence_id": 2**63}, "sequence_id"),
-        ({"sequence_id": "x"}, "sequence_id"),
-        ({"sequence_id": True}, "sequence_id"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [[1]]}, "token_ids"),
-        ({"token_ids": [1, -5]}, "token_ids[1]"),
-        ({"token_ids": range(257)}, "token_ids"),
-        ({"lookahead": -1}, "lookahead"),
-        ({"lookahead": 256}, "lookahead"),
-        ({"lookahead": None}, "lookahead"),
-        ({"extra_keys": {0: b"x"}}, "extra_keys"),
-        ({"extra_keys": [(0, "x")]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"x"), (-1, b"x")]}, "extra_keys[1]"),
-        ({"extra_keys": [(256, b"x")]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"")]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"x" * 257)]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"x")] * 1025}, "extra_keys"),
-        ({"extra_keys": [b"xy"]}, "extra_keys[0]"),
-    ],
-)
-def test_allocate(
-    pool: tuple[BlockManager, SessionNamespace],
-    snapshot: Callable[..., Any],
-    request_fields: dict[str, Any],
-    field: str,
-) -> None:
-    manager, space = pool
-    before = snapshot(manager)
-    good, bad = AllocationRequest(8, [1]), AllocationRequest(**{"sequence_id": 9, "token_ids": [1], **request_fields})
-    for call in (manager.can_allocate, manager.allocate):
-        with pytest.raises(InvalidArgumentError) as caught:
-            call(space, [good, bad])
-        assert caught.value.field == f"requests[1].{field}"
-        with pytest.raises(InvalidArgumentError):
-            call(space, [])
-    assert snapshot(manager) == before
+def test_append(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for arguments, field in BAD_APPENDS:
+            with rows.row(arguments, field):
+                manager, space = pool
+                before = snapshot(manager)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    manager.append(space, *arguments)
+                assert caught.value.field == field
+                assert snapshot(manager) == before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_blocks": 0},
-        {"num_blocks": 2**31},
-        {"num_blocks": True},
-        {"block_size": 0},
-        {"block_size": 12},
-        {"block_size": 512},
-        {"num_layers": 0},
-        {"num_swap_blocks": -1},
-        {"watermark": -0.1},
-        {"watermark": 1.1},
-        {"watermark": float("nan")},
-        {"max_sequences": 0},
-        {"max_sequence_tokens": 0},
-        {"max_pinned_fraction": 2},
-    ],
-)
-def test_config(change: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        BlocksConfig(**{"num_blocks": 8, **change})
-    assert caught.value.field == next(iter(change))
+BAD_REQUESTS: list[tuple[Any, ...]] = [
+    ({"sequence_id": -1}, "sequence_id"),
+    ({"sequence_id": 2**63}, "sequence_id"),
+    ({"sequence_id": "x"}, "sequence_id"),
+    ({"sequence_id": True}, "sequence_id"),
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [[1]]}, "token_ids"),
+    ({"token_ids": [1, -5]}, "token_ids[1]"),
+    ({"token_ids": range(257)}, "token_ids"),
+    ({"lookahead": -1}, "lookahead"),
+    ({"lookahead": 256}, "lookahead"),
+    ({"lookahead": None}, "lookahead"),
+    ({"extra_keys": {0: b"x"}}, "extra_keys"),
+    ({"extra_keys": [(0, "x")]}, "extra_keys[0]"),
+    ({"extra_keys": [(0, b"x"), (-1, b"x")]}, "extra_keys[1]"),
+    ({"extra_keys": [(256, b"x")]}, "extra_keys[0]"),
+    ({"extra_keys": [(0, b"")]}, "extra_keys[0]"),
+    ({"extra_keys": [(0, b"x" * 257)]}, "extra_keys[0]"),
+    ({"extra_keys": [(0, b"x")] * 1025}, "extra_keys"),
+    ({"extra_keys": [b"xy"]}, "extra_keys[0]"),
+]
+
+
+def test_allocate(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for request_fields, field in BAD_REQUESTS:
+            with rows.row(request_fields, field):
+                manager, space = pool
+                before = snapshot(manager)
+                good, bad = (
+                    AllocationRequest(8, [1]),
+                    AllocationRequest(**{"sequence_id": 9, "token_ids": [1], **request_fields}),
+                )
+                for call in (manager.can_allocate, manager.allocate):
+                    with pytest.raises(InvalidArgumentError) as caught:
+                        call(space, [good, bad])
+                    assert caught.value.field == f"requests[1].{field}"
+                    with pytest.raises(InvalidArgumentError):
+                        call(space, [])
+                assert snapshot(manager) == before
+
+
+BAD_CONFIGS: list[Any] = [
+    {"num_blocks": 0},
+    {"num_blocks": 2**31},
+    {"num_blocks": True},
+    {"block_size": 0},
+    {"block_size": 12},
+    {"block_size": 512},
+    {"num_layers": 0},
+    {"num_swap_blocks": -1},
+    {"watermark": -0.1},
+    {"watermark": 1.1},
+    {"watermark": float("nan")},
+    {"max_sequences": 0},
+    {"max_sequence_tokens": 0},
+    {"max_pinned_fraction": 2},
+]
+
+
+def test_config() -> None:
+    with TableRows() as rows:
+        for change in BAD_CONFIGS:
+            with rows.row(change):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    BlocksConfig(**{"num_blocks": 8, **change})
+                assert caught.value.field == next(iter(change))
 
 
 def test_arrays_of_other_dtypes_and_layouts_are_taken(pool: tuple[BlockManager, SessionNamespace]) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from event_replica import EventReplica
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SessionNamespace
-from kvservice.blocks.events import Cleared, RemovedBlocks, StoredBlock
+from kvservice.blocks import (
+    AllocationRequest,
+    BlockManager,
+    BlocksConfig,
+    Cleared,
+    EventJournal,
+    RemovedBlocks,
+    SessionNamespace,
+    StoredBlock,
+)
 from kvservice.chain_hash import block_hash, root_hash
 
 
@@ -115,18 +123,20 @@ def test_a_reset_that_pins_survive_removes_the_others() -> None:
     assert pool.changes()[1] == RemovedBlocks([hashes[1]])
 
 
-@pytest.mark.parametrize("salt", [b"", b"tenant"])
-def test_what_comes_back_from_swap_is_stored_again_with_its_parents(salt: bytes) -> None:
-    pool = Pool(4)
-    replica = EventReplica(pool.journal)
-    pool.compute(1, [1, 2, 3, 4], salt)
-    replica.follow()
-    before = dict(replica.blocks)
-    pool.manager.swap_out(pool.space, [1])
-    pool.compute(2, [9] * 8)
-    pool.manager.free(pool.space, [2])
-    replica.follow()
-    assert not set(before) & set(replica.blocks)
-    pool.manager.swap_in(pool.space, [1])
-    replica.follow()
-    assert {key: value for key, value in replica.blocks.items() if key in before} == before
+def test_what_comes_back_from_swap_is_stored_again_with_its_parents() -> None:
+    with TableRows() as rows:
+        for salt in (b"", b"tenant"):
+            with rows.row(salt):
+                pool = Pool(4)
+                replica = EventReplica(pool.journal)
+                pool.compute(1, [1, 2, 3, 4], salt)
+                replica.follow()
+                before = dict(replica.blocks)
+                pool.manager.swap_out(pool.space, [1])
+                pool.compute(2, [9] * 8)
+                pool.manager.free(pool.space, [2])
+                replica.follow()
+                assert not set(before) & set(replica.blocks)
+                pool.manager.swap_in(pool.space, [1])
+                replica.follow()
+                assert {key: value for key, value in replica.blocks.items() if key in before} == before

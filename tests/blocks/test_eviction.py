@@ -1,47 +1,40 @@
-"""The eviction queue, compared with a plain list."""
+"""The order of eviction, compared with a plain list."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
+import random
+
 import numpy as np
-from hypothesis import given, settings
 
-from kvservice.blocks.eviction import EvictionQueue
-from kvservice.blocks.plans import numpy_memory
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_it_is_a_list(data: st.DataObject) -> None:
-    num_blocks = 12
-    queue, model = EvictionQueue(num_blocks, numpy_memory), list[int]()
-    for _ in range(data.draw(st.integers(1, 400))):
-        action = data.draw(st.sampled_from(["add", "remove", "pop"]))
-        if action == "add":
-            outside = sorted(set(range(num_blocks)) - set(model))
-            blocks = data.draw(st.permutations(outside))[: data.draw(st.integers(0, 4))]
-            queue.add(np.array(blocks, np.int64))
-            model += blocks
-        elif action == "remove":
-            blocks = data.draw(st.permutations(model))[:3]
-            queue.remove(np.array(blocks, np.int64))
-            model = [block for block in model if block not in blocks]
-        else:
-            count = data.draw(st.integers(0, len(model)))
-            assert queue.pop(count).tolist() == model[:count]
-            del model[:count]
-        assert queue.blocks().tolist() == model
-        assert len(queue) == len(model)
+NUM_BLOCKS = 14
 
 
-def test_its_memory_stays_the_same_however_long_it_is_used() -> None:
-    """After thousands of hits without an eviction, stale entries are removed and the order is kept."""
-    queue = EvictionQueue(8, numpy_memory)
-    queue.add(np.arange(8))
-    size = len(queue._log)
-    for i in range(5000):
-        block = np.array([i % 8])
-        queue.remove(block)
-        queue.add(block)
-    assert len(queue._log) == size
-    assert queue.pop(8).tolist() == list(range(8))
+def test_the_least_recently_used_are_evicted_and_of_a_prompt_the_deepest_first() -> None:
+    """Over thousands of hits, so that records of earlier uses pile up and are dropped. Prompt n has n % 4 + 1 full
+    blocks, and one token more."""
+    manager = BlockManager(BlocksConfig(num_blocks=NUM_BLOCKS, block_size=2, watermark=0.0))
+    space, choose = manager.open_namespace(), random.Random(0)
+    cached: list[tuple[int, int]] = []
+    num_evicted = 0
+    for count in range(2500):
+        # Long stretches have hits only.
+        name = choose.randrange(12) if count % 500 < 100 else choose.randrange(2)
+        num_full = name % 4 + 1
+        (made,) = manager.allocate(space, [AllocationRequest(0, np.full(2 * num_full + 1, name))])
+        hits = [entry for entry in cached if entry[0] == name]
+        assert made.num_cached_tokens == 2 * len(hits)
+        cached = [entry for entry in cached if entry[0] != name]
+        lacking = max(num_full + 1 - len(hits) - (NUM_BLOCKS - len(cached) - len(hits)), 0)
+        num_evicted += lacking
+        del cached[:lacking]
+        assert manager.stats().evicted_blocks == num_evicted
+        manager.mark_all_layers(space, manager.open_step(space, [0]).step_id)
+        manager.free(space, [0])
+        cached += [(name, block) for block in reversed(range(num_full))]
+        for other in choose.sample(range(12), 3):
+            found = manager.match_prefix(np.full(2 * (other % 4 + 1), other))
+            assert found == 2 * sum(entry[0] == other for entry in cached)
+    manager.check_integrity()
+    assert num_evicted > 100

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from event_replica import EventReplica
 from listed import listed
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SessionNamespace, StepPlan
 from kvservice.errors import (
@@ -87,27 +88,29 @@ def test_a_token_that_is_not_known_is_no_token_of_its_sequence(make: Make) -> No
     manager.check_integrity()
 
 
-@pytest.mark.parametrize("order", ["fst", "fts", "sft", "stf", "tfs", "tsf"])
-def test_it_commits_after_the_followed_step_and_with_its_tokens(make: Make, order: str) -> None:
+def test_it_commits_after_the_followed_step_and_with_its_tokens(make: Make) -> None:
     """In any order of: the layers of the first step, those of the second, and the tokens."""
-    manager, space = make()
-    first, second = pair(manager, space)
-    before, after_first = [(8, 7), (8, 7), (8, 7), (10, 0)], [(8, 8), (8, 8), (8, 7), (10, 6)]
-    done: set[str] = set()
-    for event in order:
-        done.add(event)
-        if event == "t":
-            assert manager.set_tokens(space, second.step_id, [SAMPLED]) == (done == set("fst"))
-        else:
-            manager.mark_all_layers(space, (first if event == "f" else second).step_id)
-        expected = after_first if "f" in done else before
-        if done == set("fst"):
-            expected = [(9, 9), (8, 8), (8, 8), (10, 10)]
-        elif "t" in done:
-            expected = [(9, expected[0][1]), *expected[1:]]
-        assert progress(manager, space) == expected
-        manager.check_integrity()
-    assert manager.stats().computed_tokens == 21 + 8 + 6
+    with TableRows() as rows:
+        for order in ("fst", "fts", "sft", "stf", "tfs", "tsf"):
+            with rows.row(order):
+                manager, space = make()
+                first, second = pair(manager, space)
+                before, after_first = [(8, 7), (8, 7), (8, 7), (10, 0)], [(8, 8), (8, 8), (8, 7), (10, 6)]
+                done: set[str] = set()
+                for event in order:
+                    done.add(event)
+                    if event == "t":
+                        assert manager.set_tokens(space, second.step_id, [SAMPLED]) == (done == set("fst"))
+                    else:
+                        manager.mark_all_layers(space, (first if event == "f" else second).step_id)
+                    expected = after_first if "f" in done else before
+                    if done == set("fst"):
+                        expected = [(9, 9), (8, 8), (8, 8), (10, 10)]
+                    elif "t" in done:
+                        expected = [(9, expected[0][1]), *expected[1:]]
+                    assert progress(manager, space) == expected
+                    manager.check_integrity()
+                assert manager.stats().computed_tokens == 21 + 8 + 6
 
 
 def test_layers_that_a_lane_marks_commit_in_order(make: Make) -> None:
@@ -205,48 +208,50 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-@pytest.mark.parametrize("name", [BOTH, FIRST, SECOND, CHUNKED], ids=["both", "first", "second", "chunked"])
-def test_an_operation_on_a_sequence_of_one_step_ends_both(make: Make, operation: Operation, name: int) -> None:
-    manager, space = make()
-    ended: list[int] = []
-    space.on_step_end = ended.append
-    first, second = pair(manager, space)
-    ended.clear()
-    operation(manager, space, name)
-    assert sorted(ended) == [first.step_id, second.step_id]
-    for call in (manager.get_step, manager.mark_all_layers):
-        for step in (first, second):
-            with pytest.raises(StaleStepError):
-                call(space, step.step_id)
-    with pytest.raises(StaleStepError):
-        manager.set_tokens(space, second.step_id, [SAMPLED])
-    if name != BOTH or operation is not OPERATIONS["free"]:
-        kept = 5 if operation is OPERATIONS["truncate"] and name == BOTH else 8
-        resident = name != BOTH or operation is not OPERATIONS["swap"]
-        tokens = tokens_of(manager, space, BOTH)
-        assert tokens[:kept] == [*range(7), 7][:kept]
-        if resident and operation is not OPERATIONS["truncate"]:
-            again = manager.open_step(space, [BOTH])
-            assert again.context_lens[0] - again.query_lens[0] == 7
-    manager.check_integrity()
+def test_an_operation_on_a_sequence_of_one_step_ends_both(make: Make) -> None:
+    with TableRows() as rows:
+        for how, operation in OPERATIONS.items():
+            for name in (BOTH, FIRST, SECOND, CHUNKED):
+                with rows.row(how, name):
+                    manager, space = make()
+                    ended: list[int] = []
+                    space.on_step_end = ended.append
+                    first, second = pair(manager, space)
+                    ended.clear()
+                    operation(manager, space, name)
+                    assert sorted(ended) == [first.step_id, second.step_id]
+                    for call in (manager.get_step, manager.mark_all_layers):
+                        for step in (first, second):
+                            with pytest.raises(StaleStepError):
+                                call(space, step.step_id)
+                    with pytest.raises(StaleStepError):
+                        manager.set_tokens(space, second.step_id, [SAMPLED])
+                    if name != BOTH or how != "free":
+                        kept = 5 if how == "truncate" and name == BOTH else 8
+                        resident = name != BOTH or how != "swap"
+                        tokens = tokens_of(manager, space, BOTH)
+                        assert tokens[:kept] == [*range(7), 7][:kept]
+                        if resident and how != "truncate":
+                            again = manager.open_step(space, [BOTH])
+                            assert again.context_lens[0] - again.query_lens[0] == 7
+                    manager.check_integrity()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_a_complete_step_ends_alone_where_its_follower_goes_on_without_the_sequence(
-    make: Make, operation: Operation
-) -> None:
+def test_a_complete_step_ends_alone_where_its_follower_goes_on_without_the_sequence(make: Make) -> None:
     """A request that ends, or is forked, with the report of the followed step."""
-    manager, space = make()
-    first, second = pair(manager, space)
-    manager.mark_all_layers(space, first.step_id)
-    operation(manager, space, FIRST)
-    assert not is_live(manager, space, first)
-    manager.mark_all_layers(space, second.step_id)
-    manager.set_tokens(space, second.step_id, [SAMPLED])
-    assert tokens_of(manager, space, BOTH) == [*range(7), 7, SAMPLED]
-    assert manager.describe(space, [BOTH])[0].num_computed == 9
-    manager.check_integrity()
+    with TableRows() as rows:
+        for how, operation in OPERATIONS.items():
+            with rows.row(how):
+                manager, space = make()
+                first, second = pair(manager, space)
+                manager.mark_all_layers(space, first.step_id)
+                operation(manager, space, FIRST)
+                assert not is_live(manager, space, first)
+                manager.mark_all_layers(space, second.step_id)
+                manager.set_tokens(space, second.step_id, [SAMPLED])
+                assert tokens_of(manager, space, BOTH) == [*range(7), 7, SAMPLED]
+                assert manager.describe(space, [BOTH])[0].num_computed == 9
+                manager.check_integrity()
 
 
 def test_a_retry_computes_the_first_step_again(make: Make) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from constants import set_constants
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
-from kvservice.blocks import integrity as integrity_module
-from kvservice.blocks.integrity import MAX_TRIES, check_in_slices
-from kvservice.blocks.invariants import parts, pieces, windows
-from kvservice.blocks.sequences import NAMESPACE, NUM_BLOCKS, SEQUENCE_ID, STEP, SWAPPED
-from kvservice.blocks.slices import Waits, finish
-from kvservice.blocks.state import BlockState
+from kvservice.blocks import (
+    NAMESPACE,
+    NUM_BLOCKS,
+    SEQUENCE_ID,
+    STEP,
+    SWAPPED,
+    AllocationRequest,
+    BlockManager,
+    BlocksConfig,
+    SessionNamespace,
+    Waits,
+    finish,
+)
+from kvservice.chain_hash import block_hash
 from kvservice.errors import (
     DuplicateSequenceError,
     InternalError,
@@ -28,7 +37,7 @@ from kvservice.errors import (
 )
 
 Make = Callable[..., tuple[BlockManager, SessionNamespace]]
-Corruption = Callable[[BlockState, SessionNamespace], object]
+Corruption = Callable[[Any, SessionNamespace], object]
 
 
 def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens: Any, salt: Any = ()) -> None:
@@ -37,7 +46,6 @@ def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens
     manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
 
 
-@pytest.fixture
 def corruptible(make: Make) -> tuple[BlockManager, SessionNamespace]:
     """Rows 0 and 1 share a block, row 2 has a live step, row 3 is swapped out; one sequence is cached, one pinned."""
     manager, space = make()
@@ -56,20 +64,20 @@ def corruptible(make: Make) -> tuple[BlockManager, SessionNamespace]:
     return manager, space
 
 
-def table(state: BlockState, row: int) -> list[int]:
+def table(state: Any, row: int) -> list[int]:
     return state.sequences.block_tables[row, : state.sequences.states[row, NUM_BLOCKS]].tolist()
 
 
-def other_place(state: BlockState, _: SessionNamespace) -> None:
+def other_place(state: Any, _: SessionNamespace) -> None:
     """Put one block at two entries of a table, with a matching reference count."""
     first, second = table(state, 0)[:2]
     state.sequences.block_tables[0, 1] = first
     state.device.ref_count[[first, second]] += [1, -1]
-    state.device._push_free(np.array([second]))
+    state.device.free_unused(np.array([second]))
     state.device.num_active -= 1
 
 
-def own_block_given_to_another(state: BlockState, space: SessionNamespace) -> None:
+def own_block_given_to_another(state: Any, space: SessionNamespace) -> None:
     """Let two sequences write to one block, with a matching reference count."""
     mine, free = table(state, 2)[0], state.sequences.free_rows.pop()
     space.rows[77] = free
@@ -80,7 +88,7 @@ def own_block_given_to_another(state: BlockState, space: SessionNamespace) -> No
     state.device.num_shared += 1
 
 
-def step_block_findable(state: BlockState, _: SessionNamespace) -> None:
+def step_block_findable(state: Any, _: SessionNamespace) -> None:
     """Corrupt hash and index consistently, with a hash that matches no content."""
     block = table(state, 2)[0]
     state.device.hashes[block] = b"hash" * 8
@@ -88,7 +96,7 @@ def step_block_findable(state: BlockState, _: SessionNamespace) -> None:
     state.device.add_to_index(np.array([block]), [b"hash" * 8])
 
 
-def two_hashes_swapped(state: BlockState, _: SessionNamespace) -> None:
+def two_hashes_swapped(state: Any, _: SessionNamespace) -> None:
     """Each block is found by its hash, but has the content of the other."""
     device, (one, other) = state.device, table(state, 0)[:2]
     device.hashes[one], device.hashes[other] = device.hashes[other], device.hashes[one]
@@ -99,9 +107,19 @@ def two_hashes_swapped(state: BlockState, _: SessionNamespace) -> None:
         device.keep_hashes(np.array([block]), [hashed])
 
 
-def retaken_hash(state: BlockState, _: SessionNamespace) -> None:
+def retaken_hash(state: Any, _: SessionNamespace) -> None:
     device, block = state.device, table(state, 0)[0]
-    device.index.blocks[b"other"] = device.index.blocks.pop(device.hashes[block])  # type: ignore[arg-type]
+    device.index.blocks[b"other"] = device.index.blocks.pop(device.hashes[block])
+
+
+def lose_free(pool: Any) -> None:
+    pool.num_free -= 1
+
+
+def replace_free(pool: Any, block: int) -> None:
+    """Replace the free block that is taken next."""
+    pool.num_free -= 1
+    pool.free_unused(np.array([block]))
 
 
 def cell(array: Any, index: Any, value: Any) -> None:
@@ -111,13 +129,13 @@ def cell(array: Any, index: Any, value: Any) -> None:
 CORRUPTIONS: dict[str, Corruption] = {
     "ref count": lambda s, _: cell(s.device.ref_count, table(s, 0)[0], 1),
     "swap ref count": lambda s, _: cell(s.swap.ref_count, table(s, 3)[0], 2),
-    "free twice": lambda s, _: s.device._push_free(s.device.free_blocks()[:1]),
-    "lost": lambda s, _: s.device._pop_free(1),
-    "lost in swap": lambda s, _: s.swap._pop_free(1),
-    "held and free": lambda s, _: s.device._push_free(np.array(table(s, 0)[1:2])),
-    "cached and free": lambda s, _: s.device._push_free(s.device.evictable.blocks()[:1]),
-    "free one replaced": lambda s, _: cell(s.device._free_stack, 0, s.device._free_stack[1]),
-    "no such free block": lambda s, _: cell(s.device._free_stack, 0, -1),
+    "free twice": lambda s, _: s.device.free_unused(s.device.free_blocks()[:1]),
+    "lost": lambda s, _: lose_free(s.device),
+    "lost in swap": lambda s, _: lose_free(s.swap),
+    "held and free": lambda s, _: s.device.free_unused(np.array(table(s, 0)[1:2])),
+    "cached and free": lambda s, _: s.device.free_unused(s.device.evictable.blocks()[:1]),
+    "free one replaced": lambda s, _: replace_free(s.device, s.device.free_blocks()[-2]),
+    "no such free block": lambda s, _: replace_free(s.device, -1),
     "free count": lambda s, _: setattr(s.device, "num_free", 99),
     "tokens of a hashed block": lambda s, _: cell(s.device.token_ids, (table(s, 0)[0], 0), 999),
     "extra keys": lambda s, _: s.sequences.extra_keys[0].update({0: b"other"}),
@@ -132,7 +150,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     "found by another hash": retaken_hash,
     "not indexed": lambda s, _: cell(s.device.indexed, table(s, 0)[0], False),
     "eviction queue": lambda s, _: s.device.evictable.pop(1),
-    "eviction queue's length": lambda s, _: setattr(s.device.evictable, "_size", 1),
+    "eviction queue's length": lambda s, _: s.device.evictable.remove(np.array(table(s, 0)[:1])),
     "evictable while held": lambda s, _: s.device.evictable.add(np.array(table(s, 0)[:1])),
     "active count": lambda s, _: setattr(s.device, "num_active", 99),
     "shared count": lambda s, _: setattr(s.device, "num_shared", 99),
@@ -164,31 +182,23 @@ CORRUPTIONS: dict[str, Corruption] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 3, integrity_module.SLICE_ENTRIES])
-@pytest.mark.parametrize("what", CORRUPTIONS)
-def test_a_corruption_is_found(corruptible: tuple[BlockManager, SessionNamespace], what: str, size: int) -> None:
-    manager, space = corruptible
-    CORRUPTIONS[what](manager.state, space)
-    with pytest.raises(InternalError, match=r"^integrity: "):
-        finish(check_in_slices(manager.state, size))
+def test_each_corruption_is_found_in_slices_of_any_size(make: Make) -> None:
+    with TableRows() as rows:
+        for what, corrupt in CORRUPTIONS.items():
+            for size in (1, 3, 8192):
+                with rows.row(what, size):
+                    manager, space = corruptible(make)
+                    corrupt(manager.state, space)
+                    with pytest.raises(InternalError, match=r"^integrity: "):
+                        finish(manager.check_integrity_in_slices(size))
 
 
-def test_the_whole_check_is_all_slices(corruptible: tuple[BlockManager, SessionNamespace]) -> None:
-    manager, _ = corruptible
+def test_the_whole_check_is_all_slices(make: Make) -> None:
+    manager, _ = corruptible(make)
     manager.check_integrity()
     manager.state.device.num_shared = 99
     with pytest.raises(InternalError, match="shared blocks"):
         manager.check_integrity()
-
-
-def test_cutting() -> None:
-    assert [part.tolist() for part in parts(range(5), 2)] == [[0, 1], [2, 3], [4]]
-    assert list(parts((), 2)) == []
-    assert list(windows(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    rows, first, counts = np.array([7, 8, 9, 4]), np.array([1, 0, 2, 0]), np.array([2, 0, 5, 1])
-    cut = [np.stack(piece).T.tolist() for piece in pieces(rows, first, counts, 3)]
-    assert cut == [[[7, 1], [7, 2], [9, 2]], [[9, 3], [9, 4], [9, 5]], [[9, 6], [4, 0]]]
-    assert list(pieces(rows[:0], first[:0], counts[:0], 3)) == []
 
 
 def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,25 +208,27 @@ def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
         add(manager, space, sequence_id, range(1000 * sequence_id, 1000 * sequence_id + 600))
     manager.allocate(space, [AllocationRequest(9, range(9000, 9300))])
     manager.open_step(space, [9])
-    hashed, looked_up, added = [], [], []
-    module: Any = integrity_module
-    block_hash, require_range = module.block_hash, module.require_range
+    hashed: list[int] = []
+    looked_up: list[bytes] = []
+    added: list[int] = []
 
     class Index(dict[bytes, int]):
         def get(self, key: bytes, default: Any = None) -> Any:
             looked_up.append(key)
             return super().get(key, default)
 
-    def counted_range(numbers: Any, stop: int, what: str) -> None:
-        added.append(len(numbers))
-        require_range(numbers, stop, what)
+    def counted_hash(*content: Any) -> bytes:
+        hashed.append(1)
+        return block_hash(*content)
 
-    monkeypatch.setattr(integrity_module, "block_hash", lambda *rest: hashed.append(1) or block_hash(*rest))  # type: ignore[func-returns-value]
-    for module in ("integrity", "sums"):
-        monkeypatch.setattr(f"kvservice.blocks.{module}.require_range", counted_range)
+    def counted_range(numbers: Any, stop: int, _: str) -> None:
+        added.append(len(numbers))
+        assert ((numbers >= 0) & (numbers < stop)).all()
+
+    set_constants(monkeypatch, "kvservice.blocks", block_hash=counted_hash, require_range=counted_range)
     manager.state.device.index.blocks = Index(manager.state.device.index.blocks)
     total_hashed = total_looked_up = total_added = 0
-    for _ in check_in_slices(manager.state, 64):
+    for _ in manager.check_integrity_in_slices(64):
         assert len(hashed) <= 64 // 32
         assert len(looked_up) <= 64 // 8
         assert sum(added) <= 2 * 64
@@ -227,40 +239,42 @@ def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     assert total_added > 4 * 150 + 75
 
 
-def test_sums_are_given_up_where_operations_never_end(corruptible: tuple[BlockManager, SessionNamespace]) -> None:
+def test_sums_are_given_up_where_operations_never_end(make: Make) -> None:
     """Local invariants are still checked."""
-    manager, space = corruptible
+    manager, space = corruptible(make)
 
-    def disturbed() -> Iterator[bool]:
-        slices = check_in_slices(manager.state, 3)
+    def disturbed() -> bool:
+        """Check while other operations run after each slice, until the sums are given up."""
+        slices = manager.check_integrity_in_slices(3)
         for count in range(10_000):
             try:
                 next(slices)
             except StopIteration as end:
-                yield end.value
-                return
-            if count < MAX_TRIES:
+                return bool(end.value)
+            if count < 4:
                 manager.can_open_step(space, [3])
+        pytest.fail("the check does not end")
 
-    assert list(disturbed()) == [False]
-    assert finish(check_in_slices(manager.state, 3)) is True
+    assert not disturbed()
+    assert finish(manager.check_integrity_in_slices(3)) is True
     manager.state.device.token_ids[table(manager.state, 0)[0], 0] = 999
     with pytest.raises(InternalError, match="not its content's"):
-        list(disturbed())
+        disturbed()
 
 
-def test_a_step_that_ends_meanwhile_is_left_alone(corruptible: tuple[BlockManager, SessionNamespace]) -> None:
-    """The check fails with IntegrityError if it looks at a step that has ended."""
-    manager, space = corruptible
-    slices: Any = check_in_slices(manager.state, 1)
-    for _ in slices:
-        if slices.gi_yieldfrom.__name__ == "_check_step":
-            break
-    else:
-        pytest.fail("no slice checks a step")
-    manager.fork(space, [3], [30])
-    for _ in slices:
-        pass
+def test_a_step_that_ends_meanwhile_is_left_alone(make: Make) -> None:
+    """The check fails if it looks at a step that has ended. The step ends after any number of slices."""
+    manager, space = corruptible(make)
+    num_slices = len(list(manager.check_integrity_in_slices(1)))
+    assert num_slices > 50
+    for count in range(num_slices):
+        slices = manager.check_integrity_in_slices(1)
+        for _ in range(count):
+            next(slices)
+        manager.fork(space, [3], [30])
+        finish(slices)
+        manager.free(space, [30])
+        manager.open_step(space, [3])
 
 
 class Operations:
@@ -380,20 +394,16 @@ class Operations:
             self.spaces[self.spaces.index(space)] = self.manager.open_namespace()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_operations_in_between_are_no_corruption(
-    seed: int, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
+def check_in_between(
+    seed: int, num_operations: int, patch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
 ) -> None:
     """No operation or slice changes the inputs of the sums without incrementing the generation."""
-    for module in ("slices", "pins", "freeing"):
-        monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_BLOCKS", 4)
-    for module in ("slices", "allocation"):
-        monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_SEQUENCES", 1)
+    set_constants(patch, "kvservice.blocks", SLICE_BLOCKS=4, SLICE_SEQUENCES=1)
     operations = Operations(seed)
     manager, choose = operations.manager, random.Random(seed + 100)
-    checking = check_in_slices(manager.state, 3)
+    checking = manager.check_integrity_in_slices(3)
     results: list[bool] = []
-    for _ in range(1000):
+    for _ in range(num_operations):
         before, generation = snapshot(manager), manager.state.generation
         operations.one()
         if manager.state.generation == generation:
@@ -404,7 +414,23 @@ def test_operations_in_between_are_no_corruption(
                 next(checking)
             except StopIteration as end:
                 results.append(end.value)
-                checking = check_in_slices(manager.state, choose.choice([1, 3, 100]))
-    assert operations.done > 300
+                checking = manager.check_integrity_in_slices(choose.choice([1, 3, 100]))
+    assert operations.done > 0.3 * num_operations
     assert {True, False} == set(results), "some passes are disturbed, and some are not"
     manager.check_integrity()
+
+
+def test_operations_in_between_are_no_corruption(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
+) -> None:
+    """check_in_between fails if the check takes an operation for a corruption."""
+    check_in_between(3, 250, monkeypatch, snapshot)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_operations_in_between_are_no_corruption(
+    seed: int, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
+) -> None:
+    """check_in_between fails if the check takes an operation for a corruption."""
+    check_in_between(seed, 1000, monkeypatch, snapshot)

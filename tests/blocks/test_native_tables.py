@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from table_rows import TableRows
 
 from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
@@ -29,110 +30,127 @@ def random_ranges(rng: np.random.Generator, stop: int) -> tuple[Any, Any, Any]:
     return rows, starts, counts
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_slots_and_shared_entries(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    shift = int(rng.integers(0, 6))
-    size, width = 1 << shift, int(rng.integers(1, 40))
-    tables = random_tables(rng, width)
-    rows, starts, counts = random_ranges(rng, width * size)
-    expected = [
-        int(tables[row, position // size]) * size + position % size
-        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
-        for position in range(start, start + count)
-    ]
-    slots = _ext.slot_mapping(tables, rows, starts, counts, shift)
-    assert slots.dtype == np.int64
-    assert slots.tolist() == expected
+def test_slots_and_shared_entries() -> None:
+    with TableRows() as table:
+        for seed in range(40):
+            with table.row(seed):
+                rng = np.random.default_rng(seed)
+                shift = int(rng.integers(0, 6))
+                size, width = 1 << shift, int(rng.integers(1, 40))
+                tables = random_tables(rng, width)
+                rows, starts, counts = random_ranges(rng, width * size)
+                expected = [
+                    int(tables[row, position // size]) * size + position % size
+                    for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+                    for position in range(start, start + count)
+                ]
+                slots = _ext.slot_mapping(tables, rows, starts, counts, shift)
+                assert slots.dtype == np.int64
+                assert slots.tolist() == expected
 
-    rows, starts, counts = random_ranges(rng, width)
-    ref_count, indexed = rng.integers(0, 4, NUM_BLOCKS, dtype=np.int32), rng.random(NUM_BLOCKS) < 0.2
-    held = [
-        tables[row, entry]
-        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
-        for entry in range(start, start + count)
-    ]
-    shared = [i for i, block in enumerate(held) if ref_count[block] > 1 or indexed[block]]
-    # A column of a state array is not contiguous.
-    columns = np.stack([starts, counts], axis=1)
-    assert _ext.shared_entries(tables, rows, columns[:, 0], columns[:, 1], ref_count, indexed).tolist() == shared
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_new_sequences_and_references(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    size = 1 << int(rng.integers(0, 5))
-    tables, token_ids = random_tables(rng, 12), rng.integers(0, 9, (200, size), dtype=np.int32)
-    num = int(rng.integers(1, 6))
-    rows = rng.permutation(9)[:num].tolist()
-    tokens = [rng.integers(0, 99, int(rng.integers(1, 12 * size + 1)), dtype=np.int32) for _ in rows]
-    found = [rng.integers(0, NUM_BLOCKS, int(rng.integers(0, (len(one) - 1) // size + 1))) for one in tokens]
-    counts = [-(-len(one) // size) - len(hits) for one, hits in zip(tokens, found, strict=True)]
-    blocks = NUM_BLOCKS + rng.permutation(150)[: sum(counts)]
-    expected_tables, expected_tokens = tables.copy(), token_ids.copy()
-    left = iter(blocks.tolist())
-    for row, prompt, hits in zip(rows, tokens, found, strict=True):
-        for entry in range(-(-len(prompt) // size)):
-            block = hits[entry] if entry < len(hits) else next(left)
-            expected_tables[row, entry] = block
-            if entry >= len(hits):
-                part = prompt[entry * size : (entry + 1) * size]
-                expected_tokens[block, : len(part)] = part
-    _ext.fill_sequences(tables, token_ids, rows, found, tokens, blocks)
-    assert np.array_equal(tables, expected_tables)
-    assert np.array_equal(token_ids, expected_tokens)
-
-    ref_count = rng.integers(0, 3, NUM_BLOCKS, dtype=np.int32)
-    named = rng.integers(0, NUM_BLOCKS, int(rng.integers(0, 60)))
-    after = ref_count + np.bincount(named, minlength=NUM_BLOCKS)
-    first = [block for block in dict.fromkeys(named.tolist()) if ref_count[block] == 0]
-    num_shared = int(np.count_nonzero((after > 1) & (ref_count < 2)))
-    added, newly_shared = _ext.add_references(ref_count, named)
-    assert (added.tolist(), newly_shared) == (first, num_shared)
-    assert np.array_equal(ref_count, after)
+                rows, starts, counts = random_ranges(rng, width)
+                ref_count, indexed = rng.integers(0, 4, NUM_BLOCKS, dtype=np.int32), rng.random(NUM_BLOCKS) < 0.2
+                held = [
+                    tables[row, entry]
+                    for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+                    for entry in range(start, start + count)
+                ]
+                shared = [i for i, block in enumerate(held) if ref_count[block] > 1 or indexed[block]]
+                # A column of a state array is not contiguous.
+                columns = np.stack([starts, counts], axis=1)
+                assert (
+                    _ext.shared_entries(tables, rows, columns[:, 0], columns[:, 1], ref_count, indexed).tolist()
+                    == shared
+                )
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_hashes_are_matched_up_to_the_first_miss(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    hashes = [rng.bytes(32) for _ in range(int(rng.integers(1, 30)))]
-    blocks = rng.permutation(NUM_BLOCKS)[: len(hashes)].tolist()
-    known = {chain_hash: block for chain_hash, block in zip(hashes, blocks, strict=True) if rng.random() < 0.9}
-    ref_count = rng.integers(0, 2, NUM_BLOCKS, dtype=np.int32)
-    for limit in range(len(hashes) + 2):
-        expected = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes[:limit])))
-        found, num_held = _ext.match_hashes(known, hashes, limit, ref_count)
-        assert found.dtype == np.int64
-        assert found.tolist() == expected
-        assert num_held == sum(ref_count[block] > 0 for block in expected)
-    with pytest.raises(InvalidArgumentError, match="index"):
-        _ext.match_hashes({b"1": NUM_BLOCKS}, [b"1"], 1, ref_count)
+def test_new_sequences_and_references() -> None:
+    with TableRows() as table:
+        for seed in range(20):
+            with table.row(seed):
+                rng = np.random.default_rng(seed)
+                size = 1 << int(rng.integers(0, 5))
+                tables, token_ids = random_tables(rng, 12), rng.integers(0, 9, (200, size), dtype=np.int32)
+                num = int(rng.integers(1, 6))
+                rows = rng.permutation(9)[:num].tolist()
+                tokens = [rng.integers(0, 99, int(rng.integers(1, 12 * size + 1)), dtype=np.int32) for _ in rows]
+                found = [
+                    rng.integers(0, NUM_BLOCKS, int(rng.integers(0, (len(one) - 1) // size + 1))) for one in tokens
+                ]
+                counts = [-(-len(one) // size) - len(hits) for one, hits in zip(tokens, found, strict=True)]
+                blocks = NUM_BLOCKS + rng.permutation(150)[: sum(counts)]
+                expected_tables, expected_tokens = tables.copy(), token_ids.copy()
+                left = iter(blocks.tolist())
+                for row, prompt, hits in zip(rows, tokens, found, strict=True):
+                    for entry in range(-(-len(prompt) // size)):
+                        block = hits[entry] if entry < len(hits) else next(left)
+                        expected_tables[row, entry] = block
+                        if entry >= len(hits):
+                            part = prompt[entry * size : (entry + 1) * size]
+                            expected_tokens[block, : len(part)] = part
+                _ext.fill_sequences(tables, token_ids, rows, found, tokens, blocks)
+                assert np.array_equal(tables, expected_tables)
+                assert np.array_equal(token_ids, expected_tokens)
+
+                ref_count = rng.integers(0, 3, NUM_BLOCKS, dtype=np.int32)
+                named = rng.integers(0, NUM_BLOCKS, int(rng.integers(0, 60)))
+                after = ref_count + np.bincount(named, minlength=NUM_BLOCKS)
+                first = [block for block in dict.fromkeys(named.tolist()) if ref_count[block] == 0]
+                num_shared = int(np.count_nonzero((after > 1) & (ref_count < 2)))
+                added, newly_shared = _ext.add_references(ref_count, named)
+                assert (added.tolist(), newly_shared) == (first, num_shared)
+                assert np.array_equal(ref_count, after)
+
+
+def test_hashes_are_matched_up_to_the_first_miss() -> None:
+    with TableRows() as table:
+        for seed in range(10):
+            with table.row(seed):
+                rng = np.random.default_rng(seed)
+                hashes = [rng.bytes(32) for _ in range(int(rng.integers(1, 30)))]
+                blocks = rng.permutation(NUM_BLOCKS)[: len(hashes)].tolist()
+                known = {
+                    chain_hash: block for chain_hash, block in zip(hashes, blocks, strict=True) if rng.random() < 0.9
+                }
+                ref_count = rng.integers(0, 2, NUM_BLOCKS, dtype=np.int32)
+                for limit in range(len(hashes) + 2):
+                    expected = list(
+                        itertools.takewhile(lambda block: block is not None, map(known.get, hashes[:limit]))
+                    )
+                    found, num_held = _ext.match_hashes(known, hashes, limit, ref_count)
+                    assert found.dtype == np.int64
+                    assert found.tolist() == expected
+                    assert num_held == sum(ref_count[block] > 0 for block in expected)
+                with pytest.raises(InvalidArgumentError, match="index"):
+                    _ext.match_hashes({b"1": NUM_BLOCKS}, [b"1"], 1, ref_count)
 
 
 ROW = np.zeros(1, np.int64)
 
 
-@pytest.mark.parametrize(
-    ("rows", "starts", "counts", "field"),
-    [
-        (ROW + 2, ROW, ROW, "rows"),
-        (ROW - 1, ROW, ROW, "rows"),
-        (ROW, ROW - 1, ROW, "starts"),
-        (ROW, ROW + 13, ROW, "starts"),
-        (ROW, ROW + 4, ROW + 9, "counts"),
-        (ROW, ROW, ROW - 1, "counts"),
-        (ROW, ROW, ROW + 2**62, "counts"),
-        (ROW, np.zeros(2, np.int64), ROW, "starts"),
-        (ROW.astype(np.int32), ROW, ROW, "rows"),
-        (ROW.reshape(1, 1), ROW, ROW, "rows"),
-        ([0], ROW, ROW, "rows"),
-    ],
-)
-def test_ranges_outside_the_tables_are_refused(rows: Any, starts: Any, counts: Any, field: str) -> None:
-    tables = np.zeros((2, 3), np.int32)
-    with pytest.raises(InvalidArgumentError) as caught:
-        _ext.slot_mapping(tables, rows, starts, counts, 2)
-    assert caught.value.field == field
+RANGES_OUTSIDE: list[tuple[Any, ...]] = [
+    (ROW + 2, ROW, ROW, "rows"),
+    (ROW - 1, ROW, ROW, "rows"),
+    (ROW, ROW - 1, ROW, "starts"),
+    (ROW, ROW + 13, ROW, "starts"),
+    (ROW, ROW + 4, ROW + 9, "counts"),
+    (ROW, ROW, ROW - 1, "counts"),
+    (ROW, ROW, ROW + 2**62, "counts"),
+    (ROW, np.zeros(2, np.int64), ROW, "starts"),
+    (ROW.astype(np.int32), ROW, ROW, "rows"),
+    (ROW.reshape(1, 1), ROW, ROW, "rows"),
+    ([0], ROW, ROW, "rows"),
+]
+
+
+def test_ranges_outside_the_tables_are_refused() -> None:
+    with TableRows() as table:
+        for rows, starts, counts, field in RANGES_OUTSIDE:
+            with table.row(rows, starts, counts, field):
+                tables = np.zeros((2, 3), np.int32)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    _ext.slot_mapping(tables, rows, starts, counts, 2)
+                assert caught.value.field == field
 
 
 def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:

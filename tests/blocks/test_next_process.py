@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from constants import set_constants
 from crashes import KeptManager, views
 
-from kvservice.blocks import AllocationRequest, BlocksConfig, Recovery, SessionNamespace
-from kvservice.blocks.namespaces import NUM_COUNTERS
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks import NUM_COUNTERS, AllocationRequest, BlocksConfig, Recovery, SessionNamespace, chain_hashes
 from kvservice.errors import (
     DuplicateSequenceError,
     LayerWrittenError,
@@ -52,15 +51,19 @@ def daemon() -> Daemon:
     return Daemon()
 
 
-@pytest.fixture
-def lost(daemon: Daemon) -> Daemon:
-    """Sequences 1 and 2 exist, and sequence 3 is lost, because its process ended while it was swapped out."""
+def restarted(daemon: Daemon) -> Daemon:
+    """Let sequences 1 and 2 exist, and sequence 3 be lost, because its process ended while it was swapped out."""
     for name in (1, 2, 3):
         daemon.allocate(name)
     daemon.compute(1, 2, 3)
     daemon.manager.swap_out(daemon.space, [3])
     assert daemon.restart().num_lost == 1
     return daemon
+
+
+@pytest.fixture
+def lost(daemon: Daemon) -> Daemon:
+    return restarted(daemon)
 
 
 def test_sequences_keep_their_order_and_tokens(daemon: Daemon) -> None:
@@ -114,7 +117,7 @@ def test_a_free_in_slices_without_a_remembered_reply_may_be_repeated(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other operations begin between its slices."""
-    monkeypatch.setattr("kvservice.blocks.slices.SLICE_BLOCKS", 4)
+    set_constants(monkeypatch, "kvservice.blocks", SLICE_BLOCKS=4)
     for name in (1, 2, 3):
         daemon.allocate(name)
     for _ in daemon.manager.free_in_slices(daemon.space, [1, 2]):
@@ -131,8 +134,13 @@ def test_a_free_in_slices_without_a_remembered_reply_may_be_repeated(
     assert (list(daemon.space.rows), daemon.space.lost) == ([3], set())
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_lost_id_may_be_used_again(lost: Daemon, forked: bool) -> None:
+def test_a_lost_id_may_be_used_again() -> None:
+    """check_used_again fails if it is refused, or lost for ever."""
+    for forked in (False, True):
+        check_used_again(restarted(Daemon()), forked)
+
+
+def check_used_again(lost: Daemon, forked: bool) -> None:
     def create() -> None:
         if forked:
             lost.manager.fork(lost.space, [1], [3])

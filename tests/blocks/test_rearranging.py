@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from listed import listed
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
     InvalidArgumentError,
-    KVServiceError,
     SequenceSwappedError,
     StaleStepError,
     UnknownSequenceError,
@@ -98,30 +98,30 @@ def test_steps_of_moved_sequences_and_of_their_parents_end(make: Make) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("ids", "parents", "error", "field"),
-    [
-        ([1, 9], [1, 1], UnknownSequenceError, "sequence_ids[1]"),
-        ([1, 2], [2, 9], UnknownSequenceError, "parent_ids[1]"),
-        ([1, 2], [-3, 1], InvalidArgumentError, "parent_ids[0]"),
-        ([1, 1], [2, 2], InvalidArgumentError, "sequence_ids[1]"),
-        ([1, 2], [2], InvalidArgumentError, "parent_ids"),
-        ([1], [3], SequenceSwappedError, "parent_ids[0]"),
-        ([3], [1], SequenceSwappedError, "sequence_ids[0]"),
-    ],
-)
-def test_refused_rearrangements(
-    make: Make, snapshot: Callable[..., Any], ids: Any, parents: Any, error: type[KVServiceError], field: str
-) -> None:
-    manager, space = make(num_swap_blocks=8)
-    for name in (1, 2, 3):
-        add(manager, space, name, range(100 * name, 100 * name + 5))
-    manager.swap_out(space, [3])
-    before = snapshot(manager)
-    with pytest.raises(error) as caught:
-        manager.rearrange(space, ids, parents)
-    assert caught.value.field == field
-    assert snapshot(manager) == before
+BAD_ORDERS: list[tuple[Any, ...]] = [
+    ([1, 9], [1, 1], UnknownSequenceError, "sequence_ids[1]"),
+    ([1, 2], [2, 9], UnknownSequenceError, "parent_ids[1]"),
+    ([1, 2], [-3, 1], InvalidArgumentError, "parent_ids[0]"),
+    ([1, 1], [2, 2], InvalidArgumentError, "sequence_ids[1]"),
+    ([1, 2], [2], InvalidArgumentError, "parent_ids"),
+    ([1], [3], SequenceSwappedError, "parent_ids[0]"),
+    ([3], [1], SequenceSwappedError, "sequence_ids[0]"),
+]
+
+
+def test_refused_rearrangements(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for ids, parents, error, field in BAD_ORDERS:
+            with rows.row(ids, parents, error, field):
+                manager, space = make(num_swap_blocks=8)
+                for name in (1, 2, 3):
+                    add(manager, space, name, range(100 * name, 100 * name + 5))
+                manager.swap_out(space, [3])
+                before = snapshot(manager)
+                with pytest.raises(error) as caught:
+                    manager.rearrange(space, ids, parents)
+                assert caught.value.field == field
+                assert snapshot(manager) == before
 
 
 def test_tail_blocks_are_those_of_the_next_tokens(make: Make) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import InvalidArgumentError, KVServiceError, OutOfBlocksError, UnknownSequenceError
@@ -55,28 +56,28 @@ def test_a_reopened_step_replaces_the_one_before(make: Make) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("ids", "starts", "counts", "error", "field"),
-    [
-        ([9], [0], [1], UnknownSequenceError, "sequence_ids[0]"),
-        ([1, 2], [5, 6], [1, 1], InvalidArgumentError, "starts[1]"),
-        ([1, 2], [5], [1, 1], InvalidArgumentError, "starts"),
-        ([1], [-1], [1], InvalidArgumentError, "starts[0]"),
-        ([1, 2], [4, 4], [1, 2], InvalidArgumentError, "num_tokens[1]"),
-        ([1], [4], [0], InvalidArgumentError, "num_tokens[0]"),
-    ],
-)
-def test_refused(
-    make: Make, snapshot: Callable[..., Any], ids: Any, starts: Any, counts: Any, error: type[Exception], field: str
-) -> None:
-    manager, space = make()
-    add(manager, space, 1, range(8))
-    add(manager, space, 2, range(100, 105))
-    before = snapshot(manager)
-    with pytest.raises(error) as caught:
-        manager.reopen(space, ids, starts, counts)
-    assert getattr(caught.value, "field", None) == field
-    assert snapshot(manager) == before
+REFUSED: list[tuple[Any, ...]] = [
+    ([9], [0], [1], UnknownSequenceError, "sequence_ids[0]"),
+    ([1, 2], [5, 6], [1, 1], InvalidArgumentError, "starts[1]"),
+    ([1, 2], [5], [1, 1], InvalidArgumentError, "starts"),
+    ([1], [-1], [1], InvalidArgumentError, "starts[0]"),
+    ([1, 2], [4, 4], [1, 2], InvalidArgumentError, "num_tokens[1]"),
+    ([1], [4], [0], InvalidArgumentError, "num_tokens[0]"),
+]
+
+
+def test_refused(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for ids, starts, counts, error, field in REFUSED:
+            with rows.row(ids, starts, counts, error, field):
+                manager, space = make()
+                add(manager, space, 1, range(8))
+                add(manager, space, 2, range(100, 105))
+                before = snapshot(manager)
+                with pytest.raises(error) as caught:
+                    manager.reopen(space, ids, starts, counts)
+                assert getattr(caught.value, "field", None) == field
+                assert snapshot(manager) == before
 
 
 def test_without_a_block_for_the_copy_nothing_changes(make: Make, snapshot: Callable[..., Any]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from listed import listed
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
-    KVServiceError,
     NotComputedError,
     UnknownSequenceError,
     UnknownSessionError,
@@ -62,43 +62,45 @@ def test_a_child_keeps_its_parents_extra_keys(make: Make) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("parents", "children", "error", "field"),
-    [
-        ([9], [2], UnknownSequenceError, "parent_ids[0]"),
-        ([1, -4], [2, 3], InvalidArgumentError, "parent_ids[1]"),
-        ([1], [1], DuplicateSequenceError, "child_ids[0]"),
-        ([1, 1], [2, 2], DuplicateSequenceError, "child_ids[1]"),
-        ([1], [2, 3], InvalidArgumentError, "child_ids"),
-        ([1], [-1], InvalidArgumentError, "child_ids[0]"),
-        ([], [], InvalidArgumentError, "parent_ids"),
-    ],
-)
-def test_refused_forks(
-    make: Make, snapshot: Callable[..., Any], parents: Any, children: Any, error: type[KVServiceError], field: str
-) -> None:
-    manager, space = make()
-    add(manager, space, 1, range(10))
-    before = snapshot(manager)
-    with pytest.raises(error) as caught:
-        manager.fork(space, parents, children)
-    assert caught.value.field == field
-    assert snapshot(manager) == before
+BAD_FORKS: list[tuple[Any, ...]] = [
+    ([9], [2], UnknownSequenceError, "parent_ids[0]"),
+    ([1, -4], [2, 3], InvalidArgumentError, "parent_ids[1]"),
+    ([1], [1], DuplicateSequenceError, "child_ids[0]"),
+    ([1, 1], [2, 2], DuplicateSequenceError, "child_ids[1]"),
+    ([1], [2, 3], InvalidArgumentError, "child_ids"),
+    ([1], [-1], InvalidArgumentError, "child_ids[0]"),
+    ([], [], InvalidArgumentError, "parent_ids"),
+]
 
 
-@pytest.mark.parametrize(("length", "num_blocks"), [(10, 3), (9, 3), (8, 2), (5, 2), (1, 1), (0, 0)])
-def test_truncate_gives_blocks_back(make: Make, length: int, num_blocks: int) -> None:
-    manager, space = make()
-    add(manager, space, 1, range(10))
-    manager.append(space, [1], [10], lookahead=4)
-    manager.truncate(space, [1], [length])
-    info = manager.describe(space, [1], include_tokens=True)[0]
-    assert (info.length, info.num_computed, info.num_blocks) == (length, length, num_blocks)
-    assert listed(info.token_ids) == list(range(length))
-    manager.check_integrity()
-    step = manager.append(space, [1], [77])
-    assert step.context_lens.tolist() == [length + 1]
-    manager.check_integrity()
+def test_refused_forks(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for parents, children, error, field in BAD_FORKS:
+            with rows.row(parents, children, error, field):
+                manager, space = make()
+                add(manager, space, 1, range(10))
+                before = snapshot(manager)
+                with pytest.raises(error) as caught:
+                    manager.fork(space, parents, children)
+                assert caught.value.field == field
+                assert snapshot(manager) == before
+
+
+def test_truncate_gives_blocks_back(make: Make) -> None:
+    with TableRows() as rows:
+        for length, num_blocks in ((10, 3), (9, 3), (8, 2), (5, 2), (1, 1), (0, 0)):
+            with rows.row(length, num_blocks):
+                manager, space = make()
+                add(manager, space, 1, range(10))
+                manager.append(space, [1], [10], lookahead=4)
+                manager.truncate(space, [1], [length])
+                info = manager.describe(space, [1], include_tokens=True)[0]
+                assert (info.length, info.num_computed, info.num_blocks) == (length, length, num_blocks)
+                assert listed(info.token_ids) == list(range(length))
+                manager.check_integrity()
+                step = manager.append(space, [1], [77])
+                assert step.context_lens.tolist() == [length + 1]
+                manager.check_integrity()
 
 
 def test_truncate_refuses_to_lengthen(make: Make, snapshot: Callable[..., Any]) -> None:

@@ -7,10 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from table_rows import TableRows
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SessionNamespace
-from kvservice.blocks.events import Cleared, RemovedBlocks
-from kvservice.blocks.slices import SLICE_BLOCKS, SLICE_SEQUENCES, Waits, cut, cut_rows, finish, in_turn
+from kvservice.blocks import (
+    SLICE_SEQUENCES,
+    AllocationRequest,
+    AllocStatus,
+    BlockManager,
+    BlocksConfig,
+    Cleared,
+    EventJournal,
+    RemovedBlocks,
+    SessionNamespace,
+    Waits,
+    finish,
+    in_turn,
+)
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
@@ -49,20 +61,6 @@ def run(slices: Waits[Any], between: Callable[[int], object]) -> tuple[int, Any]
             return count, end.value
         between(count)
         count += 1
-
-
-def test_cutting() -> None:
-    assert [part.tolist() for part in cut(np.arange(0))] == []
-    parts = list(cut(np.arange(2 * SLICE_BLOCKS + 1)))
-    assert [len(part) for part in parts] == [SLICE_BLOCKS, SLICE_BLOCKS, 1]
-    assert np.concatenate(parts).tolist() == list(range(2 * SLICE_BLOCKS + 1))
-    rows = np.arange(100, 110)
-    for num_blocks in (np.zeros(10, int), np.full(10, SLICE_BLOCKS), np.arange(10) * 3000, np.full(10, 5)):
-        cuts = cut_rows(rows, num_blocks)
-        assert np.concatenate(cuts).tolist() == rows.tolist()
-        held = dict(zip(rows.tolist(), num_blocks.tolist(), strict=True))
-        assert all(len(part) == 1 or sum(held[row] for row in part.tolist()) <= 2 * SLICE_BLOCKS for part in cuts)
-    assert len(cut_rows(rows, np.full(10, SLICE_BLOCKS))) == 10
 
 
 def test_free_while_others_work() -> None:
@@ -219,16 +217,18 @@ ABOVE: dict[str, tuple[Callable[[BlockManager, SessionNamespace], object], str, 
 }
 
 
-@pytest.mark.parametrize("case", ABOVE)
-def test_what_goes_through_too_much_is_refused(make: Make, snapshot: Callable[..., Any], case: str) -> None:
-    call, field, option = ABOVE[case]
-    manager, space = limited(make)
-    before = snapshot(manager)
-    with pytest.raises(QuotaExceededError) as caught:
-        call(manager, space)
-    assert caught.value.field == field
-    assert caught.value.metadata == {"limit": option, "value": str(LIMITED[option])}
-    assert snapshot(manager) == before
+def test_what_goes_through_too_much_is_refused(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for case in ABOVE:
+            with rows.row(case):
+                call, field, option = ABOVE[case]
+                manager, space = limited(make)
+                before = snapshot(manager)
+                with pytest.raises(QuotaExceededError) as caught:
+                    call(manager, space)
+                assert caught.value.field == field
+                assert caught.value.metadata == {"limit": option, "value": str(LIMITED[option])}
+                assert snapshot(manager) == before
 
 
 def test_what_is_within_is_done(make: Make) -> None:
@@ -271,8 +271,10 @@ def many_requests(count: int = 3 * SLICE_SEQUENCES, length: int = 4) -> list[All
     return [AllocationRequest(n, np.arange(n * length, (n + 1) * length)) for n in range(count)]
 
 
-@pytest.fixture
-def batch() -> tuple[BlockManager, SessionNamespace, list[AllocationRequest]]:
+Batch = tuple[BlockManager, SessionNamespace, list[AllocationRequest]]
+
+
+def cached_batch() -> Batch:
     """Return a manager that has computed and cached the prompts of all requests."""
     requests = many_requests()
     manager = large(max_sequences=1024, num_blocks=4 * len(requests) + 100)
@@ -283,7 +285,9 @@ def batch() -> tuple[BlockManager, SessionNamespace, list[AllocationRequest]]:
     return manager, space, requests
 
 
-Batch = tuple[BlockManager, SessionNamespace, list[AllocationRequest]]
+@pytest.fixture
+def batch() -> Batch:
+    return cached_batch()
 
 
 def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
@@ -298,9 +302,13 @@ def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize("when", [1, 2])
-def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated(batch: Batch, when: int) -> None:
+def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated() -> None:
     """Its blocks were evicted in the meantime and hold content of other sequences."""
+    for when in (1, 2):
+        check_found_blocks_that_are_gone(cached_batch(), when)
+
+
+def check_found_blocks_that_are_gone(batch: Batch, when: int) -> None:
     manager, space, requests = batch
     other = manager.open_namespace(2)
 
@@ -327,7 +335,7 @@ def test_a_batch_finds_as_much_of_a_chain_as_is_left(batch: Batch) -> None:
     block = manager.state.device.index.match(np.arange(4, dtype=np.int32), {})[1]
     manager.state.device.evictable.remove(np.array([block]))
     manager.state.device.remove_from_index(np.array([block]))
-    manager.state.device._free(np.array([block]))
+    manager.state.device.free_unused(np.array([block]))
     assert finish(slices)[0].num_cached_tokens == 1
     manager.check_integrity()
 
@@ -368,9 +376,13 @@ def test_many_sequences_are_described_in_slices(batch: Batch) -> None:
     )
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_sequence_that_is_freed_while_many_are_described_is_unknown(batch: Batch, closes: bool) -> None:
+def test_a_sequence_that_is_freed_while_many_are_described_is_unknown() -> None:
     """Another sequence may already use its row."""
+    for closes in (False, True):
+        check_freed_while_described(cached_batch(), closes)
+
+
+def check_freed_while_described(batch: Batch, closes: bool) -> None:
     manager, space, requests = batch
     manager.allocate(space, requests)
     slices = manager.describe_in_slices(space, include_tokens=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from listed import listed
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, StepPlan
 from kvservice.errors import (
@@ -55,6 +57,23 @@ def test_a_step_says_where_its_tokens_lie(make: Make) -> None:
     assert [array.dtype for array in dtypes] == [np.int64, np.int64, np.int32, np.int32, np.int64, np.int32]
 
 
+def test_the_tables_of_a_step_are_gathered_without_the_others(make: Make) -> None:
+    """A manager has thousands of tables, each as wide as the longest sequence. A shorter table ends with padding."""
+    manager, space = make(num_blocks=2048, block_size=1, max_sequences=4096, max_sequence_tokens=1025)
+    allocate(manager, space, 1023, 2)
+    step = manager.append(space, [1, 0], [7, 7])
+    tracemalloc.start()
+    try:
+        found = step.block_tables
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000
+    held = tables(manager, space)
+    assert found.tolist() == [[*held[1], *[0] * 1021], held[0]]
+    assert found.flags.c_contiguous
+
+
 def test_one_token_each_takes_a_block_only_when_the_last_is_full(make: Make) -> None:
     manager, space = make()
     allocate(manager, space, 7, 8)
@@ -79,15 +98,15 @@ def test_pending_tokens_are_part_of_the_next_step(make: Make) -> None:
     assert manager.open_step(space, [0]).slot_mapping.tolist() == slots_of(tables(manager, space)[0], 3, 7)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "field"), [([0], "num_tokens[0]"), ([7], "num_tokens[0]"), ([1, 1], "num_tokens")]
-)
-def test_chunks_lie_within_the_pending_tokens(make: Make, num_tokens: list[int], field: str) -> None:
-    manager, space = make()
-    allocate(manager, space, 6, computed=False)
-    with pytest.raises(InvalidArgumentError) as caught:
-        manager.open_step(space, [0], num_tokens)
-    assert caught.value.field == field
+def test_chunks_lie_within_the_pending_tokens(make: Make) -> None:
+    with TableRows() as rows:
+        for num_tokens, field in (([0], "num_tokens[0]"), ([7], "num_tokens[0]"), ([1, 1], "num_tokens")):
+            with rows.row(num_tokens, field):
+                manager, space = make()
+                allocate(manager, space, 6, computed=False)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    manager.open_step(space, [0], num_tokens)
+                assert caught.value.field == field
 
 
 def test_open_step_needs_a_pending_token(make: Make) -> None:
@@ -293,20 +312,22 @@ def outdating(manager: BlockManager, space: SessionNamespace) -> dict[str, Calla
     }
 
 
-@pytest.mark.parametrize("operation", ["append", "open_step", "truncate", "fork", "swap_out", "free"])
-def test_an_operation_on_one_sequence_makes_its_whole_step_stale(make: Make, operation: str) -> None:
-    manager, space = make()
-    allocate(manager, space, 6, 6)
-    step = manager.append(space, [0, 1], [1, 2])
-    manager.mark_layer(space, step.step_id, 0)
-    outdating(manager, space)[operation]()
-    for call in (manager.check_layer, manager.mark_layer):
-        with pytest.raises(StaleStepError):
-            call(space, step.step_id, 1)
-    with pytest.raises(StaleStepError):
-        manager.mark_all_layers(space, step.step_id)
-    assert manager.describe(space, [0])[0].num_computed == 6
-    manager.check_integrity()
+def test_an_operation_on_one_sequence_makes_its_whole_step_stale(make: Make) -> None:
+    with TableRows() as rows:
+        for operation in ("append", "open_step", "truncate", "fork", "swap_out", "free"):
+            with rows.row(operation):
+                manager, space = make()
+                allocate(manager, space, 6, 6)
+                step = manager.append(space, [0, 1], [1, 2])
+                manager.mark_layer(space, step.step_id, 0)
+                outdating(manager, space)[operation]()
+                for call in (manager.check_layer, manager.mark_layer):
+                    with pytest.raises(StaleStepError):
+                        call(space, step.step_id, 1)
+                with pytest.raises(StaleStepError):
+                    manager.mark_all_layers(space, step.step_id)
+                assert manager.describe(space, [0])[0].num_computed == 6
+                manager.check_integrity()
 
 
 def test_a_row_used_again_does_not_revive_a_step(make: Make) -> None:
@@ -339,46 +360,48 @@ def append_again(manager: BlockManager, space: SessionNamespace, **changes: Any)
     return manager.append(space, **{**arguments, "expected_lengths": [6, 8], **changes})
 
 
-@pytest.mark.parametrize("written", ["nothing", "a layer", "everything"])
-def test_a_repeated_append_gets_its_step_again(make: Make, snapshot: Callable[..., Any], written: str) -> None:
-    manager, space = make()
-    allocate(manager, space, 6, 8)
-    manager.fork(space, [0], [5])
-    step = append_again(manager, space)
-    assert len(step.copies) == 1
-    if written == "a layer":
-        manager.mark_layer(space, step.step_id, 0)
-    elif written == "everything":
-        manager.mark_all_layers(space, step.step_id)
-    before = snapshot(manager)
-    again = append_again(manager, space)
-    assert again.step_id == step.step_id
-    assert again.slot_mapping.tolist() == step.slot_mapping.tolist()
-    assert len(again.copies) == 0
-    assert snapshot(manager) == before
+def test_a_repeated_append_gets_its_step_again(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for written in ("nothing", "a layer", "everything"):
+            with rows.row(written):
+                manager, space = make()
+                allocate(manager, space, 6, 8)
+                manager.fork(space, [0], [5])
+                step = append_again(manager, space)
+                assert len(step.copies) == 1
+                if written == "a layer":
+                    manager.mark_layer(space, step.step_id, 0)
+                elif written == "everything":
+                    manager.mark_all_layers(space, step.step_id)
+                before = snapshot(manager)
+                again = append_again(manager, space)
+                assert again.step_id == step.step_id
+                assert again.slot_mapping.tolist() == step.slot_mapping.tolist()
+                assert len(again.copies) == 0
+                assert snapshot(manager) == before
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": [7, 8, 8]},
-        {"num_tokens": [2, 1]},
-        {"sequence_ids": [1, 0], "expected_lengths": [8, 6], "num_tokens": [2, 1]},
-        {"sequence_ids": [0], "token_ids": [7], "num_tokens": None, "expected_lengths": [6]},
-        {"expected_lengths": [6, 10]},
-        {"expected_lengths": [5, 7]},
-    ],
-)
-def test_anything_but_a_repetition_is_a_mismatch(
-    make: Make, snapshot: Callable[..., Any], changes: dict[str, Any]
-) -> None:
-    manager, space = make()
-    allocate(manager, space, 6, 8)
-    append_again(manager, space)
-    before = snapshot(manager)
-    with pytest.raises(LengthMismatchError):
-        append_again(manager, space, **changes)
-    assert snapshot(manager) == before
+MISMATCHES: list[Any] = [
+    {"token_ids": [7, 8, 8]},
+    {"num_tokens": [2, 1]},
+    {"sequence_ids": [1, 0], "expected_lengths": [8, 6], "num_tokens": [2, 1]},
+    {"sequence_ids": [0], "token_ids": [7], "num_tokens": None, "expected_lengths": [6]},
+    {"expected_lengths": [6, 10]},
+    {"expected_lengths": [5, 7]},
+]
+
+
+def test_anything_but_a_repetition_is_a_mismatch(make: Make, snapshot: Callable[..., Any]) -> None:
+    with TableRows() as rows:
+        for changes in MISMATCHES:
+            with rows.row(changes):
+                manager, space = make()
+                allocate(manager, space, 6, 8)
+                append_again(manager, space)
+                before = snapshot(manager)
+                with pytest.raises(LengthMismatchError):
+                    append_again(manager, space, **changes)
+                assert snapshot(manager) == before
 
 
 def test_a_repetition_after_another_operation_is_a_mismatch(make: Make) -> None:
@@ -485,33 +508,29 @@ def test_advance_appends_and_opens_one_step_over_decodes_and_chunks(make: Make) 
     manager.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_tokens", "field"),
-    [
-        ([], [1, 1], "num_tokens[0]"),
-        ([1, 2, 3], [1, 1], "token_ids"),
-        ([-1], [1, 1], "token_ids[0]"),
-        ([1], [1], "num_tokens"),
-        ([1], [2, 1], "num_tokens[0]"),
-        ([1], [1, 7], "num_tokens[1]"),
-        ([1], [1, 0], "num_tokens[1]"),
-    ],
-)
-def test_a_bad_advance_changes_nothing(
-    make: Make,
-    snapshot: Callable[[BlockManager], dict[str, Any]],
-    tokens: list[int],
-    num_tokens: list[int],
-    field: str,
-) -> None:
-    manager, space = make()
-    allocate(manager, space, 3)
-    manager.allocate(space, [AllocationRequest(1, np.arange(500, 506))])
-    before = snapshot(manager)
-    with pytest.raises(InvalidArgumentError) as refused:
-        manager.advance(space, [0, 1], tokens, num_tokens)
-    assert refused.value.field == field
-    assert snapshot(manager) == before
+BAD_ADVANCES: list[tuple[Any, ...]] = [
+    ([], [1, 1], "num_tokens[0]"),
+    ([1, 2, 3], [1, 1], "token_ids"),
+    ([-1], [1, 1], "token_ids[0]"),
+    ([1], [1], "num_tokens"),
+    ([1], [2, 1], "num_tokens[0]"),
+    ([1], [1, 7], "num_tokens[1]"),
+    ([1], [1, 0], "num_tokens[1]"),
+]
+
+
+def test_a_bad_advance_changes_nothing(make: Make, snapshot: Callable[[BlockManager], dict[str, Any]]) -> None:
+    with TableRows() as rows:
+        for tokens, num_tokens, field in BAD_ADVANCES:
+            with rows.row(tokens, num_tokens, field):
+                manager, space = make()
+                allocate(manager, space, 3)
+                manager.allocate(space, [AllocationRequest(1, np.arange(500, 506))])
+                before = snapshot(manager)
+                with pytest.raises(InvalidArgumentError) as refused:
+                    manager.advance(space, [0, 1], tokens, num_tokens)
+                assert refused.value.field == field
+                assert snapshot(manager) == before
 
 
 def test_an_advance_without_blocks_changes_nothing(

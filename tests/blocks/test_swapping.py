@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from listed import listed
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -123,31 +124,33 @@ def test_no_room_in_the_swap_tier(make: Make, snapshot: Callable[..., Any]) -> N
     assert (later.value.required, later.value.free, later.value.never) == (2, 1, False)
 
 
-@pytest.mark.parametrize(
-    ("taken", "lookahead", "status"),
-    [
-        (16, 0, AllocStatus.OK),
-        (20, 0, AllocStatus.LATER),
-        (16, 3, AllocStatus.LATER),
-        (16, 18, AllocStatus.NEVER),
-        (0, 11, AllocStatus.OK),
-    ],
-)
-def test_the_watermark_on_the_way_in(make: Make, taken: int, lookahead: int, status: AllocStatus) -> None:
+WATERMARKS: list[tuple[Any, ...]] = [
+    (16, 0, AllocStatus.OK),
+    (20, 0, AllocStatus.LATER),
+    (16, 3, AllocStatus.LATER),
+    (16, 18, AllocStatus.NEVER),
+    (0, 11, AllocStatus.OK),
+]
+
+
+def test_the_watermark_on_the_way_in(make: Make) -> None:
     """8 blocks, watermark 2; another sequence has `taken` tokens; 2 blocks and the lookahead are swapped in."""
-    manager, space = make(num_blocks=8, watermark=0.25, enable_prefix_caching=False)
-    add(manager, space, 1, range(7))
-    manager.swap_out(space, [1])
-    if taken:
-        add(manager, space, 2, range(taken))
-    assert manager.can_swap_in(space, [1], lookahead) is status
-    if status is AllocStatus.OK:
-        manager.swap_in(space, [1], lookahead)
-    else:
-        with pytest.raises(OutOfBlocksError) as caught:
-            manager.swap_in(space, [1], lookahead)
-        assert caught.value.never == (status is AllocStatus.NEVER)
-    manager.check_integrity()
+    with TableRows() as rows:
+        for taken, lookahead, status in WATERMARKS:
+            with rows.row(taken, lookahead, status):
+                manager, space = make(num_blocks=8, watermark=0.25, enable_prefix_caching=False)
+                add(manager, space, 1, range(7))
+                manager.swap_out(space, [1])
+                if taken:
+                    add(manager, space, 2, range(taken))
+                assert manager.can_swap_in(space, [1], lookahead) is status
+                if status is AllocStatus.OK:
+                    manager.swap_in(space, [1], lookahead)
+                else:
+                    with pytest.raises(OutOfBlocksError) as caught:
+                        manager.swap_in(space, [1], lookahead)
+                    assert caught.value.never == (status is AllocStatus.NEVER)
+                manager.check_integrity()
 
 
 def test_a_cached_block_taken_back_is_counted_exactly(make: Make) -> None:

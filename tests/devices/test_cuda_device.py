@@ -13,20 +13,22 @@ from typing import Any
 import fake_cuda
 import numpy as np
 import pytest
+from constants import set_constants
 from cuda_rig import TYPES, check_types
 from fake_cuda import DeadlockError, FakeCuda
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
+from table_rows import TableRows
 
 from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import compute, open_device
-from kvservice.devices.cuda import CudaDevice
-from kvservice.devices.sizing import GRANULE_BYTES
+from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError, ResourceExhaustedError
 
 BLOCK_BYTES = 4096
+# The driver maps memory that other processes can open in pieces of this size.
+GRANULE_BYTES = 2 << 20
 CUDA: dict[str, Any] = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 
 
@@ -38,10 +40,8 @@ class Rig:
     """Return an engine on the fake device, and a namespace."""
 
     def __init__(self, **changes: Any) -> None:
-        device = open_device(config_of(**changes))
-        assert isinstance(device, CudaDevice)
-        self.device = device
-        self.engine = CacheEngine(config_of(**changes), device)
+        self.device: Any = open_device(config_of(**changes))
+        self.engine = CacheEngine(config_of(**changes), self.device)
         self.space = self.engine.manager.open_namespace()
 
     def allocate(self, sequence_id: int, num_tokens: int = 5) -> None:
@@ -71,8 +71,7 @@ def rig(fake: FakeCuda) -> Iterator[Rig]:
     rig = Rig()
     yield rig
     fake.error = None
-    for stream in fake.streams.values():
-        stream.held = False
+    fake.hold()
     rig.device.close()
 
 
@@ -96,23 +95,25 @@ def test_a_size_that_is_given_wins(fake: FakeCuda) -> None:
     assert fake.used_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"num_blocks": 1 << 20}, "num_blocks"),
-        ({"num_blocks": None, "pool_gib": 5.0}, "pool_gib"),
-        ({"num_blocks": None, "gpu_memory_utilization": 1e-6}, "gpu_memory_utilization"),
-    ],
-)
-def test_more_than_there_is_is_refused_with_the_numbers(fake: FakeCuda, changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ResourceExhaustedError) as refused:
-        open_device(config_of(**changes))
-    assert refused.value.field == field
-    numbers = refused.value.metadata
-    assert int(numbers["total"]) == fake.total_bytes
-    assert 0 < int(numbers["free"]) < fake.total_bytes
-    for name in ("wanted", "free", "total"):
-        assert numbers[name] in refused.value.message
+TOO_MUCH: list[tuple[Any, ...]] = [
+    ({"num_blocks": 1 << 20}, "num_blocks"),
+    ({"num_blocks": None, "pool_gib": 5.0}, "pool_gib"),
+    ({"num_blocks": None, "gpu_memory_utilization": 1e-6}, "gpu_memory_utilization"),
+]
+
+
+def test_more_than_there_is_is_refused_with_the_numbers(fake: FakeCuda) -> None:
+    with TableRows() as rows:
+        for changes, field in TOO_MUCH:
+            with rows.row(changes, field):
+                with pytest.raises(ResourceExhaustedError) as refused:
+                    open_device(config_of(**changes))
+                assert refused.value.field == field
+                numbers = refused.value.metadata
+                assert int(numbers["total"]) == fake.total_bytes
+                assert 0 < int(numbers["free"]) < fake.total_bytes
+                for name in ("wanted", "free", "total"):
+                    assert numbers[name] in refused.value.message
 
 
 def test_memory_that_others_take_meanwhile(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_a_build_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_without_memory_is_refused_and_can_be_sent_again(
     rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, inline_s: float
 ) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", inline_s)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_S=inline_s)
     rig.allocate(0)
     step = rig.open_step(0)
     total, fake.total_bytes = fake.total_bytes, fake.used_bytes
@@ -213,7 +214,7 @@ def test_steps_give_their_tables_back(rig: Rig, fake: FakeCuda) -> None:
 def test_a_failure_is_reported_once_and_nothing_is_done_after_it(
     rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inline_s: float
 ) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", inline_s)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_S=inline_s)
     told: list[int] = []
     rig.device.on_fault = lambda: told.append(1)
     rig.allocate(0)
@@ -236,7 +237,7 @@ def test_a_failure_is_reported_once_and_nothing_is_done_after_it(
 
 
 def test_calls_in_flight_get_the_failure(rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_S=-1.0)
     for sequence_id in range(4):
         rig.allocate(sequence_id)
 
@@ -258,8 +259,11 @@ def test_calls_in_flight_get_the_failure(rig: Rig, fake: FakeCuda, monkeypatch: 
 # ---- waits between calls
 
 
-def swap_stream(rig: Rig, fake: FakeCuda) -> Any:
-    return fake.streams[rig.device._compute.copies._out.handle]
+def hold_swapping(rig: Rig, fake: FakeCuda) -> None:
+    """Hold the stream that swaps out, which the swap of a block shows."""
+    rig.device.swap_out(np.array([19], np.int32), np.array([11], np.int32))
+    fake.streams[fake.copied[-1]].synchronize()
+    fake.hold(fake.copied[-1])
 
 
 def test_computing_goes_on_beside_a_swap_of_other_blocks(fake: FakeCuda) -> None:
@@ -268,7 +272,7 @@ def test_computing_goes_on_beside_a_swap_of_other_blocks(fake: FakeCuda) -> None
         rig.allocate(sequence_id, num_tokens)
     rig.compute(0)
     rig.compute(2)
-    swap_stream(rig, fake).held = True
+    hold_swapping(rig, fake)
     rig.engine.swap_out(rig.space, np.array([0]))
     rig.compute(1)
     rig.engine.manager.free(rig.space, np.array([2]))
@@ -283,7 +287,7 @@ def test_blocks_that_a_swap_only_reads_can_be_read_meanwhile(fake: FakeCuda) -> 
     for sequence_id in (0, 1):
         rig.allocate(sequence_id, 9)  # two full shared blocks, and one token
         rig.compute(sequence_id)
-    swap_stream(rig, fake).held = True
+    hold_swapping(rig, fake)
     rig.engine.swap_out(rig.space, np.array([0]))
     tokens, lengths = np.array([7], np.int32), np.array([9])
     step = rig.engine.append(rig.space, np.array([1]), tokens, None, lengths, 0)
@@ -292,7 +296,7 @@ def test_blocks_that_a_swap_only_reads_can_be_read_meanwhile(fake: FakeCuda) -> 
 
 
 def test_a_cancelled_caller_does_not_cancel_the_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_S=-1.0)
     rig.allocate(0)
 
     async def cancelled() -> Any:
@@ -338,22 +342,24 @@ def test_options_reach_the_kernel(fake: FakeCuda) -> None:
     rig.device.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"block_size": 6}, "block_size"),
-        ({"block_size": 0}, "block_size"),
-        ({"vert_stride": -1}, "vert_stride"),
-        ({"local_blocks": -1}, "local_blocks"),
-        ({"local_blocks": 0}, "local_blocks"),
-        ({"tp_rank": -1}, "tp_rank"),
-    ],
-)
-def test_sparse_patterns_that_cannot_be(rig: Rig, changes: dict[str, int], field: str) -> None:
-    sparse = BlockSparse(**({"vert_stride": 2, "local_blocks": 1, "block_size": 8} | changes))
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.check_options(AttentionOptions(block_sparse=sparse), 4)
-    assert refused.value.field == f"options.block_sparse.{field}"
+BAD_PATTERNS: list[tuple[Any, ...]] = [
+    ({"block_size": 6}, "block_size"),
+    ({"block_size": 0}, "block_size"),
+    ({"vert_stride": -1}, "vert_stride"),
+    ({"local_blocks": -1}, "local_blocks"),
+    ({"local_blocks": 0}, "local_blocks"),
+    ({"tp_rank": -1}, "tp_rank"),
+]
+
+
+def test_sparse_patterns_that_cannot_be(rig: Rig) -> None:
+    with TableRows() as rows:
+        for changes, field in BAD_PATTERNS:
+            with rows.row(changes, field):
+                sparse = BlockSparse(**({"vert_stride": 2, "local_blocks": 1, "block_size": 8} | changes))
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.check_options(AttentionOptions(block_sparse=sparse), 4)
+                assert refused.value.field == f"options.block_sparse.{field}"
 
 
 def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
@@ -368,18 +374,22 @@ def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
     assert refused.value.field == "kv_cache_dtype"
 
 
-@pytest.mark.parametrize("tail", [1, 3, 4])
-def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig, tail: int) -> None:
-    block_size = rig.engine.layout.block_size
-    rig.allocate(0, 4 * block_size + tail)
-    rig.compute(0)
-    rig.engine.manager.fork(rig.space, np.array([0, 0]), np.array([1, 2]))
-    step = rig.engine.append(rig.space, np.arange(3), np.arange(3), None, None, 0)
-    asyncio.run(rig.attend(step, 0))
-    assert fake.launched[-1].num_common_blocks == 4 + tail // block_size
-    alone = rig.engine.append(rig.space, np.array([2]), np.array([7]), None, None, 0)
-    asyncio.run(rig.attend(alone, 0))
-    assert fake.launched[-1].num_common_blocks == 0
+def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig) -> None:
+    with TableRows() as rows:
+        for tail in (1, 3, 4):
+            with rows.row(tail):
+                block_size = rig.engine.layout.block_size
+                rig.allocate(0, 4 * block_size + tail)
+                rig.compute(0)
+                rig.engine.manager.fork(rig.space, np.array([0, 0]), np.array([1, 2]))
+                step = rig.engine.append(rig.space, np.arange(3), np.arange(3), None, None, 0)
+                asyncio.run(rig.attend(step, 0))
+                assert fake.launched[-1].num_common_blocks == 4 + tail // block_size
+                alone = rig.engine.append(rig.space, np.array([2]), np.array([7]), None, None, 0)
+                asyncio.run(rig.attend(alone, 0))
+                assert fake.launched[-1].num_common_blocks == 0
+                rig.engine.manager.free(rig.space, np.arange(3))
+                rig.engine.manager.reset_prefix_cache()
 
 
 def test_the_real_module_is_what_the_fake_stands_for() -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from constants import set_constants
 from fake_cuda import FakeCuda
 from kept_files import HeldFiles
 from killed_device import check_taken_over, config_of, killed
 from kv_model import POOL
 
+from kvservice import ops
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.kept import KeptFiles, KeptState, KeptStateError
-from kvservice.kept.state import PREFIX
 
 SMALL: dict[str, Any] = POOL | {"max_message_mib": 1, "allow_client_shm": "off"}
 
@@ -63,16 +65,26 @@ def may_only_read(fd: int, num_bytes: int) -> bool:
     return False
 
 
-def test_unfinished_blocks_are_still_counted(keeper: HeldFiles) -> None:
-    device, _ = started(keeper)
-    device._unfinished.begin(np.array([4]))
-    device._unfinished_swap.begin(np.array([5]))
-    device.close()
+def test_unfinished_blocks_are_still_counted(keeper: HeldFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before ended while its thread copied."""
+    set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
+    goes_on, copy_blocks = threading.Event(), ops.copy_blocks
+
+    def waits(*arguments: Any) -> None:
+        goes_on.wait(60)
+        copy_blocks(*arguments)
+
+    monkeypatch.setattr(ops, "copy_blocks", waits)
+    before, _ = started(keeper)
+    before.copy(np.array([1], np.int32), np.array([4], np.int32))
+    before.swap_out(np.array([2], np.int32), np.array([5], np.int32))
     device, kept = started(keeper)
     counts = kept.arrays.kept("unfinished_device", (device.num_blocks,), np.int32, private=True)
     assert np.flatnonzero(counts).tolist() == [4]
     counts = kept.arrays.kept("unfinished_swap", (device.num_swap_blocks,), np.int32, private=True)
     assert np.flatnonzero(counts).tolist() == [5]
+    goes_on.set()
+    before.close()
     device.close()
 
 
@@ -92,7 +104,7 @@ def test_the_pool_on_a_gpu_is_there_again(keeper: HeldFiles, fake: FakeCuda, siz
         assert device.num_blocks == num_blocks  # although the free memory is another now
         assert (pool_of(fake, device)[3] == 7).all()
         assert (device.swap_pool.blocks[2] == 2.5).all()
-        assert device._swap_registration is not None
+        assert device.swap_pool.blocks.ctypes.data in fake.memory, "it is pinned"
         assert fake.used_bytes == bytes_before
         fake.total_bytes += 1 << 20
         with device.exported_pool() as pool:
@@ -104,7 +116,8 @@ def test_the_pool_on_a_gpu_is_there_again(keeper: HeldFiles, fake: FakeCuda, siz
 def test_a_pool_that_the_gpu_cannot_map_is_a_failed_take_over(keeper: HeldFiles, fake: FakeCuda) -> None:
     device, _ = started(keeper, device="cuda")
     device.close()
-    os.truncate(keeper.held[PREFIX + "pool"], 4096)
+    (pool,) = (fd for name, fd in keeper.held.items() if name.endswith("pool"))
+    os.truncate(pool, 4096)
     for _ in range(2):
         with pytest.raises(KeptStateError, match="cannot be mapped"):
             started(keeper, device="cuda")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from constants import set_constants
 from fake_cuda import FakeCuda
 from kept_files import HeldFiles
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
@@ -16,10 +17,8 @@ from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
 from kvservice import ops
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest, StepPlan
-from kvservice.blocks.plans import numpy_memory
 from kvservice.config import ServeConfig
-from kvservice.devices import compute, cpu, open_device
-from kvservice.devices.unfinished import UnfinishedBlocks
+from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.kept import KeptState
 
@@ -31,11 +30,17 @@ class Rig:
 
     def __init__(self, **changes: Any) -> None:
         config = ServeConfig.model_validate(POOL | {"max_message_mib": 1, "allow_client_shm": "off"} | changes)
-        self.kept = KeptState.fresh()
+        self.keeper = HeldFiles()
+        self.kept = KeptState.open(self.keeper.start(), {})
         self.device: Any = open_device(config, self.kept)
         self.engine = CacheEngine(config, self.device)
         self.space = self.engine.manager.open_namespace()
         self.engine.manager.allocate(self.space, [AllocationRequest(1, range(NUM_TOKENS))])
+        self.kept.ready()
+
+    def close(self) -> None:
+        self.device.close()
+        self.keeper.close()
 
     @property
     def pool(self) -> list[int]:
@@ -69,7 +74,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    rig.device.close()
+    rig.close()
 
 
 @pytest.fixture
@@ -77,9 +82,8 @@ def gpu(fake: FakeCuda) -> Iterator[Rig]:
     rig = Rig(device="cuda")
     yield rig
     fake.error = None
-    for stream in fake.streams.values():
-        stream.held = False
-    rig.device.close()
+    fake.hold()
+    rig.close()
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -90,18 +94,6 @@ def wait_until(true: Callable[[], bool]) -> None:
             return
         pause.wait(0.001)
     pytest.fail("the thread of the device did nothing")
-
-
-def test_counts_are_per_operation_and_blocks_may_be_repeated() -> None:
-    unfinished = UnfinishedBlocks(numpy_memory, "unfinished_device", 5)
-    one, other = np.array([1, 1, 3]), np.array([3, 4], np.int32)
-    unfinished.begin(one)
-    unfinished.begin(other)
-    assert unfinished.counts.tolist() == [0, 2, 0, 2, 1]
-    unfinished.end(one)
-    assert unfinished.counts.tolist() == [0, 0, 0, 1, 1]
-    unfinished.end(other)
-    assert not unfinished.counts.any()
 
 
 # ---- the CPU device
@@ -120,26 +112,30 @@ def during(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[[], Any]) 
     return results
 
 
-@pytest.mark.parametrize("inline_bytes", [cpu.INLINE_BYTES, -1], ids=["inline", "in the thread"])
-def test_copies_count_until_they_are_done(rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int) -> None:
-    monkeypatch.setattr(cpu, "INLINE_BYTES", inline_bytes)
+@pytest.fixture(params=["inline", "in the thread"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the device works: on the event loop, or in its thread."""
+    if request.param == "in the thread":
+        set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
+    return request.param
+
+
+@pytest.mark.usefixtures("way")
+def test_copies_count_until_they_are_done(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = during(monkeypatch, "copy_blocks", lambda: (rig.pool, rig.swap))
     rig.device.copy(np.array([0, 1], np.int32), np.array([7, 8], np.int32))
     rig.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
     rig.device.swap_in(np.array([4], np.int32), np.array([6], np.int32))
-    wait_until(lambda: rig.device._queue.idle)
+    wait_until(lambda: (rig.pool, rig.swap) == ([], []))
     assert {7, 8} <= set(seen[0][0])
     assert 5 in seen[1][1]
     assert seen[2] == ([6], [])
-    assert (rig.pool, rig.swap) == ([], [])
 
 
-@pytest.mark.parametrize("inline_bytes", [cpu.INLINE_BYTES, -1], ids=["inline", "in the thread"])
-@pytest.mark.parametrize("at_once", [False, True], ids=["in parts", "all layers at once"])
 def test_a_step_is_marked_as_complete_when_its_bytes_are_written_or_counted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int, at_once: bool
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(cpu, "INLINE_BYTES", inline_bytes)
+    """Its last layer is written in parts, or all layers are written at once."""
     written: list[None] = []
     write_kv = ops.write_kv
 
@@ -151,10 +147,8 @@ def test_a_step_is_marked_as_complete_when_its_bytes_are_written_or_counted(
     marked: list[tuple[int, list[int]]] = []
     for name in ("mark_part", "mark_all_layers"):
         monkeypatch.setattr(rig.engine.manager, name, spy(rig, written, marked, getattr(rig.engine.manager, name)))
-    step = rig.step()
-    blocks = sorted(set((step.slot_mapping // rig.engine.manager.config.block_size).tolist()))
 
-    async def layers() -> None:
+    async def layers(step: StepPlan, at_once: bool) -> None:
         if at_once:
             await rig.write(step)
             return
@@ -163,11 +157,15 @@ def test_a_step_is_marked_as_complete_when_its_bytes_are_written_or_counted(
         await rig.attend(step, NUM_LAYERS - 1, 0, 6)
         await rig.attend(step, NUM_LAYERS - 1, 6, NUM_TOKENS)
 
-    asyncio.run(layers())
-    num_written, unfinished = marked[-1]
-    assert num_written == len(written) or (inline_bytes < 0 and unfinished == blocks)
-    assert all(unfinished == [] for _, unfinished in marked[:-1])
-    assert rig.pool == []
+    for at_once in (False, True):
+        step = rig.engine.manager.reopen(rig.space, [1], [0], [NUM_TOKENS])
+        blocks = sorted(set((step.slot_mapping // rig.engine.manager.config.block_size).tolist()))
+        del written[:], marked[:]
+        asyncio.run(layers(step, at_once))
+        num_written, unfinished = marked[-1]
+        assert num_written == len(written) or (way == "in the thread" and unfinished == blocks)
+        assert all(unfinished == [] for _, unfinished in marked[:-1])
+        assert rig.pool == []
 
 
 def spy(rig: Rig, written: list[Any], marked: list[Any], mark: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,11 +181,11 @@ def spy(rig: Rig, written: list[Any], marked: list[Any], mark: Callable[..., Any
 
 
 def test_a_cancelled_caller_does_not_end_the_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "INLINE_BYTES", -1)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
     goes_on = threading.Event()
+    during(monkeypatch, "write_kv", lambda: goes_on.wait(60))
 
     async def cancel() -> None:
-        rig.device._queue.submit(lambda: goes_on.wait(60))
         call = asyncio.create_task(rig.write(rig.step()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -202,10 +200,6 @@ def test_a_cancelled_caller_does_not_end_the_count(rig: Rig, monkeypatch: pytest
 
 
 def test_a_fault_leaves_the_blocks_and_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = HeldFiles()
-    rig.kept._files._keeper = keeper
-    rig.kept.ready()
-
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("the memory is broken")
 
@@ -213,8 +207,7 @@ def test_a_fault_leaves_the_blocks_and_is_kept(rig: Rig, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError):
         rig.device.copy(np.array([0], np.int32), np.array([7], np.int32))
     assert rig.pool == [7]
-    assert KeptState.open(keeper.start(), {}).refused == "the device failed"
-    keeper.close()
+    assert KeptState.open(rig.keeper.start(), {}).refused == "the device failed"
 
 
 # ---- the CUDA device
@@ -223,9 +216,9 @@ def test_a_fault_leaves_the_blocks_and_is_kept(rig: Rig, monkeypatch: pytest.Mon
 def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
     gpu: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    set_constants(monkeypatch, "kvservice.devices", INLINE_S=-1.0)
     seen: list[list[int]] = []
-    run = fake._run_one
+    run = fake.run_one
 
     def spied() -> bool:
         seen.append(gpu.pool)
@@ -237,7 +230,7 @@ def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
         for layer in range(NUM_LAYERS - 1):
             await gpu.attend(step, layer)
         assert gpu.pool == []
-        monkeypatch.setattr(fake, "_run_one", spied)
+        monkeypatch.setattr(fake, "run_one", spied)
         await gpu.attend(step, NUM_LAYERS - 1)
 
     asyncio.run(layers())
@@ -246,12 +239,14 @@ def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
     assert gpu.pool == []
 
 
-def test_on_a_gpu_a_quick_call_is_complete_before_it_is_marked(gpu: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_quick_call_is_complete_before_it_is_marked(
+    gpu: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     marked: list[bool] = []
     right = gpu.engine.manager.mark_part
 
     def mark(*arguments: Any) -> bool:
-        marked.append(gpu.device._compute.stream.idle())
+        marked.append(all(stream.is_empty for stream in fake.streams.values()))
         return right(*arguments)
 
     monkeypatch.setattr(gpu.engine.manager, "mark_part", mark)
@@ -266,34 +261,35 @@ def test_on_a_gpu_a_quick_call_is_complete_before_it_is_marked(gpu: Rig, monkeyp
 
 
 def test_on_a_gpu_copies_count_until_they_are_complete_and_that_is_noticed(gpu: Rig, fake: FakeCuda) -> None:
-    """Nothing follows the copies: a thread waits for them."""
-    for stream in fake.streams.values():
-        stream.held = True
+    """Nothing follows the copies: a thread waits for them. A block counts until all operations on it are complete."""
+    fake.hold(*fake.streams)
     gpu.device.copy(np.array([0, 1], np.int32), np.array([7, 8], np.int32))
     gpu.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
-    gpu.device.swap_in(np.array([4], np.int32), np.array([6], np.int32))
+    gpu.device.swap_in(np.array([4, 9], np.int32), np.array([6, 8], np.int32))
     assert (gpu.pool, gpu.swap) == ([6, 7, 8], [5])
-    copies = gpu.device._compute.copies
-    copies._out.held = gpu.device._compute.stream.held = False
+    within, _, back = fake.copied[-3:]
+    fake.hold(within, back)
     fake_runs(fake)
     wait_until(lambda: gpu.swap == [])
     assert gpu.pool == [6, 7, 8]
-    copies._within.held = copies._in.held = False
+    fake.hold(back)
+    fake_runs(fake)
+    wait_until(lambda: gpu.pool == [6, 8])
+    fake.hold()
     fake_runs(fake)
     wait_until(lambda: gpu.pool == [])
 
 
 def fake_runs(fake: FakeCuda) -> None:
     with fake.lock:
-        while fake._run_one():
+        while fake.run_one():
             pass
 
 
 def test_on_a_gpu_a_copy_that_fails_faults_the_device(gpu: Rig, fake: FakeCuda) -> None:
-    for stream in fake.streams.values():
-        stream.held = True
+    fake.hold(*fake.streams)
     gpu.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
     fake.error = "an illegal address"
     wait_until(lambda: gpu.device.fault is not None)
     assert gpu.swap == [5]
-    assert gpu.kept._header.refusal({}) == "the device failed"
+    assert KeptState.open(gpu.keeper.start(), {}).refused == "the device failed"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from constants import set_constants
 
-from kvservice.pool import available
+from kvservice.pool import available_bytes
 
 MIB = 1 << 20
 # Per version: the content of /proc/self/cgroup, the path of the groups, and the names of the files.
@@ -37,38 +38,39 @@ class Groups:
 
 @pytest.fixture(params=VERSIONS)
 def groups(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    """Return the groups of a process on a host with 1000 MiB of available memory."""
     made = Groups(tmp_path, request.param)
-    (tmp_path / "own").write_text(made.own)
-    monkeypatch.setattr(available, "CGROUPS", tmp_path)
-    monkeypatch.setattr(available, "OWN_CGROUPS", tmp_path / "own")
+    own, memory = tmp_path / "own", tmp_path / "meminfo"
+    own.write_text(made.own)
+    memory.write_text(f"MemTotal: 1 kB\nMemAvailable:   {1000 << 10} kB\nBuffers: 2 kB\n")
+    set_constants(monkeypatch, "kvservice.pool", CGROUPS=tmp_path, OWN_CGROUPS=own, MEMORY_INFO=memory)
     return made
 
 
-def test_without_a_limit_it_is_the_hosts(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "_host_available_bytes", lambda: 7 * MIB)
-    assert available.available_bytes() == 7 * MIB
+def test_without_a_limit_it_is_the_hosts(groups: Groups) -> None:
+    assert available_bytes() == 1000 * MIB
     groups.limit("service/engine", "max", 3 * MIB)
-    assert available.available_bytes() == 7 * MIB
+    assert available_bytes() == 1000 * MIB
 
 
 def test_the_tightest_of_its_groups_counts(groups: Groups) -> None:
     groups.limit("", str(150 * MIB), 50 * MIB)
-    assert available.available_bytes() == 100 * MIB
+    assert available_bytes() == 100 * MIB
     groups.limit("service", str(90 * MIB), 40 * MIB)
-    assert available.available_bytes() == 50 * MIB
+    assert available_bytes() == 50 * MIB
     groups.limit("service/engine", str(30 * MIB), 10 * MIB)
-    assert available.available_bytes() == 20 * MIB
+    assert available_bytes() == 20 * MIB
     groups.limit("service/another", str(1 * MIB), 1 * MIB)
-    assert available.available_bytes() == 20 * MIB
+    assert available_bytes() == 20 * MIB
 
 
 def test_files_that_can_be_dropped_are_not_in_the_way(groups: Groups) -> None:
     groups.limit("service/engine", str(100 * MIB), 90 * MIB, cached=60 * MIB)
-    assert available.available_bytes() == 70 * MIB
+    assert available_bytes() == 70 * MIB
 
 
 def test_a_group_outside_of_what_is_seen(groups: Groups, tmp_path: Path) -> None:
     """A container sees only its own groups, under their outside names."""
     (tmp_path / "own").write_text(groups.own.replace("/service", "/../elsewhere"))
     groups.limit("", str(150 * MIB), 50 * MIB)
-    assert available.available_bytes() == 100 * MIB
+    assert available_bytes() == 100 * MIB

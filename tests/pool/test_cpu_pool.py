@@ -9,26 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from constants import set_constants
+from table_rows import TableRows
 
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.errors import ResourceExhaustedError
-from kvservice.pool import available, sealed
-from kvservice.pool.cpu import CpuPool
-from kvservice.pool.layout import DTYPES, PoolLayout
+from kvservice.pool import DTYPES, CpuPool, PoolLayout
 
 LAYOUT = PoolLayout(num_layers=3, num_kv_heads=2, head_size=32, block_size=4, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shape_and_bytes_follow_the_layout(dtype: str) -> None:
-    layout = PoolLayout(3, 2, 32, 4, dtype)
-    pool = CpuPool(layout, 5)
-    assert pool.blocks.shape == (5, 3, 2, 2, 32 * 4)
-    assert pool.blocks.dtype == DTYPES[dtype]
-    assert pool.blocks.nbytes == pool.num_bytes == 5 * layout.block_bytes
-    assert layout.block_bytes == 4 * layout.token_bytes
-    assert pool.blocks[0].flags.c_contiguous
+def test_shape_and_bytes_follow_the_layout() -> None:
+    with TableRows() as rows:
+        for dtype in DTYPES:
+            with rows.row(dtype):
+                layout = PoolLayout(3, 2, 32, 4, dtype)
+                pool = CpuPool(layout, 5)
+                assert pool.blocks.shape == (5, 3, 2, 2, 32 * 4)
+                assert pool.blocks.dtype == DTYPES[dtype]
+                assert pool.blocks.nbytes == pool.num_bytes == 5 * layout.block_bytes
+                assert layout.block_bytes == 4 * layout.token_bytes
+                assert pool.blocks[0].flags.c_contiguous
 
 
 def test_the_memory_is_a_file_that_can_be_mapped_again() -> None:
@@ -53,7 +55,7 @@ def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
 def test_the_option_of_the_tier_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """The error names the option of the pool or of the swap tier, whether a check or the allocation fails."""
     if fails == "the check":
-        monkeypatch.setattr(sealed, "available_bytes", lambda: 0)
+        set_constants(monkeypatch, "kvservice.pool", available_bytes=lambda: 0)
     else:
         monkeypatch.setattr(os, "posix_fallocate", no_memory)
     for options, field in (
@@ -84,7 +86,7 @@ def test_more_than_the_containers_limit_leaves_is_refused(
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text(f"{1 << 20}\n")
     (tmp_path / usage).write_text(f"{(1 << 20) - 3 * LAYOUT.block_bytes}\n")
-    monkeypatch.setattr(available, "CGROUPS", tmp_path)
+    set_constants(monkeypatch, "kvservice.pool", CGROUPS=tmp_path)
     assert np.all(CpuPool(LAYOUT, 3).blocks == 0)
     with pytest.raises(ResourceExhaustedError, match=f"{3 * LAYOUT.block_bytes} are available"):
         CpuPool(LAYOUT, 4)

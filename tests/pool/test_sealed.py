@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from constants import set_constants
+from table_rows import TableRows
 
-from kvservice.pool import sealed
-from kvservice.pool.sealed import CHECKED_BYTES, SLICE_BYTES, SealedMemory, await_children
+from kvservice.pool import SealedMemory, await_children
 
 NUM_BYTES = 4 * mmap.PAGESIZE
+# Sizes of slices in these tests, and after how many bytes the available memory is checked again.
+SLICE_BYTES, CHECKED_BYTES = 16 * mmap.PAGESIZE, 64 * mmap.PAGESIZE
 
 HOLD = """
 import sys
@@ -31,16 +34,18 @@ def reopened(memory: SealedMemory) -> int:
     return os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_its_size_is_for_good(read_only: bool) -> None:
-    memory = SealedMemory("test", NUM_BYTES, read_only=read_only)
-    descriptor = reopened(memory)
-    for size in (0, NUM_BYTES - 1, NUM_BYTES + 1):
-        for one in (memory.fd, descriptor):
-            with pytest.raises(PermissionError):
-                os.ftruncate(one, size)
-    os.close(descriptor)
-    memory.close()
+def test_its_size_is_for_good() -> None:
+    with TableRows() as rows:
+        for read_only in (False, True):
+            with rows.row(read_only):
+                memory = SealedMemory("test", NUM_BYTES, read_only=read_only)
+                descriptor = reopened(memory)
+                for size in (0, NUM_BYTES - 1, NUM_BYTES + 1):
+                    for one in (memory.fd, descriptor):
+                        with pytest.raises(PermissionError):
+                            os.ftruncate(one, size)
+                os.close(descriptor)
+                memory.close()
 
 
 def test_sparse_memory_takes_the_pages_that_are_used() -> None:
@@ -114,8 +119,14 @@ def test_nothing_stays() -> None:
     assert "kvservice-test-sealed" not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize(("num_bytes", "slices"), [(1, 1), (SLICE_BYTES, 1), (2 * SLICE_BYTES + mmap.PAGESIZE, 3)])
-def test_memory_is_made_in_slices(num_bytes: int, slices: int) -> None:
+def test_memory_is_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """check_slices fails if it is not whole after the right number of slices."""
+    set_constants(monkeypatch, "kvservice.pool", SLICE_BYTES=SLICE_BYTES, CHECKED_BYTES=CHECKED_BYTES)
+    for num_bytes, slices in ((1, 1), (SLICE_BYTES, 1), (2 * SLICE_BYTES + mmap.PAGESIZE, 3)):
+        check_slices(num_bytes, slices)
+
+
+def check_slices(num_bytes: int, slices: int) -> None:
     making = SealedMemory.in_slices("test", num_bytes, read_only=True)
     for _ in range(slices - 1):
         next(making)
@@ -134,11 +145,12 @@ def test_memory_is_made_in_slices(num_bytes: int, slices: int) -> None:
 
 
 def test_memory_may_become_less_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constants(monkeypatch, "kvservice.pool", SLICE_BYTES=SLICE_BYTES, CHECKED_BYTES=CHECKED_BYTES)
     before = len(os.listdir("/proc/self/fd"))
     making = SealedMemory.in_slices("test", 2 * CHECKED_BYTES, read_only=False)
     for _ in range(CHECKED_BYTES // SLICE_BYTES):
         next(making)
-    monkeypatch.setattr(sealed, "available_bytes", lambda: CHECKED_BYTES - 1)
+    set_constants(monkeypatch, "kvservice.pool", available_bytes=lambda: CHECKED_BYTES - 1)
     with pytest.raises(OSError, match="memory"):
         next(making)
     assert len(os.listdir("/proc/self/fd")) == before

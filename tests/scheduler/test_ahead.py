@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from schedule_rig import EngineRig, make_rig
+from table_rows import TableRows
 
 from kvservice.errors import DuplicateSequenceError, FailedPreconditionError, InvalidArgumentError
-from kvservice.scheduler import PreemptionMode, QueueOrder, Report
-from kvservice.scheduler.integrity import check_integrity
+from kvservice.scheduler import PreemptionMode, QueueOrder, Report, check_integrity
 
 
 def filled(rig: EngineRig, count: int, prompt: int = 6, **options: int) -> EngineRig:
@@ -22,17 +22,19 @@ def sizes(rig: EngineRig) -> list[tuple[int, int]]:
     return [(batch.num_decodes, batch.num_tokens) for batch in rig.batches if batch.step is not None]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 3])
-def test_decodes_go_on_before_their_tokens_are_reported(late: bool, lookahead: int) -> None:
+def test_decodes_go_on_before_their_tokens_are_reported() -> None:
     """The tokens are those of a run without it, and no step is lost between the decodes."""
-    rig = filled(make_rig(lookahead=lookahead), 3, max_tokens=10)
-    rig.late = late
-    rig.run_ahead()
-    rig.check_outputs()
-    assert sorted(rig.finished) == [0, 1, 2]
-    assert sizes(rig) == [(0, 18), *[(3, 3)] * 9]
-    assert rig.manager.stats().sequences == 0
+    with TableRows() as rows:
+        for late in (False, True):
+            for lookahead in (0, 3):
+                with rows.row(late, lookahead):
+                    rig = filled(make_rig(lookahead=lookahead), 3, max_tokens=10)
+                    rig.late = late
+                    rig.run_ahead()
+                    rig.check_outputs()
+                    assert sorted(rig.finished) == [0, 1, 2]
+                    assert sizes(rig) == [(0, 18), *[(3, 3)] * 9]
+                    assert rig.manager.stats().sequences == 0
 
 
 def test_prompts_go_on_in_chunks() -> None:
@@ -137,18 +139,24 @@ def test_samples_start_after_the_report_of_their_prompt() -> None:
     assert rig.finished == [0]
 
 
-@pytest.mark.parametrize("preemption", PreemptionMode)
-def test_nothing_is_preempted_while_a_batch_is_in_flight(preemption: PreemptionMode) -> None:
+def test_nothing_is_preempted_while_a_batch_is_in_flight() -> None:
     """A batch ahead that would need it has no step, and the batch after the report preempts."""
-    rig = filled(make_rig(7, {"num_swap_blocks": 8}, preemption=preemption, max_stalled_fraction=0.0), 3, max_tokens=12)
-    rig.late = True
-    rig.run_ahead()
-    rig.check_outputs()
-    assert sorted(rig.finished) == [0, 1, 2]
-    made_ahead = [batch for batch in rig.batches if batch.step is None]
-    assert made_ahead
-    assert not any(batch.preempted for batch in made_ahead)
-    assert any(batch.preempted for batch in rig.batches)
+    with TableRows() as rows:
+        for preemption in PreemptionMode:
+            with rows.row(preemption):
+                rig = filled(
+                    make_rig(7, {"num_swap_blocks": 8}, preemption=preemption, max_stalled_fraction=0.0),
+                    3,
+                    max_tokens=12,
+                )
+                rig.late = True
+                rig.run_ahead()
+                rig.check_outputs()
+                assert sorted(rig.finished) == [0, 1, 2]
+                made_ahead = [batch for batch in rig.batches if batch.step is None]
+                assert made_ahead
+                assert not any(batch.preempted for batch in made_ahead)
+                assert any(batch.preempted for batch in rig.batches)
 
 
 def test_an_urgent_request_preempts_after_the_report() -> None:
@@ -188,18 +196,20 @@ def test_a_description_has_the_reported_tokens_only() -> None:
     assert sorted(rig.finished) == [0, 1]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_retry_takes_the_batch_ahead_back(late: bool) -> None:
+def test_a_retry_takes_the_batch_ahead_back() -> None:
     """The oldest batch is opened again, whether the lost steps were computed or not."""
-    rig = filled(make_rig(max_step_tokens=9), 2, max_tokens=8)
-    rig.late = late
-    rig.add(7, range(700, 720), max_tokens=4)
-    while len(rig.engine):
-        first, second = rig.begin(), rig.begin()
-        again = rig.retry()
-        assert again.number == max(first.number, second.number) + 1
-        rig.settle()
-        check_integrity(rig.engine)
-        rig.manager.check_integrity()
-    rig.check_outputs()
-    assert sorted(rig.finished) == [0, 1, 7]
+    with TableRows() as rows:
+        for late in (False, True):
+            with rows.row(late):
+                rig = filled(make_rig(max_step_tokens=9), 2, max_tokens=8)
+                rig.late = late
+                rig.add(7, range(700, 720), max_tokens=4)
+                while len(rig.engine):
+                    first, second = rig.begin(), rig.begin()
+                    again = rig.retry()
+                    assert again.number == max(first.number, second.number) + 1
+                    rig.settle()
+                    check_integrity(rig.engine)
+                    rig.manager.check_integrity()
+                rig.check_outputs()
+                assert sorted(rig.finished) == [0, 1, 7]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from schedule_rig import make_manager, make_rig, open_rig
+from table_rows import TableRows
 
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -16,30 +17,30 @@ from kvservice.errors import (
     QuotaExceededError,
     UnknownSequenceError,
 )
-from kvservice.scheduler import Report, Request, Scheduler, SchedulerConfig
-from kvservice.scheduler.integrity import check_integrity
+from kvservice.scheduler import Report, Request, Scheduler, SchedulerConfig, check_integrity
+
+BAD_REQUESTS: list[tuple[Any, ...]] = [
+    (Request(-1, [1], 1), "request_id"),
+    (Request(1, [], 1), "token_ids"),
+    (Request(1, [-1], 1), "token_ids[0]"),
+    (Request(1, [1.5], 1), "token_ids"),
+    (Request(1, np.zeros(1024, np.int32), 1), "token_ids"),
+    (Request(1, [1], 0), "max_tokens"),
+    (Request(1, [1], 1024), "max_tokens"),
+    (Request(1, [1], 1, priority=1 << 40), "priority"),
+    (Request(1, [1], 1, extra_keys=[(0, b"")]), "extra_keys[0]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        (Request(-1, [1], 1), "request_id"),
-        (Request(1, [], 1), "token_ids"),
-        (Request(1, [-1], 1), "token_ids[0]"),
-        (Request(1, [1.5], 1), "token_ids"),
-        (Request(1, np.zeros(1024, np.int32), 1), "token_ids"),
-        (Request(1, [1], 0), "max_tokens"),
-        (Request(1, [1], 1024), "max_tokens"),
-        (Request(1, [1], 1, priority=1 << 40), "priority"),
-        (Request(1, [1], 1, extra_keys=[(0, b"")]), "extra_keys[0]"),
-    ],
-)
-def test_a_bad_request_is_refused(request_: Request, field: str) -> None:
-    rig = make_rig(1000)
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.add(request_)
-    assert refused.value.field == field
-    assert len(rig.engine) == 0
+def test_a_bad_request_is_refused() -> None:
+    with TableRows() as rows:
+        for request_, field in BAD_REQUESTS:
+            with rows.row(request_, field):
+                rig = make_rig(1000)
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.add(request_)
+                assert refused.value.field == field
+                assert len(rig.engine) == 0
 
 
 def test_ids_in_use_are_refused() -> None:
@@ -94,29 +95,31 @@ def test_a_second_schedule_must_wait_for_the_tokens_of_the_first() -> None:
     assert rig.step().number == batch.number + 1
 
 
-@pytest.mark.parametrize(
-    ("tokens", "finished", "field"),
-    [
-        ([1], [], "token_ids"),
-        ([1, 2, 3], [], "token_ids"),
-        ([], [], "token_ids"),
-        ([1, -2], [], "token_ids[1]"),
-        ([1, 2], [3], "finished"),
-        ([1, 2], ["x"], "finished"),
-    ],
-)
-def test_a_bad_report_changes_nothing(tokens: list[int], finished: list[Any], field: str) -> None:
-    rig = make_rig()
-    rig.add(1, 4)
-    rig.add(2, range(50, 54))
-    rig.add(3, range(90, 94))
-    batch = rig.begin(max_step_tokens=10)
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.update(Report(batch.number, tokens, finished=finished))
-    assert refused.value.field == field
-    rig.end(batch)
-    check_integrity(rig.engine)
-    rig.run()
+BAD_REPORTS: list[tuple[Any, ...]] = [
+    ([1], [], "token_ids"),
+    ([1, 2, 3], [], "token_ids"),
+    ([], [], "token_ids"),
+    ([1, -2], [], "token_ids[1]"),
+    ([1, 2], [3], "finished"),
+    ([1, 2], ["x"], "finished"),
+]
+
+
+def test_a_bad_report_changes_nothing() -> None:
+    with TableRows() as rows:
+        for tokens, finished, field in BAD_REPORTS:
+            with rows.row(tokens, finished, field):
+                rig = make_rig()
+                rig.add(1, 4)
+                rig.add(2, range(50, 54))
+                rig.add(3, range(90, 94))
+                batch = rig.begin(max_step_tokens=10)
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.update(Report(batch.number, tokens, finished=finished))
+                assert refused.value.field == field
+                rig.end(batch)
+                check_integrity(rig.engine)
+                rig.run()
 
 
 def test_reports_are_for_the_current_batch_when_it_is_computed() -> None:
@@ -136,40 +139,49 @@ def test_reports_are_for_the_current_batch_when_it_is_computed() -> None:
         rig.engine.update(Report(batch.number, [5]))
 
 
-@pytest.mark.parametrize("budget", [{"max_step_tokens": 0}, {"max_step_tokens": 1 << 40}, {"max_running": 1 << 40}])
-def test_budgets_are_checked(budget: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        make_rig().engine.schedule(**budget)
-    assert refused.value.field in budget
+BUDGETS_ARE_CHECKED: list[Any] = [{"max_step_tokens": 0}, {"max_step_tokens": 1 << 40}, {"max_running": 1 << 40}]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_step_tokens", 0),
-        ("max_running", True),
-        ("lookahead", -1),
-        ("reserve_steps", 1.5),
-        ("max_stalled_fraction", 1.5),
-        ("delay_factor", float("nan")),
-        ("swap_block_s", "x"),
-        ("batches", "chunked"),
-        ("order", "fcfs"),
-        ("preemption", None),
-    ],
-)
-def test_a_bad_configuration_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        SchedulerConfig(**{field: value})
-    assert refused.value.field == field
+def test_budgets_are_checked() -> None:
+    with TableRows() as rows:
+        for budget in BUDGETS_ARE_CHECKED:
+            with rows.row(budget):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    make_rig().engine.schedule(**budget)
+                assert refused.value.field in budget
 
 
-@pytest.mark.parametrize("weight", [0, -1, True, float("inf"), float("nan"), "1"])
-def test_weights_are_positive_numbers(weight: Any) -> None:
-    manager = make_manager()
-    with pytest.raises(InvalidArgumentError) as refused:
-        open_rig(Scheduler(manager), manager, weight)
-    assert refused.value.field == "weight"
+BAD_CONFIGURATIONS: list[tuple[Any, ...]] = [
+    ("max_step_tokens", 0),
+    ("max_running", True),
+    ("lookahead", -1),
+    ("reserve_steps", 1.5),
+    ("max_stalled_fraction", 1.5),
+    ("delay_factor", float("nan")),
+    ("swap_block_s", "x"),
+    ("batches", "chunked"),
+    ("order", "fcfs"),
+    ("preemption", None),
+]
+
+
+def test_a_bad_configuration_is_refused() -> None:
+    with TableRows() as rows:
+        for field, value in BAD_CONFIGURATIONS:
+            with rows.row(field, value):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    SchedulerConfig(**{field: value})
+                assert refused.value.field == field
+
+
+def test_weights_are_positive_numbers() -> None:
+    with TableRows() as rows:
+        for weight in (0, -1, True, float("inf"), float("nan"), "1"):
+            with rows.row(weight):
+                manager = make_manager()
+                with pytest.raises(InvalidArgumentError) as refused:
+                    open_rig(Scheduler(manager), manager, weight)
+                assert refused.value.field == "weight"
 
 
 def test_a_namespace_has_one_engine() -> None:

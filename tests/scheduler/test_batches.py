@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, alone, make_rig
+from table_rows import TableRows
 
 from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Request
@@ -263,34 +266,34 @@ def test_priority_is_ignored_when_first_come_is_first_served() -> None:
     assert not rig.step().preempted
 
 
-@pytest.mark.parametrize(
-    ("mode", "swap_block_s", "swap_blocks", "swapped"),
-    [
-        (PreemptionMode.AUTO, 1e-9, 10, True),
-        (PreemptionMode.AUTO, 1.0, 10, False),
-        (PreemptionMode.SWAP, 1.0, 10, True),
-        (PreemptionMode.SWAP, 1e-9, 1, False),
-        (PreemptionMode.RECOMPUTE, 1e-9, 10, False),
-    ],
-)
-def test_preemption_swaps_or_recomputes_by_what_costs_less(
-    mode: PreemptionMode, swap_block_s: float, swap_blocks: int, swapped: bool
-) -> None:
-    rig = make_rig(
-        8,
-        {"num_swap_blocks": swap_blocks},
-        reserve_steps=0,
-        max_stalled_fraction=0.0,
-        preemption=mode,
-        swap_block_s=swap_block_s,
-    )
-    rig.add(1, range(16), max_tokens=9)
-    rig.add(2, range(100, 115), max_tokens=9)
-    rig.step()
-    batch = rig.step()
-    assert [one.swapped for one in batch.preempted] == [swapped]
-    assert len(batch.swapped_out) == swapped
-    rig.run()
-    rig.check_outputs()
-    assert sum(len(one.swapped_in) for one in rig.batches) == swapped
-    assert sorted(rig.finished) == [1, 2]
+PREEMPTIONS: list[tuple[Any, ...]] = [
+    (PreemptionMode.AUTO, 1e-9, 10, True),
+    (PreemptionMode.AUTO, 1.0, 10, False),
+    (PreemptionMode.SWAP, 1.0, 10, True),
+    (PreemptionMode.SWAP, 1e-9, 1, False),
+    (PreemptionMode.RECOMPUTE, 1e-9, 10, False),
+]
+
+
+def test_preemption_swaps_or_recomputes_by_what_costs_less() -> None:
+    with TableRows() as rows:
+        for mode, swap_block_s, swap_blocks, swapped in PREEMPTIONS:
+            with rows.row(mode, swap_block_s, swap_blocks, swapped):
+                rig = make_rig(
+                    8,
+                    {"num_swap_blocks": swap_blocks},
+                    reserve_steps=0,
+                    max_stalled_fraction=0.0,
+                    preemption=mode,
+                    swap_block_s=swap_block_s,
+                )
+                rig.add(1, range(16), max_tokens=9)
+                rig.add(2, range(100, 115), max_tokens=9)
+                rig.step()
+                batch = rig.step()
+                assert [one.swapped for one in batch.preempted] == [swapped]
+                assert len(batch.swapped_out) == swapped
+                rig.run()
+                rig.check_outputs()
+                assert sum(len(one.swapped_in) for one in rig.batches) == swapped
+                assert sorted(rig.finished) == [1, 2]

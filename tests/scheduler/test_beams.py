@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, beams_alone, make_rig
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
@@ -49,18 +50,25 @@ def test_a_beam_that_ends_leaves_the_others() -> None:
     assert [len(rig.outputs[name]) for name in (1, 2, 3)] == [2, 8, 5]
 
 
-@pytest.mark.parametrize(("mode", "swapped"), [(PreemptionMode.RECOMPUTE, False), (PreemptionMode.SWAP, True)])
-def test_beams_are_preempted_and_come_back_together(mode: PreemptionMode, swapped: bool) -> None:
-    rig = make_rig(
-        16, {"num_swap_blocks": 20}, reserve_steps=0, max_stalled_fraction=0.0, max_step_tokens=20, preemption=mode
-    )
-    rig.add(1, range(100, 136), max_tokens=24)
-    rig.add(5, PROMPT, max_tokens=9, width=3, beams=True)
-    run(rig)
-    preempted = [one for batch in rig.batches for one in batch.preempted]
-    assert [one.sequence_id for one in preempted][:3] == [5, 6, 7]
-    assert {one.swapped for one in preempted} == {swapped}
-    assert sorted(rig.finished) == [1, 5]
+def test_beams_are_preempted_and_come_back_together() -> None:
+    with TableRows() as rows:
+        for mode, swapped in ((PreemptionMode.RECOMPUTE, False), (PreemptionMode.SWAP, True)):
+            with rows.row(mode, swapped):
+                rig = make_rig(
+                    16,
+                    {"num_swap_blocks": 20},
+                    reserve_steps=0,
+                    max_stalled_fraction=0.0,
+                    max_step_tokens=20,
+                    preemption=mode,
+                )
+                rig.add(1, range(100, 136), max_tokens=24)
+                rig.add(5, PROMPT, max_tokens=9, width=3, beams=True)
+                run(rig)
+                preempted = [one for batch in rig.batches for one in batch.preempted]
+                assert [one.sequence_id for one in preempted][:3] == [5, 6, 7]
+                assert {one.swapped for one in preempted} == {swapped}
+                assert sorted(rig.finished) == [1, 5]
 
 
 def test_beams_wait_for_those_that_are_recomputed() -> None:
@@ -149,24 +157,26 @@ def beams_in_batch() -> tuple[EngineRig, ScheduledBatch]:
     return rig, batch
 
 
-@pytest.mark.parametrize(
-    ("parents", "field"),
-    [
-        ([1, 2, 5, 6, 9], "parents"),
-        ([1, 2, 5, 6, 9, 9], "parents[5]"),
-        ([5, 2, 5, 6, 9, 10], "parents[0]"),
-        ([1, 3, 5, 6, 9, 10], "parents[1]"),
-        ([1, -1, 5, 6, 9, 10], "parents[1]"),
-        ([1.5] * 6, "parents"),
-    ],
-)
-def test_bad_parents_change_nothing(parents: list[Any], field: str) -> None:
-    rig, batch = beams_in_batch()
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.update(Report(batch.number, [0] * 6, parents=parents))
-    assert refused.value.field == field
-    rig.end(batch)
-    run(rig)
+BAD_PARENTS: list[tuple[Any, ...]] = [
+    ([1, 2, 5, 6, 9], "parents"),
+    ([1, 2, 5, 6, 9, 9], "parents[5]"),
+    ([5, 2, 5, 6, 9, 10], "parents[0]"),
+    ([1, 3, 5, 6, 9, 10], "parents[1]"),
+    ([1, -1, 5, 6, 9, 10], "parents[1]"),
+    ([1.5] * 6, "parents"),
+]
+
+
+def test_bad_parents_change_nothing() -> None:
+    with TableRows() as rows:
+        for parents, field in BAD_PARENTS:
+            with rows.row(parents, field):
+                rig, batch = beams_in_batch()
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.update(Report(batch.number, [0] * 6, parents=parents))
+                assert refused.value.field == field
+                rig.end(batch)
+                run(rig)
 
 
 def test_what_can_never_run_together_is_refused() -> None:

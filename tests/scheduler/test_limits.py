@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from schedule_rig import EngineRig, make_rig
+from table_rows import TableRows
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.scheduler import Request
@@ -53,16 +54,21 @@ def test_the_longest_request_runs_beside_decodes() -> None:
     rig.check_outputs()
 
 
-@pytest.mark.parametrize(
-    ("options", "limit"),
-    [({"max_request_blocks": 40}, "max_request_blocks"), ({"max_request_tokens": 110}, "max_request_tokens")],
-)
-def test_requests_beyond_the_limits_of_an_operation_are_refused(options: dict[str, Any], limit: str) -> None:
-    rig = rig_of(LIMITS | options, **SETTINGS)
-    rig.engine.add(Request(1, range(80), 16))
-    with pytest.raises(QuotaExceededError) as caught:
-        rig.engine.add(Request(2, range(80), 32))
-    assert (caught.value.field, caught.value.metadata["limit"]) == ("max_tokens", limit)
+LIMITED: list[tuple[Any, ...]] = [
+    ({"max_request_blocks": 40}, "max_request_blocks"),
+    ({"max_request_tokens": 110}, "max_request_tokens"),
+]
+
+
+def test_requests_beyond_the_limits_of_an_operation_are_refused() -> None:
+    with TableRows() as rows:
+        for options, limit in LIMITED:
+            with rows.row(options, limit):
+                rig = rig_of(LIMITS | options, **SETTINGS)
+                rig.engine.add(Request(1, range(80), 16))
+                with pytest.raises(QuotaExceededError) as caught:
+                    rig.engine.add(Request(2, range(80), 32))
+                assert (caught.value.field, caught.value.metadata["limit"]) == ("max_tokens", limit)
 
 
 def test_a_prompt_leaves_room_for_the_lookahead() -> None:
@@ -75,11 +81,13 @@ def test_a_prompt_leaves_room_for_the_lookahead() -> None:
     assert rig.finished == [1]
 
 
-@pytest.mark.parametrize("settings", [{"max_step_tokens": 151}, {"max_running": 24}])
-def test_budgets_beyond_the_limits_of_an_operation_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(QuotaExceededError) as caught:
-        rig_of(LIMITS, **SETTINGS | settings)
-    assert caught.value.field == next(iter(settings))
+def test_budgets_beyond_the_limits_of_an_operation_are_refused() -> None:
+    with TableRows() as rows:
+        for settings in ({"max_step_tokens": 151}, {"max_running": 24}):
+            with rows.row(settings):
+                with pytest.raises(QuotaExceededError) as caught:
+                    rig_of(LIMITS, **SETTINGS | settings)
+                assert caught.value.field == next(iter(settings))
 
 
 def test_a_step_admits_a_limited_number_of_requests() -> None:

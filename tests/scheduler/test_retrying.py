@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, make_rig
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import FailedPreconditionError, StaleStepError
@@ -89,24 +90,24 @@ def test_a_batch_of_computed_chunks_needs_no_retry() -> None:
     rig.check_outputs()
 
 
-@pytest.mark.parametrize(("shared", "left", "preempted"), [((1,), [1], [2]), ((1, 2), [], [2, 1])])
-def test_a_retry_without_blocks_for_its_copies_preempts(
-    shared: tuple[int, ...], left: list[int], preempted: list[int]
-) -> None:
+def test_a_retry_without_blocks_for_its_copies_preempts() -> None:
     """Others share the last blocks meanwhile, which are full. So they are copied before they are written again."""
-    rig = make_rig(4 + len(shared), reserve_steps=0)
-    rig.add(1, range(100, 108), max_tokens=3)
-    rig.add(2, range(200, 208), max_tokens=3)
-    rig.begin()
-    other = rig.manager.open_namespace()
-    for name in shared:
-        rig.manager.allocate(other, [AllocationRequest(name, np.arange(100 * name, 100 * name + 9))])
-    assert rig.manager.num_available == 0
-    again = rig.retry()
-    assert [one.sequence_id for one in again.preempted] == preempted
-    assert (again.step.sequence_ids.tolist() if again.step else []) == left
-    assert again.sampled.tolist() == left
-    rig.end(again)
-    rig.manager.close_namespace(other)
-    rig.run()
-    rig.check_outputs()
+    with TableRows() as rows:
+        for shared, left, preempted in (((1,), [1], [2]), ((1, 2), [], [2, 1])):
+            with rows.row(shared, left, preempted):
+                rig = make_rig(4 + len(shared), reserve_steps=0)
+                rig.add(1, range(100, 108), max_tokens=3)
+                rig.add(2, range(200, 208), max_tokens=3)
+                rig.begin()
+                other = rig.manager.open_namespace()
+                for name in shared:
+                    rig.manager.allocate(other, [AllocationRequest(name, np.arange(100 * name, 100 * name + 9))])
+                assert rig.manager.num_available == 0
+                again = rig.retry()
+                assert [one.sequence_id for one in again.preempted] == preempted
+                assert (again.step.sequence_ids.tolist() if again.step else []) == left
+                assert again.sampled.tolist() == left
+                rig.end(again)
+                rig.manager.close_namespace(other)
+                rig.run()
+                rig.check_outputs()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, make_rig
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
@@ -124,21 +125,23 @@ def test_the_ids_of_all_samples_are_reserved_until_the_request_is_over() -> None
     rig.run()
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"width": 0}, "width"),
-        ({"width": 6}, "width"),
-        ({"width": True}, "width"),
-        ({"width": 2, "stop_lengths": [9]}, "stop_lengths"),
-        ({"width": 2, "stop_lengths": [9, 4]}, "stop_lengths[1]"),
-        ({"width": 2, "stop_lengths": "ab"}, "stop_lengths"),
-        ({"request_id": 2**63 - 2, "width": 3}, "request_id"),
-    ],
-)
-def test_bad_samples_are_refused(options: dict[str, Any], field: str) -> None:
-    rig = make_rig(max_running=5)
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.add(Request(**{"request_id": 1, "token_ids": [1, 2, 3, 4], "max_tokens": 5, **options}))
-    assert refused.value.field == field
-    assert len(rig.engine) == 0
+BAD_SAMPLES: list[tuple[Any, ...]] = [
+    ({"width": 0}, "width"),
+    ({"width": 6}, "width"),
+    ({"width": True}, "width"),
+    ({"width": 2, "stop_lengths": [9]}, "stop_lengths"),
+    ({"width": 2, "stop_lengths": [9, 4]}, "stop_lengths[1]"),
+    ({"width": 2, "stop_lengths": "ab"}, "stop_lengths"),
+    ({"request_id": 2**63 - 2, "width": 3}, "request_id"),
+]
+
+
+def test_bad_samples_are_refused() -> None:
+    with TableRows() as rows:
+        for options, field in BAD_SAMPLES:
+            with rows.row(options, field):
+                rig = make_rig(max_running=5)
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.add(Request(**{"request_id": 1, "token_ids": [1, 2, 3, 4], "max_tokens": 5, **options}))
+                assert refused.value.field == field
+                assert len(rig.engine) == 0

@@ -6,8 +6,7 @@ import pytest
 from schedule_rig import EngineRig, alone, make_rig
 
 from kvservice.errors import InvalidArgumentError, UnknownSequenceError
-from kvservice.scheduler import PreemptionMode
-from kvservice.scheduler.requests import Phase
+from kvservice.scheduler import Phase, PreemptionMode
 
 
 def phases(rig: EngineRig) -> dict[int, Phase]:

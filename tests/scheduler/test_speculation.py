@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, alone, make_rig
+from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import InvalidArgumentError
-from kvservice.scheduler import Report
-from kvservice.scheduler.integrity import check_integrity
+from kvservice.scheduler import Report, check_integrity
 
 
 def begun(lookahead: int = 3, max_tokens: int = 9, **options: Any) -> tuple[EngineRig, list[int]]:
@@ -32,42 +32,46 @@ def report(rig: EngineRig, tokens: list[int], proposals: list[int], **options: A
     return rig.engine.update(Report(number, tokens, proposals=proposals, **counts, **options))
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 5])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_tokens_are_those_without_proposals(lookahead: int, ahead: bool) -> None:
-    rig = make_rig(lookahead=lookahead)
-    rig.random = random.Random(lookahead)
-    for i in range(4):
-        rig.add(i, range(100 * i, 100 * i + 5 + i), max_tokens=30, stop=20 + i)
-    if ahead:
-        rig.run_ahead()
-    else:
-        rig.run()
-    rig.check_outputs()
-    assert sorted(rig.finished) == [0, 1, 2, 3]
-    counters = rig.engine.queues.counters
-    assert counters.accepted_tokens == rig.accepted
-    assert ahead or counters.proposed_tokens > counters.accepted_tokens > 0
-    assert counters.generated_tokens == sum(map(len, rig.outputs.values()))
+def test_the_tokens_are_those_without_proposals() -> None:
+    with TableRows() as rows:
+        for lookahead in (1, 2, 5):
+            for ahead in (False, True):
+                with rows.row(lookahead, ahead):
+                    rig = make_rig(lookahead=lookahead)
+                    rig.random = random.Random(lookahead)
+                    for i in range(4):
+                        rig.add(i, range(100 * i, 100 * i + 5 + i), max_tokens=30, stop=20 + i)
+                    if ahead:
+                        rig.run_ahead()
+                    else:
+                        rig.run()
+                    rig.check_outputs()
+                    assert sorted(rig.finished) == [0, 1, 2, 3]
+                    counters = rig.engine.queues.counters
+                    assert counters.accepted_tokens == rig.accepted
+                    assert ahead or counters.proposed_tokens > counters.accepted_tokens > 0
+                    assert counters.generated_tokens == sum(map(len, rig.outputs.values()))
 
 
-@pytest.mark.parametrize("right", range(4))
-def test_right_proposals_stay_and_others_are_removed(right: int) -> None:
-    rig, tokens = begun()
-    proposals = [*tokens[1 : 1 + right], 999, 999, 999][:3]
-    report(rig, tokens[:1], proposals)
-    batch = rig.begin()
-    assert batch.step is not None
-    assert batch.step.query_lens.tolist() == [4]
-    assert batch.sampled.tolist() == [1]
-    report(rig, tokens[1 : 2 + right], [])
-    (described,) = rig.manager.describe(rig.namespace, [1], include_tokens=True)
-    assert described.token_ids is not None
-    assert described.token_ids.tolist() == [*range(6), *tokens[: 1 + right]]
-    check_integrity(rig.engine)
-    rig.manager.check_integrity()
-    rig.run()
-    rig.check_outputs()
+def test_right_proposals_stay_and_others_are_removed() -> None:
+    with TableRows() as rows:
+        for right in range(4):
+            with rows.row(right):
+                rig, tokens = begun()
+                proposals = [*tokens[1 : 1 + right], 999, 999, 999][:3]
+                report(rig, tokens[:1], proposals)
+                batch = rig.begin()
+                assert batch.step is not None
+                assert batch.step.query_lens.tolist() == [4]
+                assert batch.sampled.tolist() == [1]
+                report(rig, tokens[1 : 2 + right], [])
+                (described,) = rig.manager.describe(rig.namespace, [1], include_tokens=True)
+                assert described.token_ids is not None
+                assert described.token_ids.tolist() == [*range(6), *tokens[: 1 + right]]
+                check_integrity(rig.engine)
+                rig.manager.check_integrity()
+                rig.run()
+                rig.check_outputs()
 
 
 def test_blocks_with_rejected_tokens_are_written_again() -> None:
@@ -83,23 +87,25 @@ def test_blocks_with_rejected_tokens_are_written_again() -> None:
     assert rig.manager.match_prefix([*range(6), *tokens[:2], 1]) == 8
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_rejected_block_that_others_use_is_copied(pinned: bool) -> None:
+def test_a_rejected_block_that_others_use_is_copied() -> None:
     """Another client shares or pins it between the step and the report."""
-    rig, tokens = begun(num_blocks=8, blocks={"max_pinned_fraction": 0.5})
-    report(rig, tokens[:1], [997, 998, 999])
-    rig.begin()
-    rejected = [*range(6), tokens[0], 997]
-    other = rig.manager.open_namespace()
-    if pinned:
-        rig.manager.pin(other, rejected, ttl_s=1e9)
-    else:
-        rig.manager.allocate(other, [AllocationRequest(5, np.array([*rejected, 1]))])
-    report(rig, tokens[1:2], [])
-    rig.run()
-    rig.check_outputs()
-    assert rig.manager.match_prefix([*rejected, 1]) == 8
-    rig.manager.check_integrity()
+    with TableRows() as rows:
+        for pinned in (False, True):
+            with rows.row(pinned):
+                rig, tokens = begun(num_blocks=8, blocks={"max_pinned_fraction": 0.5})
+                report(rig, tokens[:1], [997, 998, 999])
+                rig.begin()
+                rejected = [*range(6), tokens[0], 997]
+                other = rig.manager.open_namespace()
+                if pinned:
+                    rig.manager.pin(other, rejected, ttl_s=1e9)
+                else:
+                    rig.manager.allocate(other, [AllocationRequest(5, np.array([*rejected, 1]))])
+                report(rig, tokens[1:2], [])
+                rig.run()
+                rig.check_outputs()
+                assert rig.manager.match_prefix([*rejected, 1]) == 8
+                rig.manager.check_integrity()
 
 
 def test_proposals_count_in_the_budget_of_tokens() -> None:
@@ -154,28 +160,30 @@ def test_a_sequence_with_proposals_waits_for_its_report() -> None:
     rig.check_outputs()
 
 
-@pytest.mark.parametrize(
-    ("bad", "field"),
-    [
-        ({"num_tokens": [5]}, "num_tokens[0]"),
-        ({"num_tokens": [0]}, "num_tokens[0]"),
-        ({"num_tokens": [1, 1]}, "num_tokens"),
-        ({"num_tokens": [2]}, "token_ids"),
-        ({"num_proposed": [4], "proposals": [1, 2, 3, 4]}, "num_proposed[0]"),
-        ({"num_proposed": [-1]}, "num_proposed[0]"),
-        ({"num_proposed": [2], "proposals": [1]}, "proposals"),
-        ({"proposals": [1]}, "proposals"),
-        ({"num_proposed": [1], "proposals": [-1]}, "proposals[0]"),
-        ({"token_ids": [1, 2], "num_tokens": [2]}, "token_ids[0]"),
-    ],
-)
-def test_a_bad_report_changes_nothing(bad: dict[str, Any], field: str) -> None:
-    rig, tokens = begun()
-    report(rig, tokens[:1], tokens[1:4])
-    batch = rig.begin()
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.update(Report(batch.number, **{"token_ids": [tokens[1]], **bad}))
-    assert refused.value.field == field
-    report(rig, tokens[1:5], [])
-    rig.run()
-    rig.check_outputs()
+BAD_REPORTS: list[tuple[Any, ...]] = [
+    ({"num_tokens": [5]}, "num_tokens[0]"),
+    ({"num_tokens": [0]}, "num_tokens[0]"),
+    ({"num_tokens": [1, 1]}, "num_tokens"),
+    ({"num_tokens": [2]}, "token_ids"),
+    ({"num_proposed": [4], "proposals": [1, 2, 3, 4]}, "num_proposed[0]"),
+    ({"num_proposed": [-1]}, "num_proposed[0]"),
+    ({"num_proposed": [2], "proposals": [1]}, "proposals"),
+    ({"proposals": [1]}, "proposals"),
+    ({"num_proposed": [1], "proposals": [-1]}, "proposals[0]"),
+    ({"token_ids": [1, 2], "num_tokens": [2]}, "token_ids[0]"),
+]
+
+
+def test_a_bad_report_changes_nothing() -> None:
+    with TableRows() as rows:
+        for bad, field in BAD_REPORTS:
+            with rows.row(bad, field):
+                rig, tokens = begun()
+                report(rig, tokens[:1], tokens[1:4])
+                batch = rig.begin()
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.engine.update(Report(batch.number, **{"token_ids": [tokens[1]], **bad}))
+                assert refused.value.field == field
+                report(rig, tokens[1:5], [])
+                rig.run()
+                rig.check_outputs()

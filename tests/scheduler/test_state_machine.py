@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule_rig import make_manager, open_rig
 
 from kvservice.errors import OutOfBlocksError
-from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Scheduler
-from kvservice.scheduler.integrity import check_integrity
+from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Scheduler, check_integrity
 
 
 def running(machine: SchedulerMachine) -> bool:
@@ -151,7 +151,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.manager.stats().sequences == 0
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS: dict[str, Any] = {
+    "stateful_step_count": 40,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+class TestShortly(SchedulerMachine.TestCase):
+    settings = settings(max_examples=10, **SETTINGS)
+
+
+@pytest.mark.slow
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(max_examples=40, **SETTINGS)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import bisect
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, make_manager, make_rig, open_rig
+from table_rows import TableRows
 
 from kvservice.bench.pressure import make_trace, replay
 from kvservice.errors import KVServiceError
 from kvservice.scheduler import (
+    LATENCY_BUCKETS_S,
     BatchPolicy,
     EngineScheduler,
+    Histogram,
     PreemptionMode,
     Report,
     Request,
@@ -22,24 +26,19 @@ from kvservice.scheduler import (
     SchedulerConfig,
     SchedulerFigures,
 )
-from kvservice.scheduler.stats import BUCKETS_S, WIDTH, Histogram, Latencies
 
 
 def counts_of(durations_s: list[float]) -> list[int]:
     """Count durations by bucket, one after the other."""
-    counts = [0] * WIDTH
+    counts = [0] * (len(LATENCY_BUCKETS_S) + 1)
     for seconds in durations_s:
-        counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        counts[bisect.bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
     return counts
 
 
 def assert_histogram(histogram: Histogram, durations_s: list[float]) -> None:
     assert histogram.counts.tolist() == counts_of(durations_s)
     assert histogram.seconds == pytest.approx(sum(durations_s))
-
-
-def latencies_of(rig: EngineRig) -> Latencies:
-    return rig.engine._latencies
 
 
 def test_equal_and_different_durations_fall_into_the_same_buckets() -> None:
@@ -117,24 +116,31 @@ class Workload:
             self.step()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("max_width", [1, MAX_WIDTH])
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"max_stalled_fraction": 0.0, "reserve_steps": 0},
-        {"preemption": PreemptionMode.SWAP, "reserve_steps": 0},
-        {"batches": BatchPolicy.PREFILL_FIRST},
-        {"max_step_tokens": 16, "max_stalled_fraction": 0.5, "reserve_steps": 0},
-    ],
-)
-def test_figures_say_what_was_done(config: dict[str, object], max_width: int, ahead: bool) -> None:
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"max_stalled_fraction": 0.0, "reserve_steps": 0},
+    {"preemption": PreemptionMode.SWAP, "reserve_steps": 0},
+    {"batches": BatchPolicy.PREFILL_FIRST},
+    {"max_step_tokens": 16, "max_stalled_fraction": 0.5, "reserve_steps": 0},
+]
+
+
+def test_figures_say_what_was_done() -> None:
+    """check_figures fails if one differs."""
+    with TableRows() as rows:
+        for config in CONFIGS:
+            for max_width in (1, MAX_WIDTH):
+                for ahead in (False, True):
+                    with rows.row(config, max_width, ahead):
+                        check_figures(config, max_width, ahead)
+
+
+def check_figures(config: dict[str, Any], max_width: int, ahead: bool) -> None:
     rig = make_rig(24, {"num_swap_blocks": 20}, **config)
     work = Workload(rig, len(config), max_width, ahead)
     work.run(150)
-    assert_histogram(latencies_of(rig).first_token, work.first_s)
-    assert_histogram(latencies_of(rig).between_tokens, work.between_s)
+    assert_histogram(rig.scheduler.latencies.first_token, work.first_s)
+    assert_histogram(rig.scheduler.latencies.between_tokens, work.between_s)
     figures, batches = rig.engine.figures(), rig.batches
     assert (figures.waiting, figures.running, figures.swapped, figures.stalled) == (0, 0, 0, 0)
     assert (figures.added, figures.aborted, figures.refused) == (work.added, work.aborted, work.refused)
@@ -150,8 +156,13 @@ def test_figures_say_what_was_done(config: dict[str, object], max_width: int, ah
     assert work.aborted
 
 
-@pytest.mark.parametrize("swap_blocks", [0, 500])
-def test_recomputed_tokens_are_those_that_are_computed_more_than_once(swap_blocks: int) -> None:
+def test_recomputed_tokens_are_those_that_are_computed_more_than_once() -> None:
+    """check_recomputed_tokens fails if the scheduler and the replay count differently."""
+    for swap_blocks in (0, 500):
+        check_recomputed_tokens(swap_blocks)
+
+
+def check_recomputed_tokens(swap_blocks: int) -> None:
     engines: list[EngineScheduler] = []
 
     def keep(engine: EngineScheduler, _: ScheduledBatch) -> None:
@@ -203,7 +214,7 @@ def test_a_refused_report_counts_nothing() -> None:
     with pytest.raises(KVServiceError):
         rig.engine.update(Report(batch.number, [1, 2]), 5.0)
     assert rig.engine.figures() == before
-    assert not latencies_of(rig).first_token.counts.any()
+    assert not rig.scheduler.latencies.first_token.counts.any()
 
 
 @pytest.fixture
@@ -258,4 +269,4 @@ def test_proposals_count_when_they_are_verified() -> None:
     figures = rig.engine.figures()
     assert figures.proposed_tokens == verified > figures.accepted_tokens == rig.accepted > 0
     assert figures.generated_tokens == sum(map(len, rig.outputs.values())) == rows + 3 + rig.accepted
-    assert int(latencies_of(rig).between_tokens.counts.sum()) == rows
+    assert int(rig.scheduler.latencies.between_tokens.counts.sum()) == rows

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from table_rows import TableRows
 
 from kvservice.bench.pressure import PressureResult, PressureTrace, make_trace, replay
 from kvservice.scheduler import (
@@ -15,8 +16,8 @@ from kvservice.scheduler import (
     QueueOrder,
     ScheduledBatch,
     SchedulerConfig,
+    check_integrity,
 )
-from kvservice.scheduler.integrity import check_integrity
 
 POLICIES = {
     "chunked": SchedulerConfig(),
@@ -46,6 +47,16 @@ def under_pressure(name: str, requests: int, every: int) -> PressureResult:
     return replay(trace, config, num_blocks=200, num_swap_blocks=60, after_step=check)
 
 
+def test_hundreds_of_requests_end_and_no_invariant_breaks() -> None:
+    with TableRows() as rows:
+        for name in POLICIES:
+            with rows.row(name):
+                result = under_pressure(name, requests=150, every=17)
+                assert result.steps < 600
+                assert result.wait_max < 400
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_thousands_of_requests_end_and_no_invariant_breaks(name: str) -> None:
     result = under_pressure(name, requests=1000, every=17)
@@ -53,9 +64,11 @@ def test_thousands_of_requests_end_and_no_invariant_breaks(name: str) -> None:
     assert result.wait_max < 2500
 
 
-@pytest.mark.parametrize("name", ["chunked", "swap"])
-def test_the_same_trace_gives_the_same_answer(name: str) -> None:
-    assert under_pressure(name, 200, 1000) == under_pressure(name, 200, 1000)
+def test_the_same_trace_gives_the_same_answer() -> None:
+    with TableRows() as rows:
+        for name in ("chunked", "swap"):
+            with rows.row(name):
+                assert under_pressure(name, 200, 1000) == under_pressure(name, 200, 1000)
 
 
 def test_a_pool_under_pressure_recomputes_little_and_makes_nobody_wait_longer() -> None:
@@ -69,8 +82,10 @@ def test_a_pool_under_pressure_recomputes_little_and_makes_nobody_wait_longer() 
     assert result.wait_max <= 284
 
 
-@pytest.mark.parametrize(("seed", "arrivals_per_step"), [(1, 1.0), (3, 0.5), (4, 2.0)])
-def test_other_seeds_and_rates_recompute_little_too(seed: int, arrivals_per_step: float) -> None:
-    trace = make_trace(seed, arrivals_per_step=arrivals_per_step)
-    result = replay(trace)
-    assert result.recomputed_tokens < 0.04 * trace.needed_tokens  # vLLM's scheduler: 9 to 12 %
+def test_other_seeds_and_rates_recompute_little_too() -> None:
+    with TableRows() as rows:
+        for seed, arrivals_per_step in ((1, 1.0), (3, 0.5), (4, 2.0)):
+            with rows.row(seed, arrivals_per_step):
+                trace = make_trace(seed, arrivals_per_step=arrivals_per_step)
+                result = replay(trace)
+                assert result.recomputed_tokens < 0.04 * trace.needed_tokens  # vLLM's scheduler: 9 to 12 %

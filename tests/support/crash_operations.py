@@ -9,9 +9,7 @@ import numpy as np
 from crash_rig import CONFIG, SALTS, Rig, content
 from crashes import Key, View, views
 
-from kvservice.blocks import AllocationRequest, SessionNamespace, StepPlan
-from kvservice.blocks.arguments import extra_keys_by_block
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks import AllocationRequest, SessionNamespace, StepPlan, chain_hashes, extra_keys_by_block
 from kvservice.errors import KVServiceError
 
 
@@ -382,3 +380,15 @@ class Operations(Rig):
         """A restart between two operations loses no sequence."""
         self.quiet()
         self.go_on_from(self.manager.kept_state())
+
+
+def operate(num_seeds: int = 40) -> None:
+    """Perform random operations with these many seeds."""
+    for seed in range(num_seeds):
+        rig = Operations(seed, crash=seed % 3 * 0.15)
+        for _ in range(40):
+            rig.one()
+
+
+def operate_shortly() -> None:
+    operate(3)

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from crashes import KeptManager, Key, Lines, State, View, pins, torn, traced, views
+from crashes import KeptManager, Key, Seen, State, View, pins, torn, traced, views
 
-from kvservice.blocks import BlockCopies, BlocksConfig, SessionNamespace
-from kvservice.blocks.namespaces import NUM_COUNTERS
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks import NUM_COUNTERS, BlockCopies, BlocksConfig, SessionNamespace, chain_hashes
 from kvservice.errors import KVServiceError
 
 CONFIG = BlocksConfig(
@@ -30,8 +28,8 @@ SALTS: list[tuple[tuple[int, bytes], ...]] = [(), (), ((0, b"tenant"),), ((3, b"
 
 
 class Rig:
-    """A manager that two clients and a scheduler use. `counts` counts operations, `lines` are the lines they ran, and
-    `num_checked` the states from which another manager recovered."""
+    """A manager that two clients and a scheduler use. `counts` counts operations, `seen` is what they ran,
+    `seen_in_recovery` what recoveries ran, and `num_checked` the states from which another manager recovered."""
 
     def __init__(self, seed: int, *, crash: float = 0.0, tear: bool = True) -> None:
         """`crash` is the probability that an operation goes on from a random line of it. `tear` says to check states
@@ -40,8 +38,7 @@ class Rig:
         self.crash, self.tear = crash, tear
         self.now = 0.0
         self.counts: Counter[str] = Counter()
-        self.lines: Lines = set()
-        self.recovery_lines: Lines = set()
+        self.seen, self.seen_in_recovery = Seen(), Seen()
         self.num_checked = self.num_lost = self.num_crashes = 0
         self.manager = self.make(None)
         self.open = {1, 2}
@@ -63,7 +60,7 @@ class Rig:
         before, index, kept_pins = views(self.manager), dict(self.manager.state.device.index.blocks), pins(self.manager)
         lost = self.lost(self.manager)
         try:
-            result, states = traced(self.manager, call, self.lines)
+            result, states = traced(self.manager, call, self.seen)
         except KVServiceError:
             assert views(self.manager) == before
             return None
@@ -138,7 +135,7 @@ class Rig:
 
     def quiet(self) -> None:
         """Check that a restart between operations changes nothing except for sequences of a scheduler."""
-        _, states = traced(self.manager, self.manager.end_operation, self.lines)
+        _, states = traced(self.manager, self.manager.end_operation, self.seen)
         now, index = views(self.manager), dict(self.manager.state.device.index.blocks)
         arguments = now, now, frozenset[Key](), index, pins(self.manager), self.lost(self.manager), self.open
         made = [self.check(state, *arguments) for state in states[1:] or states][-1]
@@ -156,7 +153,7 @@ class Rig:
         """Restart from a state of kept memory. That may end at any line, too."""
         made = self.make(state)
         opened = {number: [0] * NUM_COUNTERS for number in self.open}
-        _, states = traced(made, lambda: made.recover(opened), self.recovery_lines)
+        _, states = traced(made, lambda: made.recover(opened), self.seen_in_recovery)
         expected = views(made), self.lost(made), pins(made), made.state.device.index.blocks
         for one in (*states, *(torn(states, made.memory.items(), self.rng) if self.tear else ())):
             self.num_checked += 1

@@ -14,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 import kvservice.blocks
-from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, KeptMaps
-from kvservice.blocks.sequences import SCHEDULED
+from kvservice.blocks import SCHEDULED, BlockManager, BlocksConfig, EventJournal, KeptMaps
 
 BLOCKS_FOLDER = str(Path(kvservice.blocks.__file__).parent)
 Array = npt.NDArray[Any]
 Key = tuple[int, int]
-Lines = set[tuple[CodeType, int]]
 
 
 class Memory:
@@ -78,20 +76,40 @@ class KeptManager(BlockManager):
         return State(self.memory.buffer[: self.memory.used].tobytes(), maps)
 
 
-def traced(manager: KeptManager, call: Callable[[], Any], lines: Lines) -> tuple[Any, list[State]]:
+@dataclasses.dataclass
+class Seen:
+    """The lines of kvservice/blocks that ran, and its functions during which kept memory changed."""
+
+    lines: set[tuple[CodeType, int]] = dataclasses.field(default_factory=set)
+    storing: set[CodeType] = dataclasses.field(default_factory=set)
+
+
+def traced(manager: KeptManager, call: Callable[[], Any], seen: Seen) -> tuple[Any, list[State]]:
     """Run a call. Returns its result, and the kept memory before, at each line of kvservice/blocks, and after, without
-    repetitions. The lines are added to `lines`."""
+    repetitions. What ran is added to `seen`."""
     states = [manager.kept_state()]
+
+    def compare(frame: FrameType | None) -> None:
+        """Keep the state if it has changed. Functions from this frame up have done that."""
+        if (now := manager.kept_state()) == states[-1]:
+            return
+        states.append(now)
+        while frame is not None:
+            if is_ours(frame):
+                seen.storing.add(frame.f_code)
+            frame = frame.f_back
 
     def at_line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
-            lines.add((frame.f_code, frame.f_lineno))
-        if (now := manager.kept_state()) != states[-1]:
-            states.append(now)
+            seen.lines.add((frame.f_code, frame.f_lineno))
+        compare(frame)
         return at_line
 
     def at_call(frame: FrameType, _event: str, _: Any) -> Any:
-        return at_line if frame.f_code.co_filename.startswith(BLOCKS_FOLDER) else None
+        if not is_ours(frame):
+            return None
+        compare(frame.f_back)
+        return at_line
 
     before = sys.gettrace()
     sys.settrace(at_call)
@@ -99,9 +117,12 @@ def traced(manager: KeptManager, call: Callable[[], Any], lines: Lines) -> tuple
         result = call()
     finally:
         sys.settrace(before)
-    if (now := manager.kept_state()) != states[-1]:
-        states.append(now)
+    compare(None)
     return result, states
+
+
+def is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(BLOCKS_FOLDER)
 
 
 def torn(states: list[State], items: npt.NDArray[np.int64], rng: np.random.Generator) -> list[State]:

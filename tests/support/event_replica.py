@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.blocks import EventJournal
-from kvservice.blocks.events import Cleared, RemovedBlocks, StoreChange
+from kvservice.blocks import Cleared, EventJournal, RemovedBlocks, StoreChange
 
 
 class EventReplica:

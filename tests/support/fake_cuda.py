@@ -23,7 +23,7 @@ import numpy as np
 
 from kvservice import _ext, ops
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import DTYPES
+from kvservice.pool import DTYPES
 
 Array = np.ndarray[Any, Any]
 DTYPE_OF = list(DTYPES.values())
@@ -118,6 +118,11 @@ class Stream:
     @property
     def can_run(self) -> bool:
         return not self.held and bool(self._pieces) and self._pieces[0][0]()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to run. Unlike `idle`, it lets no time pass."""
+        return not self._pieces
 
     def run_one(self) -> None:
         self._pieces.popleft()[1]()
@@ -237,11 +242,18 @@ class FakeCuda(ModuleType):
         self.used_bytes = 0
         self.lockable_bytes = total_bytes
         self.launched: list[Attention] = []
+        # The stream of each copy of blocks, the newest last.
+        self.copied: list[int] = []
         self.error: str | None = None
         self._graveyard: list[Array] = []
         self._order: list[int] = []
 
     # ---- scheduling
+
+    def hold(self, *handles: int) -> None:
+        """Let these streams run nothing, and all others what they have."""
+        for handle, stream in self.streams.items():
+            stream.held = handle in handles
 
     def call(self) -> threading.RLock:
         """Wrap every call: time passes, and a failed device raises its error."""
@@ -249,12 +261,12 @@ class FakeCuda(ModuleType):
             self._check()
             if self.random.random() < 0.3:
                 for _ in range(self.random.randrange(12)):
-                    self._run_one()
+                    self.run_one()
         return self.lock
 
     def run_until(self, true: Callable[[], bool]) -> None:
         while not true():
-            if not self._run_one():
+            if not self.run_one():
                 raise DeadlockError(f"nothing can run: {[stream.handle for stream in self.streams.values()]}")
             self._check()
 
@@ -269,7 +281,7 @@ class FakeCuda(ModuleType):
         if self.error is not None:
             raise CudaError(700, self.error)
 
-    def _run_one(self) -> bool:
+    def run_one(self) -> bool:
         """Run one piece of work of the first stream in a random order that changes now and then. Returns False if no
         stream can run."""
         if len(self._order) != len(self.streams) or self.random.random() < 0.1:
@@ -409,6 +421,7 @@ class FakeCuda(ModuleType):
         self.check_range(src, num_src_blocks * block_bytes)
         self.check_range(dst, num_dst_blocks * block_bytes)
         with self.call():
+            self.copied.append(stream)
             for one, other in pairs:  # each block is a separate piece of work, so that others may run in between
                 to, source = dst + other * block_bytes, src + one * block_bytes
                 self.streams[stream].put(functools.partial(ctypes.memmove, to, source, block_bytes))

@@ -119,7 +119,7 @@ class EngineSystem:
         self._check_integrity = check_integrity
         self._loop = asyncio.new_event_loop()
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)
 
     def allocate(self, s: int, ids: list[int], prompts: list[list[int]], keys: list[Keys]) -> list[int]:
@@ -137,14 +137,14 @@ class EngineSystem:
 
     def attend(self, s: int, step: Any, layer: int, query: Array, key: Array, value: Array) -> Array:
         work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionOptions(), False)
-        output: Array = self._run(work)[0]
+        output: Array = self.run(work)[0]
         return output
 
     def write(self, s: int, step: Any, layer: int | None, key: Array, value: Array) -> None:
-        self._run(self.engine.write(self.spaces[s], step.step_id, layer, key, value))
+        self.run(self.engine.write(self.spaces[s], step.step_id, layer, key, value))
 
     def read(self, s: int, sequence_id: int, start: int, stop: int) -> tuple[Array, Array]:
-        both: tuple[Array, Array] = self._run(self.engine.read(self.spaces[s], [(sequence_id, start, stop)], None))
+        both: tuple[Array, Array] = self.run(self.engine.read(self.spaces[s], [(sequence_id, start, stop)], None))
         return both
 
     def fork(self, s: int, parents: list[int], children: list[int]) -> None:

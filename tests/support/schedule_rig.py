@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 
 from kvservice.blocks import BlockManager, BlocksConfig
-from kvservice.scheduler import EngineScheduler, Report, Request, ScheduledBatch, Scheduler, SchedulerConfig
-from kvservice.scheduler.integrity import check_integrity
+from kvservice.scheduler import (
+    EngineScheduler,
+    Report,
+    Request,
+    ScheduledBatch,
+    Scheduler,
+    SchedulerConfig,
+    check_integrity,
+)
 
 VOCABULARY = 1000
 
@@ -61,6 +68,7 @@ class EngineRig:
     manager: BlockManager
     engine: EngineScheduler
     namespace: Any
+    scheduler: Scheduler
     prompts: dict[int, list[int]] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
@@ -284,7 +292,8 @@ def make_manager(num_blocks: int = 100, **options: Any) -> BlockManager:
 
 def open_rig(scheduler: Scheduler, manager: BlockManager, weight: float = 1.0, **config: Any) -> EngineRig:
     namespace = manager.open_namespace()
-    return EngineRig(manager, scheduler.open_engine(namespace, SchedulerConfig(**config), weight), namespace)
+    engine = scheduler.open_engine(namespace, SchedulerConfig(**config), weight)
+    return EngineRig(manager, engine, namespace, scheduler)
 
 
 def make_rig(num_blocks: int = 100, blocks: dict[str, Any] | None = None, **config: Any) -> EngineRig:

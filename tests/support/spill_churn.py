@@ -6,15 +6,16 @@ import random
 from typing import Any
 
 import numpy as np
-from kv_model import NUM_LAYERS, Keys, ModelSequence
+from kv_model import NUM_LAYERS, POOL, Keys, ModelSequence
 from kv_systems import EngineSystem
 
-from kvservice.blocks import PoolCopy, PoolLoad
-from kvservice.blocks.arguments import extra_keys_by_block
+from kvservice.blocks import PoolCopy, PoolLoad, extra_keys_by_block
+from kvservice.config import ServeConfig
 from kvservice.errors import OutOfBlocksError, QuotaExceededError
 
 PREFIXES = [[0, 1, 2] * 8, [2, 1, 0] * 7]
 KEYS: list[Keys] = [(), (), (), ((0, b"tenant"),)]
+CONFIG = ServeConfig.model_validate(POOL | {"max_message_mib": 1, "allow_client_shm": "off"})
 MOST_AT_ONCE, MOST_SEQUENCES = 5, 4
 
 
@@ -132,7 +133,7 @@ class SpillChurn:
         memory = np.zeros((len(copy), self.system.engine.layout.block_bytes), np.uint8)
 
         def save() -> Any:
-            return self.system._run(self.device.save_blocks(copy.blocks.astype(np.int32), addresses_of(memory)))
+            return self.system.run(self.device.save_blocks(copy.blocks.astype(np.int32), addresses_of(memory)))
 
         self.copies.append((copy, memory, self.now_or_later(save)))
 
@@ -177,7 +178,7 @@ class SpillChurn:
         ids = load.blocks.astype(np.int32)
 
         def fill() -> Any:
-            return self.system._run(self.device.load_blocks(addresses_of(memory), ids, checksums))
+            return self.system.run(self.device.load_blocks(addresses_of(memory), ids, checksums))
 
         self.loads.append((load, memory, self.now_or_later(fill)))
 
@@ -187,6 +188,23 @@ class SpillChurn:
             load, _, loading = self.loads.pop(0)
             assert loading().all()
             self.num_loaded += self.loader.end_load(load, len(load) - self.random.choice([0, 0, 1]))
+
+
+def run_churn(seeds: range, num_operations: int = 150) -> list[SpillChurn]:
+    made = []
+    for seed in seeds:
+        system = EngineSystem(CONFIG, 1)
+        try:
+            made.append(churn := SpillChurn(system, seed))
+            churn.run(num_operations)
+        finally:
+            system.end()
+    return made
+
+
+def run_other_seeds() -> None:
+    """Run the churn with seeds under which it detects the mutants of test_mutants."""
+    run_churn(range(100, 130))
 
 
 def addresses_of(memory: Any) -> Any:

@@ -32,3 +32,32 @@ def table() -> Iterator[Rows]:
         raise rows.failures[0]
     if rows.failures:
         raise BaseExceptionGroup(f"{len(rows.failures)} rows failed", rows.failures)
+
+
+class TableRows:
+    """The rows of a table. Leaving the context fails with the failures of all rows.
+
+    with TableRows() as rows:
+        for name, value in TABLE.items():
+            with rows.row(name):
+                check(value)
+    """
+
+    def __init__(self) -> None:
+        self._failures: list[BaseException] = []
+
+    def __enter__(self) -> TableRows:
+        return self
+
+    @contextlib.contextmanager
+    def row(self, *name: object) -> Iterator[None]:
+        """Run the checks of one row. If they fail, the next row is checked nevertheless."""
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as failure:
+            failure.add_note(f"in the row {', '.join(map(str, name))}")
+            self._failures.append(failure)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None and self._failures:
+            raise BaseExceptionGroup("rows of the table that failed", self._failures)
