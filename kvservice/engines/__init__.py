@@ -3,12 +3,15 @@
 llm = LLM("/path/of/a/model")                            starts a private daemon; address= uses another one
 outputs = llm.generate(["A prompt", "Another"], SamplingParams(max_tokens=32))
 print(outputs[0].outputs[0].text)
+
+An engine with a loop of its own computes the steps of a session with ModelRunner.
 """
 
 from kvservice.engines.aio import AsyncLLM
 from kvservice.engines.llm import LLM
 from kvservice.engines.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from kvservice.engines.params import SamplingParams
+from kvservice.engines.runner import ModelRunner
 from kvservice.engines.speculation import DraftModel, PromptLookup
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "DraftModel",
+    "ModelRunner",
     "PromptLookup",
     "RequestOutput",
     "SamplingParams",

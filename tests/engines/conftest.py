@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_lms import CASES, Case, make_config
+from known_logits import small_config
 from tiny_llama import VOCABULARY, save_tiny_llama
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -72,6 +73,13 @@ def reference(directory: Path) -> PreTrainedModel:
 def engine_daemon(reference: PreTrainedModel) -> Iterator[Daemon]:
     options = pool_options(reference.config, reference.dtype)
     with Daemon(**options, num_blocks=NUM_BLOCKS, block_size=16, swap_space_gib=0.01) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def small_daemon() -> Iterator[Daemon]:
+    """A daemon for the models of `known_logits`."""
+    with Daemon(**pool_options(small_config(64), torch.float32), num_blocks=1024, block_size=16) as running:
         yield running
 
 

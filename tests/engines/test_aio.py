@@ -11,7 +11,7 @@ import pytest
 from transformers import LogitsProcessor
 
 from kvservice.client import KVClient
-from kvservice.engines import AsyncLLM, RequestOutput, SamplingParams
+from kvservice.engines import AsyncLLM, ModelRunner, RequestOutput, SamplingParams
 from kvservice.errors import (
     ConnectionLostError,
     FailedPreconditionError,
@@ -67,23 +67,22 @@ def test_closing_a_stream_aborts_its_request_and_no_other(directory, engine_daem
         assert list((await other)[-1].outputs[0].token_ids) == alone(prompts[1], 20)
         with KVClient(engine_daemon.address) as client:
             await until_freed(client)
-        assert not llm.core.loop.num_unfinished
 
     run(scenario, directory, engine_daemon)
 
 
 def test_a_cancelled_task_aborts_its_request(directory, engine_daemon, prompts) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        for at_once in (True, False):
-            task = asyncio.create_task(collect(llm.generate(prompts[0], LONG)))
-            await asyncio.sleep(0)
-            while not at_once and not llm.core.loop.num_unfinished:
-                await asyncio.sleep(0.001)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
         with KVClient(engine_daemon.address) as client:
-            await until_freed(client)
+            for at_once in (True, False):
+                task = asyncio.create_task(collect(llm.generate(prompts[0], LONG)))
+                await asyncio.sleep(0)
+                while not at_once and not client.stats().sequences:
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await until_freed(client)
 
     run(scenario, directory, engine_daemon)
 
@@ -120,7 +119,7 @@ def test_errors_are_raised_by_their_own_stream(directory, engine_daemon, prompts
 def test_an_exit_in_a_step_does_not_end_the_thread(directory, engine_daemon, prompts, alone, monkeypatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(llm.core.host.runner, "run", lambda *_: sys.exit(3))
+            patch.setattr(ModelRunner, "run", lambda *_: sys.exit(3))
             with pytest.raises(InternalError, match=r"SystemExit\(3\)"):
                 await collect(llm.generate(prompts[0], GREEDY))
         assert list((await collect(llm.generate(prompts[0], GREEDY)))[-1].outputs[0].token_ids) == alone(prompts[0], 20)

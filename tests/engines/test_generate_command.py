@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 import subprocess
 import sys
 
 import pytest
+from click import Command
 from click.testing import CliRunner, Result
-from rich.console import Console, RenderableType
+from each_row import each_row
 
-from kvservice.commands.generate import generate
-from kvservice.engines import LLM, SamplingParams, batches
-from kvservice.engines.live import LiveQueues, queues
-from kvservice.engines.sampling import Choice
+from kvservice.cli import main
+from kvservice.engines import LLM, SamplingParams
 
 
 @pytest.fixture
 def run(directory, engine_daemon):
     """Run the command in this process, on the tiny model and the shared daemon."""
 
-    def call(prompts: str | bytes, *options: str) -> Result:
+    def call(prompts: str | bytes, *options: str, env: dict[str, str] | None = None) -> Result:
         given = ["--model", str(directory), "--address", engine_daemon.address, "--prompts", "-", *options]
-        return CliRunner().invoke(generate, given, input=prompts)
+        return CliRunner().invoke(main, ["generate", *given], input=prompts, env=env)
 
     return call
 
@@ -57,11 +55,15 @@ def test_with_proposals_the_acceptance_rate_is_shown(run) -> None:
 
 
 def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engine_daemon, alone, tmp_path) -> None:
+    class StopError(Exception): ...
+
+    class Stopping:
+        def update(self, *_: object) -> None:
+            raise StopError
+
     journal = tmp_path / "journal"
-    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
-        params = [SamplingParams(temperature=0, max_tokens=20)] * 2
-        llm.core.loop.add(llm.core.new_requests([[5, 6], [7, 8]], params))
-        llm.core.loop.step()
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm, pytest.raises(StopError):
+        llm.generate([[5, 6], [7, 8]], SamplingParams(temperature=0, max_tokens=20), progress=Stopping())
     done = run("ignored\n", "--json", "--journal", str(journal))
     outputs = [json.loads(line)["outputs"][0]["token_ids"] for line in done.stdout.splitlines()]
     assert outputs == [alone([5, 6], 20), alone([7, 8], 20)]
@@ -71,55 +73,59 @@ def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engi
     assert set(json.loads(line)) == {"session", "model"}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "said"),
-    [
-        ("{\n", (), "line 1 of the prompts: no JSON"),
-        ("[" * 100_000, (), "line 1 of the prompts: no JSON"),
-        ('w5\n\n{"promt": "w5"}\n', (), 'line 3 of the prompts: there is no "prompt"'),
-        ('w5\n{"prompt": 5}\n', (), "line 2 of the prompts: the prompt must be a text or a list of token ids"),
-        ('"\\ud800"\n', (), "line 1 of the prompts: prompt: has a surrogate"),
-        ('{"prompt": "w5", "stop": 5}\n', (), "line 1 of the prompts: stop: must be"),
-        ('{"prompt": "w5", "logit_bias": [1]}\n', (), "line 1 of the prompts: logit_bias: must"),
-        ('{"prompt": "w5", "logit_bias": {"x": 1}}\n', (), "line 1 of the prompts: logit_bias: must"),
-        (b"w\xff5\n", (), "the prompts are not UTF-8"),
-        ("w5\n", ("--dtype", "bogus"), "'bogus' is not one of"),
-        ("w5\n", ("--num-blocks", "9"), "--address and --num-blocks exclude each other"),
-        ("w5\n", ("--draft-tokens", "2"), "--draft-tokens needs --draft-model"),
-        ("w5\n", ("--address", ""), "--address must not be empty"),
-        ('{"prompt": "w5", "top_q": 1}\n', (), "top_q: is not a sampling parameter"),
-        ('{"prompt": "w5", "top_p": 2}\n', (), "top_p: must be a number from 0 to 1"),
-        ("w5\n[512]\n", ("--address", "unix:/absent"), "line 2 of the prompts: prompt: 512 is not in the vocabulary"),
-        ("w5\n", ("--n", "0"), "n: must be a whole number"),
-        ("w5\n", ("--max-tokens", "5000"), "the pool can never give more than 64"),
-        ("w5\n", ("--model", "/absent"), "/absent is not a directory with a model"),
-        ("w5\n", ("--lookup", "2", "--draft-model", "/absent"), "exclude each other"),
-    ],
-)
-def test_wrong_input_is_an_error_in_plain_words(run, prompts, options, said) -> None:
-    done = run(prompts, *options)
-    assert done.exit_code != 0
-    assert said in done.output
-    assert done.stdout == "" or "Error" in done.stdout
+WRONG: list[tuple[str | bytes, tuple[str, ...], str]] = [
+    ("{\n", (), "line 1 of the prompts: no JSON"),
+    ("[" * 100_000, (), "line 1 of the prompts: no JSON"),
+    ('w5\n\n{"promt": "w5"}\n', (), 'line 3 of the prompts: there is no "prompt"'),
+    ('w5\n{"prompt": 5}\n', (), "line 2 of the prompts: the prompt must be a text or a list of token ids"),
+    ('"\\ud800"\n', (), "line 1 of the prompts: prompt: has a surrogate"),
+    ('{"prompt": "w5", "stop": 5}\n', (), "line 1 of the prompts: stop: must be"),
+    ('{"prompt": "w5", "logit_bias": [1]}\n', (), "line 1 of the prompts: logit_bias: must"),
+    ('{"prompt": "w5", "logit_bias": {"x": 1}}\n', (), "line 1 of the prompts: logit_bias: must"),
+    (b"w\xff5\n", (), "the prompts are not UTF-8"),
+    ("w5\n", ("--dtype", "bogus"), "'bogus' is not one of"),
+    ("w5\n", ("--num-blocks", "9"), "--address and --num-blocks exclude each other"),
+    ("w5\n", ("--draft-tokens", "2"), "--draft-tokens needs --draft-model"),
+    ("w5\n", ("--address", ""), "--address must not be empty"),
+    ('{"prompt": "w5", "top_q": 1}\n', (), "top_q: is not a sampling parameter"),
+    ('{"prompt": "w5", "top_p": 2}\n', (), "top_p: must be a number from 0 to 1"),
+    ("w5\n[512]\n", ("--address", "unix:/absent"), "line 2 of the prompts: prompt: 512 is not in the vocabulary"),
+    ("w5\n", ("--n", "0"), "n: must be a whole number"),
+    ("w5\n", ("--max-tokens", "5000"), "the pool can never give more than 64"),
+    ("w5\n", ("--model", "/absent"), "/absent is not a directory with a model"),
+    ("w5\n", ("--lookup", "2", "--draft-model", "/absent"), "exclude each other"),
+]
 
 
-def test_failed_requests_are_an_error_at_the_end(run, monkeypatch) -> None:
-    def fail(_, rows):
-        return Choice([0] * len(rows), errors={0: ValueError("broken")})
+def test_wrong_input_is_an_error_in_plain_words(run) -> None:
+    with each_row() as row:
+        for prompts, options, said in WRONG:
+            with row((prompts[:40], options)):
+                done = run(prompts, *options)
+                assert done.exit_code != 0
+                assert said in done.output
+                assert done.stdout == "" or "Error" in done.stdout
 
-    monkeypatch.setattr(batches, "choose", fail)
-    done = run("w5\nw6\n", "--json", "--max-tokens", "1")
+
+def test_failed_requests_are_an_error_at_the_end(run) -> None:
+    nothing = {str(token): float("-inf") for token in range(512)}
+    lines = [json.dumps({"prompt": "w5", "logit_bias": nothing}), "w6"]
+    done = run("\n".join(lines), "--json", "--max-tokens", "1")
     assert done.exit_code == 1
-    assert [json.loads(line)["error"] for line in done.stdout.splitlines()] == ["broken", None]
+    errors = [json.loads(line)["error"] for line in done.stdout.splitlines()]
+    assert "not finite" in errors[0]
+    assert errors[1] is None
     assert "1 of 2 requests failed" in done.stderr
 
 
 def test_every_sampling_parameter_has_an_option() -> None:
-    options = {parameter.name for parameter in generate.params}
+    command: Command = main.commands["generate"]
+    options = {parameter.name for parameter in command.params}
     left_out = {"logit_bias", "logits_processors", "skip_special_tokens"}  # for lines of JSON, and for programs
     assert {field.name for field in dataclasses.fields(SamplingParams)} - left_out <= options
 
 
+@pytest.mark.slow
 def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("Hello\nGood day\n")
@@ -131,21 +137,13 @@ def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
     assert [len(output["outputs"][0]["token_ids"]) for output in outputs] == [16, 16]
 
 
-def test_the_live_view_shows_the_queues(llm, prompts) -> None:
-    now_s, shown = 0.0, list[RenderableType]()
-    view = LiveQueues(shown.append, clock=lambda: now_s)
-    requests = llm.core.new_requests(prompts[:3], [SamplingParams(temperature=0, max_tokens=4)] * 3)
-    llm.core.loop.add(requests)
-    while llm.core.loop.live:
-        now_s += 1.0
-        llm.core.loop.step()
-        view.update(requests, llm.core.loop.batch)
-    console = Console(width=120, record=True, file=io.StringIO())
-    for one in (shown[0], shown[-1]):
-        console.print(one)
-    text = console.export_text()
-    assert "0/3 finished   waiting 0  running 3  swapped 0   3 tokens, 3/s" in text
-    assert "3/3 finished" in text
-    assert "request " in text
-    requests[0].num_proposed, requests[0].num_accepted = 8, 6
-    assert "accepted 6 of 8 proposals (75%)" in queues(requests, None, 1.0).plain
+def test_on_a_terminal_the_queues_are_shown(run) -> None:
+    """Requests of 300 tokens take longer than the time between two views."""
+    options = ["--temperature", "0", "--max-tokens", "300", "--ignore-eos", "--lookup", "3"]
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}
+    done = run("w5 w6 w5 w6 w5\nw7\nw8\n", *options, env=terminal)
+    assert done.exit_code == 0, done.output
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stderr)
+    assert re.search(r"0/3 finished +waiting \d+ +running [123] +swapped 0 +\d+ tokens, \d+/s", shown)
+    assert re.search(r"3/3 finished .* 900 tokens, \d+/s +accepted \d+ of \d+ proposals \(\d+%\)", shown)
+    assert re.search(r"request \d+ .* 5 \+ \d+/300", shown)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from each_row import each_row
 from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
-from kvservice.client import EngineBatch, KVClient, Step
-from kvservice.engines import LLM, RequestOutput, SamplingParams, host
+from kvservice.client import EngineBatch, KVClient, KVScheduler, Step
+from kvservice.engines import LLM, ModelRunner, RequestOutput, SamplingParams
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
+from kvservice.integrations.transformers import pool_options
+from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -46,12 +49,13 @@ def test_without_a_batch_ahead_the_tokens_are_the_same(directory, engine_daemon,
     assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in prompts]
 
 
-def test_the_model_is_compiled_if_asked(directory, engine_daemon, monkeypatch) -> None:
-    made: list[bool] = []
-    monkeypatch.setattr(host, "ModelRunner", lambda *_, compiled: made.append(compiled))
+def test_the_model_is_compiled_if_asked(directory, engine_daemon, prompts) -> None:
+    """In this stance torch refuses to compile anything."""
     for compiled in (False, True):
-        LLM(directory, address=engine_daemon.address, compiled=compiled).close()
-    assert made == [False, True]
+        refused = pytest.raises(RuntimeError, match="fail_on_recompile") if compiled else contextlib.nullcontext()
+        engine = LLM(directory, address=engine_daemon.address, compiled=compiled)
+        with engine, refused, torch.compiler.set_stance("fail_on_recompile"):
+            engine.generate(prompts[:1], GREEDY)
 
 
 def test_all_blocks_are_given_back(llm, prompts, engine_daemon) -> None:
@@ -148,9 +152,8 @@ def library_beams(reference, prompt: list[int], params: SamplingParams) -> list[
     return sequences
 
 
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0])
-def test_beams_are_the_librarys(llm, reference, prompts, length_penalty) -> None:
-    params = SamplingParams(n=3, beam_width=4, max_tokens=10, length_penalty=length_penalty)
+def test_beams_are_the_librarys(llm, reference, prompts) -> None:
+    params = SamplingParams(n=3, beam_width=4, max_tokens=10)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         expected = library_beams(reference, prompt, params)
         assert [tokens(output, index) for index in range(3)] == [
@@ -202,26 +205,29 @@ def test_an_error_of_one_request_does_not_end_others(llm, prompts, alone) -> Non
     assert tokens(llm.generate([prompts[1]], GREEDY)[0]) == alone(prompts[1], 20)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "field", "said"),
-    [
-        ([], {}, "prompts[1]", "no tokens"),
-        ("", {}, "prompts[1]", "no tokens"),
-        ([512], {}, "prompts[1]", "512 is not in the vocabulary of 512"),
-        ([-1], {}, "prompts[1]", "-1 is not in the vocabulary"),
-        ([1.5], {}, "prompts[1]", "must be a text or token ids"),
-        ([[1], [2, 3]], {}, "prompts[1]", "must be a text or token ids"),
-        (7, {}, "prompts[1]", "must be a text or token ids"),
-        ([5] * 8192, {}, "prompts[1]", "has 8192 tokens, and prompt and output have at most 8192"),
-        ([5], {"stop_token_ids": [512]}, "stop_token_ids", "512 is not in the vocabulary"),
-        ([5], {"logit_bias": {512: 1.0}}, "logit_bias", "512 is not in the vocabulary"),
-    ],
-)
-def test_a_wrong_prompt_is_refused_before_anything_is_queued(llm, prompt, params, field, said) -> None:
-    with pytest.raises(InvalidArgumentError, match=said.replace("[", r"\[")) as refused:
-        llm.generate([[5], prompt], [GREEDY, SamplingParams(**params)])
-    assert refused.value.field == field
-    assert not llm.core.loop.live
+WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
+    ([], {}, "prompts[1]", "no tokens"),
+    ("", {}, "prompts[1]", "no tokens"),
+    ("w3 \ud800", {}, "prompts[1]", "surrogate"),
+    ([512], {}, "prompts[1]", "512 is not in the vocabulary of 512"),
+    ([-1], {}, "prompts[1]", "-1 is not in the vocabulary"),
+    ([1.5], {}, "prompts[1]", "must be a text or token ids"),
+    ([[1], [2, 3]], {}, "prompts[1]", "must be a text or token ids"),
+    (7, {}, "prompts[1]", "must be a text or token ids"),
+    ([5] * 8192, {}, "prompts[1]", "has 8192 tokens, and prompt and output have at most 8192"),
+    ([5], {"stop_token_ids": [512]}, "stop_token_ids", "512 is not in the vocabulary"),
+    ([5], {"logit_bias": {512: 1.0}}, "logit_bias", "512 is not in the vocabulary"),
+]
+
+
+def test_a_wrong_prompt_is_refused_before_anything_is_queued(llm, engine_daemon) -> None:
+    with each_row() as row, KVClient(engine_daemon.address) as client:
+        for prompt, params, field, said in WRONG:
+            with row((f"{prompt!r:.20}", params)):
+                with pytest.raises(InvalidArgumentError, match=said.replace("[", r"\[")) as refused:
+                    llm.generate([[5], prompt], [GREEDY, SamplingParams(**params)])
+                assert refused.value.field == field
+                assert client.stats().sequences == 0
 
 
 def test_what_the_pool_can_never_hold_is_refused_with_the_numbers(llm, prompts, alone) -> None:
@@ -259,40 +265,48 @@ def test_prompts_may_be_any_iterable(llm, alone) -> None:
         assert [tokens(output) for output in llm.generate(single, GREEDY)] == expected[:1]
 
 
-@pytest.mark.parametrize("prompts", [{"prompt": "x"}, [{"prompt": "x"}], b"x", 5, None])
-def test_what_is_no_prompt_is_refused(llm, prompts) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        llm.generate(prompts)
-    assert refused.value.field.startswith("prompts")
+def test_what_is_no_prompt_is_refused(llm) -> None:
+    wrong: list[Any] = [{"prompt": "x"}, [{"prompt": "x"}], b"x", 5, None]
+    for prompts in wrong:
+        with pytest.raises(InvalidArgumentError) as refused:
+            llm.generate(prompts)
+        assert refused.value.field.startswith("prompts"), prompts
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], [None], 5])
-def test_parameters_of_another_class_are_refused(llm, params) -> None:
-    with pytest.raises(InvalidArgumentError, match="SamplingParams"):
-        llm.generate([[5]], params)
+def test_parameters_of_another_class_are_refused(llm) -> None:
+    wrong: list[Any] = [{"temperature": 0}, [{"temperature": 0}], [None], 5]
+    for params in wrong:
+        with pytest.raises(InvalidArgumentError, match="SamplingParams"):
+            llm.generate([[5]], params)
 
 
-def test_more_prompts_than_a_call_may_have_are_added_in_parts(llm, alone, monkeypatch) -> None:
+def test_more_prompts_than_a_call_may_have_are_added_in_parts(directory, reference, alone, monkeypatch) -> None:
     """The first part is full by its number of requests, the second by its tokens."""
-    info = dataclasses.replace(llm.core.host.session.info, max_request_sequences=3, max_request_tokens=40)
-    monkeypatch.setattr(llm.core.host.session, "info", info)
     sizes: list[int] = []
-    add = llm.core.host.scheduler.add
+    add = KVScheduler.add
 
-    def counted(part) -> None:
+    def counted(scheduler: KVScheduler, part: Any, **options: Any) -> Any:
         sizes.append(len(part))
-        add(part)
+        return add(scheduler, part, **options)
 
-    monkeypatch.setattr(llm.core.host.scheduler, "add", counted)
-    batch = [[5]] * 4 + [[6] * 30, [7] * 30]
-    outputs = llm.generate(batch, GREEDY)
-    assert sizes == [3, 2, 1]
-    assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in batch]
-    with pytest.raises(OutOfBlocksError) as refused:
-        llm.generate([*batch, [5] * 2000], GREEDY)
-    assert refused.value.field == "requests[6].max_tokens"
-    assert llm.core.host.scheduler.describe() == []
-    assert not llm.core.loop.live
+    monkeypatch.setattr(KVScheduler, "add", counted)
+    limits: dict[str, Any] = {"max_request_sequences": 3, "max_request_tokens": 70, "watermark": 0.0}
+    options = pool_options(reference.config, reference.dtype)
+    batch = [[5]] * 4 + [[6] * 40, [7] * 40]
+    with (
+        Daemon(**options, num_blocks=4, block_size=16, **limits) as daemon,
+        LLM(directory, address=daemon.address) as engine,
+    ):
+        outputs = engine.generate(batch, GREEDY)
+        assert sizes == [3, 2, 1]
+        assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in batch]
+        sizes.clear()
+        with pytest.raises(OutOfBlocksError) as refused:
+            engine.generate([*batch, [5] * 39], [GREEDY] * 6 + [SamplingParams(temperature=0, max_tokens=30)])
+        assert refused.value.field == "requests[6].max_tokens"
+        with KVClient(daemon.address) as client:
+            assert client.stats().sequences == 0
+        assert tokens(engine.generate([[5]], GREEDY)[0]) == alone([5], 20)
 
 
 def test_threads_take_turns(llm, prompts, alone) -> None:
@@ -312,9 +326,10 @@ def test_an_error_of_the_model_ends_all_requests_and_the_engine_goes_on(llm, pro
     def broken(*_):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(llm.core.host.runner, "run", broken)
-    with pytest.raises(RuntimeError, match="device lost"):
-        llm.generate(prompts, GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "run", broken)
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.generate(prompts, GREEDY)
     assert tokens(llm.generate([prompts[0]], GREEDY)[0]) == alone(prompts[0], 20)
 
 
@@ -343,7 +358,7 @@ def test_texts_need_a_tokenizer(directory, engine_daemon) -> None:
 
 def test_engines_can_share_a_model(directory, engine_daemon, prompts, alone) -> None:
     """The model keeps its attention in the daemon until the last engine is closed."""
-    model, _ = host.load(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
     with LLM(model, address=engine_daemon.address) as first:
         with LLM(model, address=engine_daemon.address):
             pass
@@ -354,11 +369,12 @@ def test_engines_can_share_a_model(directory, engine_daemon, prompts, alone) -> 
         assert model(ids).logits.shape[:2] == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [({"speculation": 4}, "speculation"), ({"address": "unix:/absent", "daemon": {"num_blocks": 4}}, "daemon")],
-)
-def test_wrong_options_are_refused(directory, options, field) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        LLM(directory, **options)
-    assert refused.value.field == field
+def test_wrong_options_are_refused(directory) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"speculation": 4}, "speculation"),
+        ({"address": "unix:/absent", "daemon": {"num_blocks": 4}}, "daemon"),
+    ]
+    for options, field in wrong:
+        with pytest.raises(InvalidArgumentError) as refused:
+            LLM(directory, **options)
+        assert refused.value.field == field

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from transformers import TopKLogitsWarper
 
 from kvservice.engines import SamplingParams
 from kvservice.errors import InvalidArgumentError
 
-WRONG = [
+WRONG: list[tuple[str, Any]] = [
     ("n", 0),
     ("n", True),
     ("n", 1.0),
@@ -55,31 +57,35 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG, ids=[f"{field}={value!r:.20}" for field, value in WRONG])
-def test_a_wrong_value_is_refused_by_name(field, value) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        SamplingParams(**{field: value})
-    assert refused.value.field == field
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("best_of", {"n": 3, "best_of": 2}),
+    ("min_tokens", {"min_tokens": 17}),
+    ("n", {"beam_width": 2, "n": 3}),
+    ("temperature", {"beam_width": 2, "temperature": 0.5}),
+    ("top_p", {"beam_width": 2, "top_p": 0.5}),
+    ("stop", {"beam_width": 2, "stop": "x"}),
+    ("seed", {"beam_width": 2, "seed": 1}),
+    ("logprobs", {"beam_width": 2, "logprobs": 1}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
+]
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("best_of", {"n": 3, "best_of": 2}),
-        ("min_tokens", {"min_tokens": 17}),
-        ("n", {"beam_width": 2, "n": 3}),
-        ("temperature", {"beam_width": 2, "temperature": 0.5}),
-        ("top_p", {"beam_width": 2, "top_p": 0.5}),
-        ("stop", {"beam_width": 2, "stop": "x"}),
-        ("seed", {"beam_width": 2, "seed": 1}),
-        ("logprobs", {"beam_width": 2, "logprobs": 1}),
-        ("prompt_logprobs", {"prompt_logprobs": 1}),
-    ],
-)
-def test_values_that_do_not_go_together_and_unknown_names_are_refused(field, values) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        SamplingParams.of(values)
-    assert refused.value.field == field
+def test_a_wrong_value_is_refused_by_name() -> None:
+    with each_row() as row:
+        for field, value in WRONG:
+            with row(f"{field}={value!r:.20}"):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    SamplingParams(**{field: value})
+                assert refused.value.field == field
+
+
+def test_values_that_do_not_go_together_and_unknown_names_are_refused() -> None:
+    with each_row() as row:
+        for field, values in TOGETHER:
+            with row(values):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    SamplingParams.of(values)
+                assert refused.value.field == field
 
 
 def test_the_width_is_the_number_of_sequences() -> None:

@@ -2,60 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
+from known_logits import small_config
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MptConfig,
     PreTrainedConfig,
     RobertaConfig,
 )
 
-from kvservice.engines import SamplingParams
-from kvservice.engines.prompts import ModelLimits, check_prompt
+from kvservice.engines import LLM, SamplingParams
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import pool_options
+from kvservice.launch import Daemon
 
-TINY: dict[str, Any] = {
-    "vocab_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-}
-LIMITS = ModelLimits(vocabulary=40, max_length=100, eos_ids=frozenset())
+ONE = SamplingParams(temperature=0, max_tokens=1)
+# The most tokens of a sequence in the daemon.
+LONGEST = 48
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [("w39 w60", "60 is not in the vocabulary of 40"), ("w3 \ud800", "surrogate"), ("", "no tokens")]
-)
-def test_a_text_that_the_model_cannot_take_is_refused(text, said) -> None:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    options = pool_options(small_config(40), torch.float32)
+    with Daemon(**options, num_blocks=64, block_size=16, max_sequence_tokens=LONGEST) as running:
+        yield running
+
+
+def test_a_text_that_the_model_cannot_take_is_refused(daemon) -> None:
     """The tokenizer may have more tokens than the model."""
-    words: Any = SimpleNamespace(encode=lambda text: [int(word[1:]) for word in text.split()])
-    with pytest.raises(InvalidArgumentError, match=said) as refused:
-        check_prompt(text, SamplingParams(), LIMITS, words, "prompts[1]")
-    assert refused.value.field == "prompts[1]"
-    assert check_prompt("w3 w39", SamplingParams(), LIMITS, words).token_ids == (3, 39)
+    words: Any = SimpleNamespace(
+        encode=lambda text: [int(word[1:]) for word in text.split()],
+        decode=lambda ids, **_: " ".join(f"w{token}" for token in ids),
+    )
+    model = LlamaForCausalLM(small_config(40)).eval()
+    with LLM(model, words, address=daemon.address) as llm:
+        for text, said in (("w39 w60", "60 is not in the vocabulary of 40"), ("", "no tokens")):
+            with pytest.raises(InvalidArgumentError, match=said) as refused:
+                llm.generate(["w3", text], ONE)
+            assert refused.value.field == "prompts[1]"
+        (output,) = llm.generate("w3 w39", ONE)
+        assert output.prompt_token_ids == (3, 39)
 
 
-@pytest.mark.parametrize(
-    ("config", "longest"),
-    [
-        (LlamaConfig(**TINY, max_position_embeddings=32), 32),
-        (GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32), 32),
-        (MptConfig(vocab_size=40, d_model=16, n_layers=1, n_heads=2, max_seq_len=32), 32),
-        (BertConfig(**TINY, max_position_embeddings=32, is_decoder=True), 32),
-        (RobertaConfig(**TINY, max_position_embeddings=34, pad_token_id=1, is_decoder=True), 32),
-    ],
-    ids=lambda value: getattr(value, "model_type", value),
-)
-def test_the_longest_sequence_is_what_the_model_can_compute(config: PreTrainedConfig, longest: int) -> None:
-    model = AutoModelForCausalLM.from_config(config).eval()
-    assert ModelLimits.of(model, 1000).max_length == longest
-    assert ModelLimits.of(model, 20).max_length == 20
-    model(torch.full((1, longest), 5))
+def accepts(llm: LLM, length: int) -> bool:
+    """Return whether an engine takes a prompt of this length. It generates one token then."""
+    try:
+        llm.generate([[5] * length], ONE)
+    except InvalidArgumentError as refused:
+        if "prompt and output have at most" in str(refused):
+            return False
+        raise
+    return True
+
+
+def test_the_longest_sequence_is_what_the_model_can_compute(daemon) -> None:
+    tiny: dict[str, Any] = {
+        "vocab_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 16,
+    }
+    rows: list[tuple[PreTrainedConfig, int]] = [
+        (LlamaConfig(**tiny, max_position_embeddings=32), 32),
+        (GPT2Config(vocab_size=40, n_embd=64, n_layer=1, n_head=2, n_positions=32), 32),
+        (MptConfig(vocab_size=40, d_model=64, n_layers=1, n_heads=2, max_seq_len=32), 32),
+        (BertConfig(**tiny, max_position_embeddings=32, is_decoder=True), 32),
+        (RobertaConfig(**tiny, max_position_embeddings=34, pad_token_id=1, is_decoder=True), 32),
+        (small_config(40), LONGEST),
+    ]
+    with each_row() as row:
+        for config, longest in rows:
+            with row(config.model_type):
+                model = AutoModelForCausalLM.from_config(config).eval()
+                with LLM(model, address=daemon.address) as llm:
+                    assert accepts(llm, longest - 1)
+                    assert not accepts(llm, longest)
+                model(torch.full((1, longest), 5))

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from each_row import each_row
+from socket_owner import owner_of
+from transformers import AutoModelForCausalLM
 
-from kvservice.client import KVClient
-from kvservice.engines import LLM, AsyncLLM, PromptLookup, RequestOutput, SamplingParams, journal
-from kvservice.engines.host import load
+from kvservice.cli import main
+from kvservice.client import KVClient, Session
+from kvservice.engines import LLM, AsyncLLM, ModelRunner, PromptLookup, RequestOutput, SamplingParams
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 from kvservice.integrations.transformers import pool_options
-from kvservice.keeper.control import ask
-from kvservice.keeper.settings import control_path
 from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -32,21 +33,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40)
 # `num_steps` steps. Only this process imports what takes seconds.
 DOOMED = """
 import json, os, signal, sys, torch
-from kvservice.engines import LLM, SamplingParams
+from kvservice.engines import LLM, ModelRunner, SamplingParams
 
 def work(directory, address, journal, prompts, params, num_steps):
-    llm = LLM(directory, address=address, journal=journal)
-    runner, done = llm.core.host.runner, 0
+    inner, done = ModelRunner.run, 0
 
-    def run(step, tokens, rows, inner=runner.run):
+    def run(runner, *step):
         nonlocal done
         done += 1
         if done > num_steps:
             os.kill(os.getpid(), signal.SIGKILL)
-        return inner(step, tokens, rows)
+        return inner(runner, *step)
 
-    runner.run = run
-    llm.generate(prompts, [SamplingParams(**one) for one in params])
+    ModelRunner.run = run
+    LLM(directory, address=address, journal=journal).generate(prompts, [SamplingParams(**one) for one in params])
 
 torch.set_num_threads(1)
 for line in sys.stdin:
@@ -74,18 +74,43 @@ def run_doomed() -> Iterator[RunDoomed]:
         yield run
 
 
-def computed_positions(llm: LLM, monkeypatch) -> list[tuple[int, int, int]]:
-    """Record (sequence, first position, past the last) of all that the model computes."""
-    computed: list[tuple[int, int, int]] = []
-    inner = llm.core.host.runner.run
+def before_steps(monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], object]) -> None:
+    """Make a call with each step that the model computes, before."""
+    inner = ModelRunner.run
 
-    def run(step, tokens, rows):
+    def run(runner: ModelRunner, step: Any, *arguments: Any) -> Any:
+        call(step)
+        return inner(runner, step, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+
+
+def computed_positions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Record (sequence, first position, past the last) of all that models compute from now on."""
+    computed: list[tuple[int, int, int]] = []
+
+    def note(step: Any) -> None:
         for sequence, query, context in zip(step.sequences, step.query_lens, step.context_lens, strict=True):
             computed.append((sequence.sequence_id, int(context - query), int(context)))
-        return inner(step, tokens, rows)
 
-    monkeypatch.setattr(llm.core.host.runner, "run", run)
+    before_steps(monkeypatch, note)
     return computed
+
+
+class EndedError(Exception):
+    """A view ends the generation."""
+
+
+class EndsAt:
+    """A view that raises an error after a number of steps."""
+
+    def __init__(self, num_steps: int, error: type[BaseException] = EndedError) -> None:
+        self.left, self.error = num_steps, error
+
+    def update(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
 
 
 @pytest.mark.parametrize("num_steps", [0, 15])
@@ -99,7 +124,7 @@ def test_a_killed_engine_goes_on(
     assert journal.stat().st_mode & 0o777 == 0o600
     with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
         assert llm.resumed == list(range(len(prompts)))
-        computed = computed_positions(llm, monkeypatch)
+        computed = computed_positions(monkeypatch)
         outputs = llm.finish_resumed()
         expected = [alone(prompt, one["max_tokens"]) for prompt, one in zip(prompts, params, strict=True)]
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
@@ -116,44 +141,42 @@ def test_a_killed_engine_goes_on(
         assert client.stats().sequences == 0
 
 
-def test_a_closed_engine_leaves_its_requests_to_a_successor(directory, engine_daemon, llm, prompts, tmp_path) -> None:
-    """Samples go on with their own random numbers."""
+def test_samples_go_on_with_their_own_random_numbers(directory, engine_daemon, llm, prompts, tmp_path) -> None:
     params = [GREEDY, SamplingParams(n=3, seed=8, max_tokens=30)]
     expected = llm.generate(prompts[:2], params)
     journal = tmp_path / "journal"
     first = LLM(directory, address=engine_daemon.address, journal=journal)
-    first.core.loop.add(first.core.new_requests(prompts[:2], params))
-    for _ in range(7):
-        first.core.loop.step()
+    with pytest.raises(EndedError):
+        first.generate(prompts[:2], params, progress=EndsAt(7))
     first.close()
     with LLM(directory, address=engine_daemon.address, journal=journal) as second:
         outputs = second.finish_resumed()
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
 
 
-@pytest.mark.parametrize("where", ["step", "view"])
+def interrupt_step(monkeypatch: pytest.MonkeyPatch) -> EndsAt | bool:
+    ends = EndsAt(9, KeyboardInterrupt)
+    before_steps(monkeypatch, ends.update)
+    return False
+
+
+def interrupt_view(_: pytest.MonkeyPatch) -> EndsAt | bool:
+    return EndsAt(9, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_step, interrupt_view])
 def test_an_interrupted_engine_leaves_its_requests_too(
-    where, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch
+    interrupt, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch
 ) -> None:
-    journal, calls = tmp_path / "journal", 0
-
-    def interrupt(*_: object) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise KeyboardInterrupt
-
+    journal = tmp_path / "journal"
     with LLM(directory, address=engine_daemon.address, journal=journal) as first:
-        inner, view = first.core.host.runner.run, SimpleNamespace(update=interrupt)
-        if where == "step":
-            monkeypatch.setattr(first.core.host.runner, "run", lambda *step: interrupt() or inner(*step))
-        with pytest.raises(KeyboardInterrupt):
-            first.generate(prompts[:2], GREEDY, progress=view if where == "view" else False)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            first.generate(prompts[:2], GREEDY, progress=interrupt(patched))
         for call in (lambda: first.generate(prompts[:1], GREEDY), first.finish_resumed):
             with pytest.raises(FailedPreconditionError, match="was interrupted"):
                 call()
     with LLM(directory, address=engine_daemon.address, journal=journal) as second:
-        computed = computed_positions(second, monkeypatch)
+        computed = computed_positions(monkeypatch)
         outputs = second.finish_resumed()
     assert [list(output.outputs[0].token_ids) for output in outputs] == [alone(one, 40) for one in prompts[:2]]
     assert all(past == first + 1 for _, first, past in computed), "no prompt was computed again"
@@ -175,7 +198,7 @@ def test_another_model_does_not_go_on_with_a_journal(
 ) -> None:
     journal = tmp_path / "journal"
     run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
-    other, _ = load(directory)
+    other = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
         next(other.parameters()).neg_()
     with pytest.raises(InvalidArgumentError, match="requests of another model") as refused:
@@ -250,28 +273,32 @@ def test_the_next_process_of_the_daemon_has_the_kv(
 ) -> None:
     """The session goes on, with a new scheduler. Of each request, the tokens past its last full block are computed
     again."""
-    socket = tmp_path / "kv.sock"
+    socket, happened, sessions = tmp_path / "kv.sock", list[str](), list[Session]()
+    open_session = KVClient.session
+
+    def opening(client: KVClient, *arguments: Any, **options: Any) -> Session:
+        sessions.append(open_session(client, *arguments, **options))
+        return sessions[-1]
+
+    monkeypatch.setattr(KVClient, "session", opening)
     with (
         Daemon(**sizes, unix_socket=socket, keeper=True, session_grace_s=60) as daemon,
         LLM(directory, address=daemon.address, ahead=ahead, client={"reconnect_wait_s": 60.0}) as llm,
     ):
-        session, computed = llm.core.host.session, computed_positions(llm, monkeypatch)
-        inner = llm.core.host.runner.run
+        computed = computed_positions(monkeypatch)
 
-        def run(step, tokens, rows):
+        def replace_daemon(_: object) -> None:
             if len(computed) >= 30 and not happened:
                 happened.append(event)
                 if event == "kill":
                     os.kill(daemon.daemon_pid(), signal.SIGKILL)
                 else:
-                    *_, result = ask(control_path(str(socket)), "upgrade", 120.0)
-                    assert result["ok"], result
-            return inner(step, tokens, rows)
+                    done = CliRunner().invoke(main, ["upgrade", "--unix-socket", str(socket)])
+                    assert done.exit_code == 0, done.output
 
-        happened: list[str] = []
-        monkeypatch.setattr(llm.core.host.runner, "run", run)
+        before_steps(monkeypatch, replace_daemon)
         outputs = llm.generate(prompts[:3], GREEDY)
-        assert llm.core.host.session is session
+        (session,) = sessions
         assert session.num_restarts == 1
     assert happened == [event]
     assert [list(one.outputs[0].token_ids) for one in outputs] == [alone(prompt, 40) for prompt in prompts[:3]]
@@ -312,47 +339,47 @@ def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts,
     assert refused.never
 
 
-def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, monkeypatch) -> None:
+def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, tmp_path, monkeypatch) -> None:
     """A private daemon is started again."""
-    with LLM(directory, daemon={"num_blocks": 64}) as llm:
-        daemon, runner, steps = llm.core.host._daemon, llm.core.host.runner, 0
-        assert daemon is not None
-        inner = runner.run
+    socket, steps = tmp_path / "kv.sock", 0
 
-        def run(step, tokens, rows):
-            nonlocal steps
-            steps += 1
-            if steps == 10:
-                daemon.process.kill()
-                daemon.process.wait()
-            return inner(step, tokens, rows)
+    def kill(_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 10:
+            pids.append(owner_of(socket))
+            os.kill(pids[0], signal.SIGKILL)
 
-        monkeypatch.setattr(runner, "run", run)
-        params = [GREEDY, GREEDY, SamplingParams(n=2, temperature=0, max_tokens=40)]
-        outputs = llm.generate(prompts[:3], params)
+    pids: list[int] = []
+    with LLM(directory, daemon={"num_blocks": 64, "unix_socket": str(socket)}) as llm:
+        with monkeypatch.context() as patched:
+            before_steps(patched, kill)
+            params = [GREEDY, GREEDY, SamplingParams(n=2, temperature=0, max_tokens=40)]
+            outputs = llm.generate(prompts[:3], params)
+        assert owner_of(socket) not in pids
     expected = [alone(prompt, 40) for prompt in prompts[:3]]
     assert [[list(one.token_ids) for one in output.outputs] for output in outputs] == [
         [expected[0]], [expected[1]], [expected[2]] * 2
     ]  # fmt: skip
-    assert steps == 10
-    assert llm.core.host.runner is not runner
+    assert steps > 10
 
 
-@pytest.mark.parametrize(
-    ("options", "params", "field"),
-    [
+def test_what_a_journal_cannot_hold_is_refused(directory, engine_daemon, tmp_path) -> None:
+    rows: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"logprobs": 1}, "logprobs"),
         ({}, {"beam_width": 2}, "beam_width"),
         ({}, {"best_of": 2}, "best_of"),
         ({"speculation": PromptLookup()}, {}, "speculation"),
         ({"address": None}, {}, "journal"),
-    ],
-)
-def test_what_a_journal_cannot_hold_is_refused(directory, engine_daemon, tmp_path, options, params, field) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:  # noqa: SIM117
-        with LLM(directory, **{"address": engine_daemon.address, "journal": tmp_path / "journal"} | options) as llm:
-            llm.generate([[5]], SamplingParams(**params))
-    assert refused.value.field == field
+    ]
+    given = {"address": engine_daemon.address, "journal": tmp_path / "journal"}
+    with each_row() as row:
+        for options, params, field in rows:
+            with row((options, params)):
+                with pytest.raises(InvalidArgumentError) as refused:  # noqa: SIM117
+                    with LLM(directory, **given | options) as llm:
+                        llm.generate([[5]], SamplingParams(**params))
+                assert refused.value.field == field
 
 
 def test_a_file_that_is_no_journal_is_refused(directory, engine_daemon, tmp_path) -> None:
@@ -372,20 +399,18 @@ def test_a_path_that_cannot_be_a_journal_is_refused(directory, engine_daemon, tm
     assert refused.value.field == "journal"
 
 
-def test_a_full_disk_leaves_whole_lines(directory, engine_daemon, tmp_path, monkeypatch, prompts, alone) -> None:
-    """The write fails in the middle of a line."""
+def test_a_full_disk_leaves_whole_lines(directory, engine_daemon, tmp_path, prompts, alone) -> None:
+    """The write fails in the middle of a line, here at the limit of the size of files."""
     path = tmp_path / "journal"
-
-    def torn(file, text) -> None:
-        file.write(text[:7])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with LLM(directory, address=engine_daemon.address, journal=path) as llm:
         before = path.read_bytes()
-        with monkeypatch.context() as patched:
-            patched.setattr(journal, "_write_all", torn)
-            with pytest.raises(FailedPreconditionError, match="No space left") as refused:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, limits[1]))
+        try:
+            with pytest.raises(FailedPreconditionError, match="File too large") as refused:
                 llm.generate(prompts[:1], GREEDY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert refused.value.field == "journal"
         assert path.read_bytes() == before
         (output,) = llm.generate(prompts[:1], GREEDY)

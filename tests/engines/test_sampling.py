@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from sampled_rows import PROMPT, make_row
+from each_row import each_row
+from known_logits import table_model
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,32 +23,50 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvservice.engines import SamplingParams
-from kvservice.engines.sampling import choose, stream_of, uniform
+from kvservice.engines import LLM, RequestOutput, SamplingParams
 
+PROMPT = [3, 4, 5, 4]
 VOCABULARY = 40
-NUM_ROWS = 4000
+# 16 prompts with 256 samples of each.
+NUM_SAMPLES = 16 * 256
+# Random logits after each token.
+TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
+OpenTable = Callable[[torch.Tensor], LLM]
 
 
-def logits_of_seed(seed: int, num_rows: int = 1) -> torch.Tensor:
-    return torch.randn(num_rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+@pytest.fixture(scope="module")
+def open_table(small_daemon) -> Iterator[OpenTable]:
+    """Return an engine whose model has these logits after each token."""
+    with ExitStack() as stack:
+        yield lambda table: stack.enter_context(LLM(table_model(table), address=small_daemon.address))
 
 
-def library_probabilities(logits: torch.Tensor, token_ids: list[int], *processors: LogitsProcessor) -> torch.Tensor:
-    scores = LogitsProcessorList(processors)(torch.tensor([token_ids]), logits.clone())  # type: ignore[arg-type]
-    return torch.softmax(scores, -1)[0]
+@pytest.fixture(scope="module")
+def llm(open_table: OpenTable) -> LLM:
+    return open_table(TABLE)
 
 
-def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The shares of tokens in NUM_ROWS samples of one row of logits."""
-    rows = [make_row(params, (5, 6), index=index) for index in range(NUM_ROWS)]
-    chosen = choose(logits.expand(NUM_ROWS, -1), rows).token_ids
-    return torch.bincount(torch.tensor(chosen), minlength=VOCABULARY) / NUM_ROWS
+def same_after_each_token(**logits: float) -> torch.Tensor:
+    """Return a table with these logits, by `t` and the token, after each token. All others are 0."""
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    for name, value in logits.items():
+        table[:, int(name.removeprefix("t"))] = value
+    return table
 
 
-@pytest.mark.parametrize(
-    ("params", "processors"),
-    [
+def tokens(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def library_scores(token_ids: list[int], *processors: LogitsProcessor) -> torch.Tensor:
+    ids: Any = torch.tensor([token_ids])
+    logits: Any = TABLE[token_ids[-1:]].clone()
+    scores: torch.Tensor = LogitsProcessorList(processors)(ids, logits)
+    return scores
+
+
+def test_samples_have_the_librarys_distribution(llm) -> None:
+    rows: list[tuple[dict[str, Any], list[LogitsProcessor]]] = [
         ({}, []),
         ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
         ({"top_k": 5}, [TopKLogitsWarper(5)]),
@@ -60,19 +83,22 @@ def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
                 MinPLogitsWarper(0.05),
             ],
         ),
-    ],
-    ids=["plain", "temperature", "top_k", "top_k of all", "top_p", "min_p", "all"],
-)
-def test_samples_have_the_librarys_distribution(params, processors) -> None:
-    logits = logits_of_seed(1)
-    expected = library_probabilities(logits, [*PROMPT, 5, 6], *processors)
-    found = frequencies(logits, SamplingParams(seed=7, **params))
-    assert not found[expected == 0].any()
-    deviation = (expected * (1 - expected) / NUM_ROWS).sqrt()
-    assert ((found - expected).abs() <= 4.5 * deviation + 1e-9).all()
+    ]
+    prompt = [*PROMPT, 5, 6]
+    with each_row() as row:
+        for params, processors in rows:
+            with row(params):
+                every = [SamplingParams(n=256, seed=seed, max_tokens=1, **params) for seed in range(16)]
+                outputs = llm.generate([prompt] * 16, every)
+                chosen = torch.tensor([one.token_ids[0] for output in outputs for one in output.outputs])
+                found = torch.bincount(chosen, minlength=VOCABULARY) / NUM_SAMPLES
+                expected = library_scores(prompt, *processors).softmax(-1)[0]
+                assert not found[expected == 0].any()
+                deviation = (expected * (1 - expected) / NUM_SAMPLES).sqrt()
+                assert ((found - expected).abs() <= 4.5 * deviation + 1e-9).all()
 
 
-def test_rows_with_different_parameters_are_chosen_as_if_alone() -> None:
+def test_requests_with_different_parameters_get_what_they_get_alone(llm) -> None:
     params = [
         SamplingParams(temperature=0),
         SamplingParams(seed=1, top_k=3),
@@ -81,112 +107,109 @@ def test_rows_with_different_parameters_are_chosen_as_if_alone() -> None:
         SamplingParams(seed=4, min_p=0.2, presence_penalty=1.0),
         SamplingParams(temperature=0, logit_bias={9: 100.0}),
     ]
-    logits = logits_of_seed(2, len(params))
-    together = choose(logits, [make_row(one, (5,)) for one in params]).token_ids
-    alone = [choose(logits[at : at + 1], [make_row(one, (5,))]).token_ids[0] for at, one in enumerate(params)]
+    prompts = [[*PROMPT, at] for at in range(10, 10 + len(params))]
+    together = [tokens(output) for output in llm.generate(prompts, params)]
+    alone = [tokens(llm.generate([prompt], one)[0]) for prompt, one in zip(prompts, params, strict=True)]
     assert together == alone
-    assert together[0] == int(logits[0].argmax())
-    assert together[5] == 9
+    assert together[0][0] == int(TABLE[10].argmax())
+    assert set(together[5]) == {9}
 
 
-def test_penalties_count_tokens_of_the_output_and_proposals() -> None:
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, [6, 7]] = torch.tensor([5.0, 4.0])
-    penalized = SamplingParams(temperature=0, presence_penalty=0.25, frequency_penalty=0.5)
-    assert choose(logits, [make_row(penalized, (6,))]).token_ids == [6], "5 - 0.75 > 4"
-    assert choose(logits, [make_row(penalized, (6,), following=(6,))]).token_ids == [7], "5 - 1.25 < 4"
-    logits[0, 4] = 5.0
-    assert choose(logits, [make_row(penalized, (6, 6))]).token_ids == [4], "tokens of the prompt do not count"
+def test_penalties_count_tokens_of_the_output(open_table) -> None:
+    llm = open_table(same_after_each_token(t6=5.0, t7=4.0))
+    params = SamplingParams(temperature=0, presence_penalty=0.25, frequency_penalty=0.5, max_tokens=4)
+    (output,) = llm.generate([[6, 6, 6, 3]], params)
+    assert tokens(output) == [6, 6, 7, 6], "5 - 0.75 > 4, 5 - 1.25 < 4, 5 - 1.25 > 4 - 0.75"
 
 
-def test_before_min_tokens_nothing_ends_a_sequence() -> None:
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, [1, 8, 9]] = torch.tensor([9.0, 8.0, 7.0])
+def test_before_min_tokens_nothing_ends_a_sequence(open_table) -> None:
+    llm = open_table(same_after_each_token(t1=9.0, t8=8.0, t9=7.0))
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[8])
-    assert choose(logits, [make_row(params, (5,))]).token_ids == [9]
-    assert choose(logits, [make_row(params, (5,), following=(5,))]).token_ids == [1]
+    (output,) = llm.generate([PROMPT], params)
+    assert tokens(output) == [9, 9, 1]
 
 
-def test_the_librarys_processors_get_the_tokens_of_their_own_row() -> None:
-    logits = logits_of_seed(3, 2)
-    processor = NoRepeatNGramLogitsProcessor(2)
-    params = SamplingParams(temperature=0, logits_processors=[SuppressTokensLogitsProcessor([0]), processor])
-    best = int(library_probabilities(logits[:1], PROMPT, SuppressTokensLogitsProcessor([0])).argmax())
-    repeated = (best, 9, *PROMPT[-1:])
-    rows = [make_row(params), make_row(params, (PROMPT[-1], best, PROMPT[-1]))]
-    chosen = choose(logits[:1].expand(2, -1), rows).token_ids
-    assert chosen[0] == best
-    expected = library_probabilities(
-        logits[:1], [*PROMPT, PROMPT[-1], best, PROMPT[-1]], SuppressTokensLogitsProcessor([0]), processor
+def test_the_librarys_processors_get_the_tokens_of_their_own_request(llm) -> None:
+    processors: list[Any] = [SuppressTokensLogitsProcessor([0]), NoRepeatNGramLogitsProcessor(2)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logits_processors=processors)
+    prompts = [PROMPT, [4, 4, 5, 4], [17, 3, 17]]
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        expected = list(prompt)
+        for _ in range(12):
+            expected.append(int(library_scores(expected, *processors).argmax()))
+        assert [*prompt, *tokens(output)] == expected
+    plain = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert all(len(set(zip(tokens(one), tokens(one)[1:], strict=False))) < 11 for one in plain), "they repeat pairs"
+
+
+def test_each_request_has_processors_of_its_own_unless_they_look_at_scores_alone(llm) -> None:
+    """A processor may have state. `n` samples of a prompt have their own, too."""
+
+    class Counting(LogitsProcessor):
+        def __init__(self) -> None:
+            self.num_calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert len(input_ids) == len(scores) == 1
+            self.num_calls += 1
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, self.num_calls] = 0.0
+            return scores
+
+    counting: Any = Counting()
+    params = SamplingParams(
+        seed=1, n=2, max_tokens=5, ignore_eos=True, logits_processors=[TopKLogitsWarper(VOCABULARY), counting]
     )
-    assert chosen[1] == int(expected.argmax()) != best
-    assert repeated[0] == best
+    outputs = llm.generate([PROMPT, [5], [6]], params)
+    assert {one.token_ids for output in outputs for one in output.outputs} == {(1, 2, 3, 4, 5)}
+    assert counting.num_calls == 0
 
 
-def test_one_call_serves_rows_that_share_a_processor_of_scores() -> None:
-    sizes: list[int] = []
-
-    class Counting(TopKLogitsWarper):
-        def __call__(self, input_ids, scores):
-            sizes.append(len(scores))
-            return super().__call__(input_ids, scores)
-
-    shared, own = TopKLogitsWarper(1), Counting(1)
-    params = SamplingParams(seed=1, logits_processors=[shared, own])
-    rows = [make_row(params, index=index) for index in range(3)]
-    assert all(row.sample.processors[0] is shared for row in rows)
-    assert len({id(row.sample.processors[1]) for row in rows}) == 3, "a processor may have state"
-    logits = logits_of_seed(4, 3)
-    assert choose(logits, rows).token_ids == logits.argmax(-1).tolist()
-    assert sizes == [1, 1, 1]
-
-
-def test_an_error_of_a_processor_is_its_rows_error() -> None:
+def test_an_error_of_a_processor_is_its_requests_error(llm) -> None:
     class Failing(LogitsProcessor):
-        def __call__(self, *_):
+        def __call__(self, *_: Any) -> Any:
             raise ValueError("no")
 
     class Shrinking(LogitsProcessor):
-        def __call__(self, _, scores):
+        def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores[:, :3]
 
-    logits = logits_of_seed(5, 4)
-    greedy = SamplingParams(temperature=0)
-    rows = [
-        make_row(greedy),
-        make_row(SamplingParams(logits_processors=[Failing()])),
-        make_row(SamplingParams(logits_processors=[Shrinking()])),
-        make_row(SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -torch.inf))),
+    params = [
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(logits_processors=[Failing()]),
+        SamplingParams(logits_processors=[Shrinking()]),
+        SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -torch.inf)),
     ]
-    choice = choose(logits, rows)
-    assert set(choice.errors) == {1, 2, 3}
-    assert isinstance(choice.errors[1], ValueError)
-    assert "Shrinking" in str(choice.errors[2])
-    assert "not finite" in str(choice.errors[3])
-    assert choice.token_ids[0] == int(logits[0].argmax())
+    good, *others = llm.generate([PROMPT] * 4, params)
+    assert good.error is None
+    assert tokens(good) == [int(TABLE[4].argmax())]
+    assert isinstance(others[0].error, ValueError)
+    assert "Shrinking" in str(others[1].error)
+    assert "not finite" in str(others[2].error)
 
 
-def test_logprobs_are_of_the_logits_before_changes() -> None:
-    logits = logits_of_seed(6)
-    params = SamplingParams(temperature=0, logprobs=2, logit_bias={7: 1000.0})
-    choice = choose(logits, [make_row(params)])
-    expected = logits.log_softmax(-1)[0]
+def test_logprobs_are_of_the_logits_before_changes(llm) -> None:
+    (output,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1, logprobs=2, logit_bias={7: 1000.0}))
+    expected = TABLE[4].log_softmax(-1)
     first, second = expected.topk(2).indices.tolist()
-    found = choice.logprobs[0]
+    (found,) = output.outputs[0].logprobs
     assert list(found) == [first, second, 7]
     for token, one in found.items():
-        assert one.logprob == pytest.approx(float(expected[token]))
+        assert one.logprob == pytest.approx(float(expected[token]), abs=1e-5)
         assert one.rank == 1 + int((expected > expected[token]).sum())
 
 
-def test_random_numbers_depend_on_seed_sample_and_position_only() -> None:
-    streams = np.array([stream_of(seed, index) for seed in range(50) for index in range(4)], np.uint64)
-    assert len(set(streams.tolist())) == 200
-    positions = np.arange(200, dtype=np.uint64)
-    numbers = np.array([uniform(np.full(200, stream), positions) for stream in streams])
-    assert np.array_equal(numbers[7, 5:9], uniform(np.full(4, streams[7]), positions[5:9]))
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    counts, _ = np.histogram(numbers, 20, (0, 1))
-    assert np.abs(counts - numbers.size / 20).max() < 4.5 * np.sqrt(numbers.size / 20)
-    correlation = np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1]
-    assert abs(correlation) < 4.5 / np.sqrt(numbers.size)
+def test_random_numbers_depend_on_seed_sample_and_position_only(open_table) -> None:
+    """All tokens are equally likely, so a token is a random number."""
+    llm = open_table(torch.zeros(VOCABULARY, VOCABULARY))
+    every = [SamplingParams(n=4, seed=seed, max_tokens=50, ignore_eos=True) for seed in range(50)]
+    outputs = llm.generate([[3]] * 50, every)
+    drawn = np.array([one.token_ids for output in outputs for one in output.outputs])
+    assert drawn.shape == (200, 50)
+    assert len({tuple(row) for row in drawn.tolist()}) == 200
+    (again,) = llm.generate([[7, 8, 9]], every[23])
+    assert [list(one.token_ids) for one in again.outputs] == drawn[4 * 23 : 4 * 24].tolist()
+    expected = drawn.size / VOCABULARY
+    assert np.abs(np.bincount(drawn.ravel(), minlength=VOCABULARY) - expected).max() < 4.5 * np.sqrt(expected)
+    for one, other in ((drawn[:-1], drawn[1:]), (drawn[:, :-1], drawn[:, 1:])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4.5 / np.sqrt(one.size)

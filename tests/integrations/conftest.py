@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import FAMILIES, build
+from model_families import build
 from transformers import PreTrainedModel
+from vllm_stub import stub_vllm
 
 from kvservice.client import KVClient, Session
 from kvservice.integrations.transformers import install, pool_options, uninstall
@@ -57,8 +58,8 @@ def clients() -> Iterator[Callable[[dict[str, Any]], KVClient]]:
 def make_pair(clients: Callable[[dict[str, Any]], KVClient]) -> Iterator[Callable[..., Pair]]:
     with ExitStack() as stack, torch.no_grad():
 
-        def make(family: str, dtype: torch.dtype = torch.float32) -> Pair:
-            model: Any = build(family)
+        def make(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Pair:
+            model: Any = build(family, **options)
             model = model.to(dtype)
             reference = copy.deepcopy(model)
             reference.set_attn_implementation("eager")
@@ -74,11 +75,6 @@ def make_pair(clients: Callable[[dict[str, Any]], KVClient]) -> Iterator[Callabl
             return Pair(model, reference, new_session)
 
         yield make
-
-
-@pytest.fixture(params=FAMILIES)
-def pair(request: pytest.FixtureRequest, make_pair: Callable[..., Pair]) -> Pair:
-    return make_pair(request.param)
 
 
 @pytest.fixture
@@ -103,3 +99,10 @@ def positions() -> Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Ten
         return {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
     return make
+
+
+@pytest.fixture(scope="module")
+def vllm_connector() -> Iterator[Any]:
+    """The connector's class, over a stub of vLLM."""
+    with stub_vllm() as connector:
+        yield connector

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cache_argument import cached
+from each_row import each_row
 
 from kvservice.client import Step
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
@@ -87,31 +90,34 @@ def test_crop_takes_columns_back(llama, ids) -> None:
     torch.testing.assert_close(again, llama.reference(ids).logits[:, 7:], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("count", [2, 5, 8])
-def test_crop_counts_columns_with_and_without_tokens(llama, ids, positions, count: int) -> None:
-    cache = KVServiceCache(llama.new_session())
+def test_crop_counts_columns_with_and_without_tokens(llama, ids, positions) -> None:
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     inputs = {"attention_mask": mask, **positions(llama.model, mask)}
-    llama.model(ids, **inputs, **cached(cache))
-    cache.crop(-count)
-    kept = 12 - count
-    assert [sequence.length for sequence in cache.sequences if sequence is not None] == mask[:, :kept].sum(1).tolist()
-    logits = llama.model(
-        ids[:, kept:], attention_mask=mask, position_ids=inputs["position_ids"][:, kept:], **cached(cache)
-    ).logits
-    is_new = (torch.arange(12) >= kept) & mask.bool()
-    expected = llama.reference(ids, **inputs).logits[is_new]
-    torch.testing.assert_close(logits[is_new[:, kept:]], expected, atol=1e-3, rtol=0)
+    with each_row() as row:
+        for count in (2, 5, 8):
+            with row(count):
+                cache = KVServiceCache(llama.new_session())
+                llama.model(ids, **inputs, **cached(cache))
+                cache.crop(-count)
+                kept = 12 - count
+                lengths = [sequence.length for sequence in cache.sequences if sequence is not None]
+                assert lengths == mask[:, :kept].sum(1).tolist()
+                position_ids = inputs["position_ids"][:, kept:]
+                more = {"attention_mask": mask, "position_ids": position_ids, **cached(cache)}
+                logits = llama.model(ids[:, kept:], **more).logits
+                is_new = (torch.arange(12) >= kept) & mask.bool()
+                expected = llama.reference(ids, **inputs).logits[is_new]
+                torch.testing.assert_close(logits[is_new[:, kept:]], expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("count", [3, -13])
-def test_crop_refuses_other_numbers_of_columns(llama, ids, count: int) -> None:
+def test_crop_refuses_other_numbers_of_columns(llama, ids) -> None:
     cache = KVServiceCache(llama.new_session())
     llama.model(ids, **cached(cache))
-    with pytest.raises(InvalidArgumentError, match="from -12 to 0"):
-        cache.crop(count)
-    assert cache.get_seq_length() == 12
+    for count in (3, -13):
+        with pytest.raises(InvalidArgumentError, match="from -12 to 0"):
+            cache.crop(count)
+        assert cache.get_seq_length() == 12, count
 
 
 def test_selected_rows_are_forks_and_the_others_are_freed(llama, ids) -> None:
@@ -128,25 +134,23 @@ def test_selected_rows_are_forks_and_the_others_are_freed(llama, ids) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "field"),
-    [
+def test_refuses(llama, ids) -> None:
+    kv = llama.new_session()
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"inputs_embeds": torch.zeros(1, 3, 128)}, "input_ids"),
         ({"input_ids": [[1, 2, 3]]}, "input_ids"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "input_ids"),
-        ({"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask"),
-        ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
-        ({"attention_mask": torch.zeros(2, 12)}, "attention_mask"),
-    ],
-)
-def test_refuses(llama, ids, inputs, field) -> None:
-    kv = llama.new_session()
-    if "inputs_embeds" not in inputs:
-        inputs = {"input_ids": ids, **inputs}
-    with pytest.raises(InvalidArgumentError) as refused:
-        llama.model(**inputs, **cached(KVServiceCache(kv)))
-    assert refused.value.field == field
-    assert kv.describe() == []
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 5)}, "attention_mask"),
+        ({"input_ids": ids, "attention_mask": torch.zeros(2, 12)}, "attention_mask"),
+    ]
+    with each_row() as row:
+        for inputs, field in rows:
+            with row(inputs):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    llama.model(**inputs, **cached(KVServiceCache(kv)))
+                assert refused.value.field == field
+                assert kv.describe() == []
 
 
 def test_refuses_another_number_of_rows(llama, ids) -> None:

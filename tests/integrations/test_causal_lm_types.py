@@ -10,7 +10,8 @@ import inspect
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import pytest
 import torch
 from cache_argument import cached
 from causal_lms import TABLE, Case, installed_cases, make_config, make_model, model_class
+from each_row import each_row
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import kvservice.integrations.transformers
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, model_keys, pool_options
+from kvservice.integrations.transformers import KVServiceCache, forward, install, model_keys, pool_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tiny random models cause many warnings of the library.
 
@@ -34,6 +36,12 @@ SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
 TOLERANCE = 5e-4
 CASES = installed_cases()
 EQUAL = [case for case in CASES if case.is_equal]
+# Types with multi-head, grouped-query and multi-query attention, positions of each kind, windows, soft caps, experts,
+# and attention code of their own.
+CODE_PATHS = {
+    "bert", "bloom", "codegen", "cohere2", "falcon", "falcon-new", "gemma2", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox_japanese", "gptj", "llama", "minimax_m3_vl_text-dense", "mixtral", "modernbert-decoder", "mpt", "roberta",
+}  # fmt: skip
 
 
 @dataclass
@@ -149,39 +157,38 @@ def check_router_logits(subject: Subject) -> None:
             assert_close(one, other, "router logits")
 
 
-@pytest.fixture
-def make_subject(clients: Callable[[dict[str, Any]], KVClient]) -> Any:
-    sessions: list[Session] = []
+@dataclass
+class Subjects:
+    """Makes models that are installed, and lists the layers that were sent to the daemon."""
 
-    def make(case: Case) -> Subject:
+    clients: Callable[[dict[str, Any]], KVClient]
+    attended: list[int]
+
+    @contextmanager
+    def of(self, case: Case) -> Iterator[Subject]:
         config = make_config(case)
         options = pool_options(config)
         model = make_model(config)
         reference = copy.deepcopy(model)
         reference.set_attn_implementation("eager")
         install(model)
-        sessions.append(clients(options).session())
-        sessions[-1].reset_prefix_cache()
-        return Subject(model, reference, sessions[-1])
-
-    with torch.no_grad():
-        yield make
-    for session in sessions:
-        session.close()
+        with self.clients(options).session() as session:
+            session.reset_prefix_cache()
+            yield Subject(model, reference, session)
 
 
 @pytest.fixture
-def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The list of layers that were sent to the daemon."""
-    layers: list[int] = []
+def subjects(clients: Callable[[dict[str, Any]], KVClient], monkeypatch: pytest.MonkeyPatch) -> Iterator[Subjects]:
+    made = Subjects(clients, [])
     attend = Step.attend
 
     def counting(step: Step, layer: int, *tensors: Any, **options: Any) -> Any:
-        layers.append(layer)
+        made.attended.append(layer)
         return attend(step, layer, *tensors, **options)
 
     monkeypatch.setattr(Step, "attend", counting)
-    return layers
+    with torch.no_grad():
+        yield made
 
 
 def drawn(cases: list[Case], draw: str) -> Case:
@@ -194,47 +201,75 @@ def test_the_table_names_each_case_once() -> None:
     assert named
 
 
-@pytest.mark.parametrize("text", [README, kvservice.integrations.transformers.__doc__], ids=["README", "docstring"])
-def test_supported_types_are_named(text: str) -> None:
-    """Both name the types that the table says are equal, without the variants."""
+def test_supported_types_are_named() -> None:
+    """README and docstring name the types that the table says are equal, without the variants."""
     supported = sorted(set(TABLE["equal"]) - set(TABLE["variants"]))
-    paragraph = next(paragraph for paragraph in text.split("\n\n") if re.match(r"\s*`?afmoe", paragraph))
-    assert re.findall(r"[\w-]+", paragraph) == supported
+    for text in (README, kvservice.integrations.transformers.__doc__):
+        assert text is not None
+        paragraph = next(paragraph for paragraph in text.split("\n\n") if re.match(r"\s*`?afmoe", paragraph))
+        assert re.findall(r"[\w-]+", paragraph) == supported
 
 
-def refusal_of(make_subject: Callable[[Case], Subject], case: Case) -> str | None:
+def refusal_of(subjects: Subjects, case: Case) -> str | None:
     """Return the message with which a type is refused, or None if its results are equal. Fail if it is neither."""
     try:
-        subject = make_subject(case)
-        # The second time, the prompts are in the prefix cache.
-        check(subject, greedy, short)
-        check_ragged_step(subject)
-        if hasattr(subject.model.config, "output_router_logits"):
-            check_router_logits(subject)
+        with subjects.of(case) as subject:
+            # The second time, the prompts are in the prefix cache.
+            check(subject, greedy, short)
+            check_ragged_step(subject)
+            if hasattr(subject.model.config, "output_router_logits"):
+                check_router_logits(subject)
     except InvalidArgumentError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_type_is_equal_or_refused(case: Case, make_subject: Callable[[Case], Subject], attended: list[int]) -> None:
-    refusal = refusal_of(make_subject, case)
-    if refusal is None:
-        assert case.refusal is None, "not refused"
-    else:
-        assert not case.is_equal, f"refused: {refusal}"
-        assert attended == [], f"refused after it has computed: {refusal}"
-        assert re.search(case.refusal or "", refusal)
+def assert_types_as_in_the_table(subjects: Subjects, cases: Iterable[Case]) -> None:
+    """Fail with all types that are neither equal nor refused as the table says."""
+    with each_row() as row:
+        for case in cases:
+            subjects.attended.clear()
+            with row(case.name):
+                refusal = refusal_of(subjects, case)
+                if refusal is None:
+                    assert case.refusal is None, "not refused"
+                else:
+                    assert not case.is_equal, f"refused: {refusal}"
+                    assert subjects.attended == [], f"refused after it has computed: {refusal}"
+                    assert re.search(case.refusal or "", refusal)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("draw", range(4))
-def test_scenarios_on_types_drawn_by_the_seed(scenario: Scenario, draw: int, make_subject) -> None:
-    case = drawn(EQUAL, f"{scenario.__name__} {draw}")
-    try:
-        check(make_subject(case), scenario)
-    except AssertionError as error:
-        raise AssertionError(f"{case.name}, KVSERVICE_TYPES_SEED={SEED}: {error}") from error
+def assert_scenarios_equal(subjects: Subjects, draws: Iterable[int]) -> None:
+    with each_row() as row:
+        for draw in draws:
+            for scenario in SCENARIOS:
+                case = drawn(EQUAL, f"{scenario.__name__} {draw}")
+                with row((case.name, scenario.__name__, f"KVSERVICE_TYPES_SEED={SEED}")), subjects.of(case) as subject:
+                    check(subject, scenario)
+
+
+def of_each_code_path() -> list[Case]:
+    """Return types whose attention differs in code, and the first type of each reason for a refusal."""
+    refused = {case.refusal: case for case in reversed(CASES) if case.refusal is not None}
+    return [case for case in EQUAL if case.name in CODE_PATHS] + list(refused.values())
+
+
+def test_types_of_each_code_path_are_equal_or_refused(subjects: Subjects) -> None:
+    assert_types_as_in_the_table(subjects, of_each_code_path())
+
+
+@pytest.mark.slow
+def test_every_type_is_equal_or_refused(subjects: Subjects) -> None:
+    assert_types_as_in_the_table(subjects, CASES)
+
+
+def test_scenarios_on_types_drawn_by_the_seed(subjects: Subjects) -> None:
+    assert_scenarios_equal(subjects, [0])
+
+
+@pytest.mark.slow
+def test_more_scenarios_on_types_drawn_by_the_seed(subjects: Subjects) -> None:
+    assert_scenarios_equal(subjects, [1, 2, 3])
 
 
 def ignore_windows(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +289,9 @@ def shift_positions(model: PreTrainedModel, _: pytest.MonkeyPatch) -> None:
     model.register_forward_pre_hook(shift, with_kwargs=True)
 
 
-def attend_to_padding(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = columns.read_batch
-    blind = lambda inputs, past: read(inputs | {"attention_mask": None}, past)  # noqa: E731
-    monkeypatch.setattr(columns, "read_batch", blind)
+def attend_to_padding(model: PreTrainedModel, _: pytest.MonkeyPatch) -> None:
+    """Take padding for tokens. Their positions stay."""
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True)
 
 
 def slides(case: Case) -> bool:
@@ -270,14 +304,28 @@ def takes_positions(case: Case) -> bool:
     return "position_ids" in inspect.signature(model_class(make_config(case)).forward).parameters
 
 
-@pytest.mark.parametrize("draw", range(3))
-@pytest.mark.parametrize(
-    "mutate", [ignore_windows, shift_positions, attend_to_padding], ids=lambda mutate: mutate.__name__
-)
-def test_a_mutant_is_caught(mutate: Callable[..., None], draw: int, make_subject, monkeypatch) -> None:
-    sensitive = {ignore_windows: slides, shift_positions: takes_positions}.get(mutate, lambda _: True)
-    cases = [case for case in EQUAL if sensitive(case)]
-    subject = make_subject(drawn(cases, f"{mutate.__name__} {draw}"))
-    mutate(subject.model, monkeypatch)
-    with pytest.raises(AssertionError, match=r"other tokens|logits differ"):
-        check(subject, greedy)
+def assert_mutants_caught(subjects: Subjects, draws: Iterable[int]) -> None:
+    """Fail with all mutants that give the library's results."""
+    mutants: dict[Callable[..., None], Callable[[Case], bool]] = {
+        ignore_windows: slides,
+        shift_positions: takes_positions,
+        attend_to_padding: lambda _: True,
+    }
+    with each_row() as row:
+        for draw in draws:
+            for mutate, sensitive in mutants.items():
+                case = drawn([case for case in EQUAL if sensitive(case)], f"{mutate.__name__} {draw}")
+                patched = pytest.MonkeyPatch.context()
+                with row((mutate.__name__, case.name)), subjects.of(case) as subject, patched as patch:
+                    mutate(subject.model, patch)
+                    with pytest.raises(AssertionError, match=r"other tokens|logits differ"):
+                        check(subject, greedy)
+
+
+def test_mutants_are_caught(subjects: Subjects) -> None:
+    assert_mutants_caught(subjects, [0])
+
+
+@pytest.mark.slow
+def test_mutants_of_more_types_are_caught(subjects: Subjects) -> None:
+    assert_mutants_caught(subjects, [1, 2])

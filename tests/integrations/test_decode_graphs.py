@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from cache_argument import cache_of, cached
+from each_row import each_row
 from model_families import FAMILIES, build
 from transformers import PreTrainedModel
 
 from kvservice.client import KVClient, Session
-from kvservice.client.decode_graph import DecodeGraph
 from kvservice.client.steps_ahead import StepsAhead
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StaleStepError
 from kvservice.integrations.transformers import DecodeGraphs, KVServiceCache, install, pool_options, uninstall
@@ -89,22 +89,22 @@ def make(clients: Callable[[PreTrainedModel], KVClient]) -> Iterator[MakeRig]:
         yield rig
 
 
-def num_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of rows of each replay."""
+def steps_of_one_token(kv: Session, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the number of rows of each decode pass that asks the daemon for a step. Passes ahead of it do not."""
     counts: list[int] = []
-    replay = DecodeGraph.replay
+    append = kv.append
 
-    def counting(graph: DecodeGraph) -> Any:
-        counts.append(graph.max_sequences)
-        return replay(graph)
+    def counting(sequences: Any, *arguments: Any, num_tokens: list[int], **options: Any) -> Any:
+        if set(num_tokens) == {1}:
+            counts.append(len(num_tokens))
+        return append(sequences, *arguments, num_tokens=num_tokens, **options)
 
-    monkeypatch.setattr(DecodeGraph, "replay", counting)
+    monkeypatch.setattr(kv, "append", counting)
     return counts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_of_generate(make: MakeRig, batch: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, replays = make(family), num_replays(monkeypatch)
+def assert_tokens_of_generate(rig: Rig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of_one_token(rig.kv, monkeypatch)
     arguments = {**batch, "max_new_tokens": 20}
     expected = rig.expected(**arguments)
     for _ in range(2):
@@ -116,7 +116,14 @@ def test_the_tokens_of_generate(make: MakeRig, batch: Any, family: str, monkeypa
                 (found,) = rig.kv.describe([sequence], token_ids=True)
                 assert list(found.token_ids) == tokens[row, 18 - length : -1].tolist()
                 assert found.num_computed_tokens == found.length == sequence.length
-    assert replays == [3] * 38
+    assert steps == []
+
+
+def test_the_tokens_of_generate(make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with each_row() as row:
+        for family in FAMILIES:
+            with row(family):
+                assert_tokens_of_generate(make(family), batch, monkeypatch)
 
 
 def test_logits_are_the_callers(make: MakeRig) -> None:
@@ -134,23 +141,19 @@ def test_logits_are_the_callers(make: MakeRig) -> None:
     torch.testing.assert_close(torch.cat(found, 1), reference[:, 3:], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}],
-    ids=lambda one: next(iter(one)),
-)
-def test_other_loops_of_the_library(make: MakeRig, arguments: dict[str, Any]) -> None:
-    rig = make()
-    arguments = {
-        "input_ids": torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]]),
-        "max_new_tokens": 15,
-    } | arguments
-    assert torch.equal(rig.generate(rig.cache(), **arguments), rig.expected(**arguments))
+def test_other_loops_of_the_library(make: MakeRig) -> None:
+    prompt = torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]])
+    rows: list[dict[str, Any]] = [{"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}]
+    with each_row() as row:
+        for loop in rows:
+            rig, arguments = make(), {"input_ids": prompt, "max_new_tokens": 15} | loop
+            with row(loop):
+                assert torch.equal(rig.generate(rig.cache(), **arguments), rig.expected(**arguments))
 
 
 def test_a_conversation_and_forks(make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make()
-    replays = num_replays(monkeypatch)
+    steps = steps_of_one_token(rig.kv, monkeypatch)
     cache = rig.cache()
     first = rig.generate(cache, **batch, max_new_tokens=8)
     ids = torch.cat([first, torch.randint(1, 97, (3, 4))], 1)
@@ -160,7 +163,7 @@ def test_a_conversation_and_forks(make: MakeRig, batch: Any, monkeypatch: pytest
     fork = copy.deepcopy(cache)
     for one in (fork, cache):
         assert torch.equal(rig.generate(one, **arguments), expected)
-    assert replays == [3] * (7 + 6 + 6)
+    assert steps == []
 
 
 def test_caches_take_turns(make: MakeRig) -> None:
@@ -187,8 +190,10 @@ def test_a_step_that_has_ended_takes_columns_along(make: MakeRig) -> None:
     rig = make()
     cache, prompt = rig.cache(), torch.randint(1, 97, (1, 9))
     expected = rig.expected(input_ids=prompt, max_new_tokens=20)
-    tokens = rig.generate(cache, input_ids=prompt, max_new_tokens=8)
-    run_sequence = cache._rows.held()[0]
+    tokens = rig.generate(cache, input_ids=prompt, max_new_tokens=1)
+    (run_sequence,) = cache.sequences
+    assert run_sequence is not None
+    tokens = rig.generate(cache, input_ids=tokens, max_new_tokens=7)
     rig.kv.fork(run_sequence)
     with pytest.raises(StaleStepError):
         rig.generate(cache, input_ids=tokens, max_new_tokens=12)
@@ -199,16 +204,15 @@ def test_a_step_that_has_ended_takes_columns_along(make: MakeRig) -> None:
     assert torch.equal(rig.generate(cache, input_ids=prompt, max_new_tokens=20), expected)
 
 
-@pytest.mark.parametrize("with_graphs", [False, True])
-def test_sequences_that_were_changed_elsewhere_are_refused(make: MakeRig, batch: Any, with_graphs: bool) -> None:
+def test_sequences_that_were_changed_elsewhere_are_refused(make: MakeRig, batch: Any) -> None:
     rig = make()
-    cache = rig.cache() if with_graphs else KVServiceCache(rig.kv)
-    tokens = rig.generate(cache, **batch, max_new_tokens=5)
-    changed = cache.sequences[0]
-    assert changed is not None
-    rig.kv.truncate(changed, changed.length - 2)
-    with pytest.raises(FailedPreconditionError, match="changed elsewhere"):
-        rig.generate(cache, input_ids=tokens, max_new_tokens=5)
+    for cache in (rig.cache(), KVServiceCache(rig.kv)):
+        tokens = rig.generate(cache, **batch, max_new_tokens=5)
+        changed = cache.sequences[0]
+        assert changed is not None
+        rig.kv.truncate(changed, changed.length - 2)
+        with pytest.raises(FailedPreconditionError, match="changed elsewhere"):
+            rig.generate(cache, input_ids=tokens, max_new_tokens=5)
 
 
 def test_an_interrupt_beside_a_commit(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,16 +241,17 @@ def test_an_interrupt_beside_a_commit(make: MakeRig, monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyboardInterrupt):
             _ = cache.sequences  # ends the run
     known = cache.get_seq_length()
-    assert known == cache._rows.held()[0].length
+    assert [known] == [found.length for found in rig.kv.describe()]
     assert torch.equal(rig.generate(cache, input_ids=expected[:, : known + 1], max_new_tokens=28 - known), expected)
 
 
 def test_sequences_outgrow_the_graph(make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, replays = make(max_tokens=25), num_replays(monkeypatch)
+    rig = make(max_tokens=25)
+    steps = steps_of_one_token(rig.kv, monkeypatch)
     arguments = {**batch, "max_new_tokens": 20}
     assert torch.equal(rig.generate(rig.cache(), **arguments), rig.expected(**arguments))
-    assert replays[:7] == [3] * 7
-    assert len(replays) <= 8  # one found no slots
+    # The longest prompt has 18 tokens: 7 of the 19 passes are ahead.
+    assert steps == [3] * 12
 
 
 def test_a_full_pool(make: MakeRig, batch: Any) -> None:
@@ -259,23 +264,31 @@ def test_a_full_pool(make: MakeRig, batch: Any) -> None:
 
 
 def test_what_is_never_shared_is_not_captured(make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, replays = make(), num_replays(monkeypatch)
+    rig = make()
+    steps = steps_of_one_token(rig.kv, monkeypatch)
     arguments = {**batch, "max_new_tokens": 5}
     for cache in (rig.cache(share=False), KVServiceCache(rig.kv)):
         assert torch.equal(rig.generate(cache, **arguments), rig.expected(**arguments))
-    assert replays == []
+    assert steps == [3] * (4 + 4)
 
 
 def test_a_model_that_cannot_be_captured(
     make: MakeRig, batch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A graph computes the three rows as one row of three tokens."""
     rig = make()
-    monkeypatch.setattr(DecodeGraph, "attend", lambda *_, **__: 1 / 0)
+    embeddings = rig.model.get_input_embeddings()
+
+    def failing(input_ids: torch.Tensor) -> torch.Tensor:
+        assert input_ids.shape != (1, 3), "not captured"
+        return type(embeddings).forward(embeddings, input_ids)
+
+    monkeypatch.setattr(embeddings, "forward", failing)
     arguments = {**batch, "max_new_tokens": 5}
     for _ in range(2):
         assert torch.equal(rig.generate(rig.cache(), **arguments), rig.expected(**arguments))
     (record,) = caplog.records
-    assert "division by zero" in record.getMessage()
+    assert "not captured" in record.getMessage()
 
 
 def test_other_weights_are_captured_again(make: MakeRig, batch: Any) -> None:

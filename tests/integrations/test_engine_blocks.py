@@ -16,13 +16,11 @@ import torch
 from fake_store import FakeStore
 from small_pool import SMALL_POOL
 from store_memory import zero_values
+from vllm_connector import stores_of
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.blocks import EngineBlocks
-from kvservice.integrations.common.keys import digest_key, hexadecimal_key
-from kvservice.integrations.common.options import ConnectorOptions
-from kvservice.integrations.common.waiting import ComputeTime
+from kvservice.integrations.common import ConnectorOptions, EngineBlocks, digest_key, hexadecimal_key
 from kvservice.integrations.lmcache.checks import check_supported, chunk_namespace, plugin_options
 from kvservice.integrations.sglang.identity import page_namespace, weights_identity
 from kvservice.integrations.sglang.pages import HostPages
@@ -80,63 +78,76 @@ def test_the_first_value_of_a_key_stays(blocks: EngineBlocks) -> None:
     assert memory.block(1) == first
 
 
-def test_a_loss_in_the_middle_ends_the_load(blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_blocks_per_call", 2)
+@contextlib.contextmanager
+def over(store: FakeStore, block_bytes: int = BLOCK_BYTES, **options: Any) -> Iterator[EngineBlocks]:
+    """Open blocks of 16 tokens over a store in this process."""
+    namespace = StoreNamespace("fake", block_bytes)
+    with stores_of(lambda _: store):
+        opened = EngineBlocks(ConnectorOptions("unix:///none", **options), namespace, "test", 16)
+    with contextlib.closing(opened):
+        yield opened
+
+
+def test_what_is_removed_is_missing(blocks: EngineBlocks) -> None:
     memory = Memory(6)
     assert blocks.save(KEYS, memory.addresses(*range(6)), PIECES).all()
     assert blocks.remove(KEYS[1:2]) == 1
     assert blocks.num_leading(KEYS) == 1
-    assert blocks.load(KEYS, memory.addresses(*range(6)), PIECES).tolist() == [True] + [False] * 5
     assert blocks.clear() is True
     assert blocks.num_leading(KEYS[2:]) == 0
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon, verify: bool) -> None:
-    options, namespace = (
-        ConnectorOptions(store.address, verify=verify),
-        StoreNamespace(f"damaged {verify}", BLOCK_BYTES),
-    )
-    with contextlib.closing(EngineBlocks(options, namespace, "test", 16)) as blocks:
-        memory = Memory(1)
-        assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
-        assert zero_values(store.process.pid) > 0
-        assert blocks.load(KEYS[:1], memory.addresses(0), PIECES).tolist() == [not verify]
+def test_a_loss_in_the_middle_ends_the_load() -> None:
+    """Two blocks of 6 MiB fit a call."""
+    size, store = 6 << 20, FakeStore()
+    memory = np.zeros((6, size), np.uint8)
+    addresses = (memory.ctypes.data + np.arange(6)[:, None] * size).astype(np.int64)
+    with over(store, size) as blocks:
+        assert blocks.save(KEYS, addresses, (size,)).all()
+        del store.values[KEYS[1]]
+        assert blocks.load(KEYS, addresses, (size,)).tolist() == [True] + [False] * 5
+        assert [store.calls.count(name) for name in ("put", "get")] == [3, 1]
 
 
-@pytest.mark.parametrize(("block_s", "found"), [(0.9, 0), (1.5, 4)])
-def test_blocks_below_memory_are_found_if_they_come_sooner_than_computed(
-    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch, block_s: float, found: int
-) -> None:
+def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon) -> None:
+    for verify in (False, True):
+        options = ConnectorOptions(store.address, verify=verify)
+        namespace = StoreNamespace(f"damaged {verify}", BLOCK_BYTES)
+        with contextlib.closing(EngineBlocks(options, namespace, "test", 16)) as blocks:
+            memory = Memory(1)
+            assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
+            assert zero_values(store.process.pid) > 0
+            assert blocks.load(KEYS[:1], memory.addresses(0), PIECES).tolist() == [not verify]
+
+
+def test_blocks_below_memory_are_found_if_they_come_sooner_than_computed() -> None:
     """The tier of the fake store takes a second for a block."""
-    store, memory = FakeStore(), Memory(4)
-    store.below = dict.fromkeys(KEYS[:4], bytes(BLOCK_BYTES))
-    monkeypatch.setattr(blocks, "_store", store)
-    monkeypatch.setattr(blocks, "_compute", ComputeTime(block_s))
-    assert blocks.num_leading(KEYS) == found
-    assert blocks.load(KEYS[:found], memory.addresses(*range(4))[:found], PIECES).all()
-    assert list(store.values) == KEYS[:found]
+    for block_s, found in ((0.9, 0), (1.5, 4)):
+        store, memory = FakeStore(), Memory(4)
+        store.below = dict.fromkeys(KEYS[:4], bytes(BLOCK_BYTES))
+        with over(store, prefill_tokens_per_s=16 / block_s) as blocks:
+            assert blocks.num_leading(KEYS) == found, block_s
+            assert blocks.load(KEYS[:found], memory.addresses(*range(4))[:found], PIECES).all()
+        assert list(store.values) == KEYS[:found]
 
 
-def test_a_load_waits_for_blocks_as_long_as_computing_takes(
-    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = FakeStore()
-    store.below = dict.fromkeys(KEYS, bytes(BLOCK_BYTES))
-    monkeypatch.setattr(blocks, "_store", store)
-    monkeypatch.setattr(blocks, "_compute", ComputeTime(0.6))
-    assert blocks.load(KEYS, Memory(6).addresses(*range(6)), PIECES).tolist() == [True] * 3 + [False] * 3
+def test_a_load_waits_for_blocks_as_long_as_computing_takes() -> None:
+    """No wait is longer than 10 s."""
+    for block_s, count, found in ((0.6, 6, 3), (4.0, 12, 9)):
+        keys, store, memory = [bytes([n]) * 32 for n in range(count)], FakeStore(), Memory(count)
+        store.below = dict.fromkeys(keys, bytes(BLOCK_BYTES))
+        with over(store, prefill_tokens_per_s=16 / block_s) as blocks:
+            right = blocks.load(keys, memory.addresses(*range(count)), PIECES)
+        assert right.tolist() == [True] * found + [False] * (count - found), block_s
 
 
-@pytest.mark.parametrize(
-    ("speed", "num_ranks", "block_bytes", "block_ms"),
-    [(1000.0, 1, 1, 32.0), (1000.0, 4, 1, 8.0), (0.0, 1, 1, 0.64), (0.0, 2, 1, 0.32), (0.0, 2, 8_000_000, 2.0)],
-)
-def test_the_time_of_computing_a_block(speed: float, num_ranks: int, block_bytes: int, block_ms: float) -> None:
-    """Blocks of 32 tokens."""
-    compute = ComputeTime.of(speed, 32, block_bytes, num_ranks)
-    assert compute.wait_s(3) == pytest.approx(3 * block_ms / 1000)
-    assert compute.wait_s(1 << 20) == 10.0
+def test_without_a_speed_the_engine_is_taken_for_a_fast_one() -> None:
+    """It computes 50,000 tokens in a second, or 4 GB of K/V if that takes longer."""
+    for block_bytes, block_s in ((BLOCK_BYTES, 16 / 50_000), (8_000_000, 0.002)):
+        store = FakeStore()
+        with over(store, block_bytes) as blocks:
+            blocks.num_leading(KEYS[:3])
+        assert store.waits_s == [pytest.approx(3 * block_s)], block_bytes
 
 
 def test_without_a_daemon_nothing_is_found(tmp_path: Path) -> None:
@@ -196,12 +207,13 @@ def test_pages_of_a_host_pool() -> None:
     assert addresses.tolist() == [[first + 128, first + 640], [first, first + 512]]
 
 
-@pytest.mark.parametrize("change", [{"kv_buffer": None}, {"size_per_token": 33}])
-def test_pools_without_whole_pages_are_refused(change: dict[str, Any]) -> None:
-    pool = Pool()
-    vars(pool).update(change)
-    with pytest.raises(InvalidArgumentError):
-        HostPages(pool)
+def test_pools_without_whole_pages_are_refused() -> None:
+    changes: list[dict[str, Any]] = [{"kv_buffer": None}, {"size_per_token": 33}]
+    for change in changes:
+        pool = Pool()
+        vars(pool).update(change)
+        with pytest.raises(InvalidArgumentError):
+            HostPages(pool)
 
 
 def test_the_namespace_of_pages() -> None:
@@ -251,12 +263,13 @@ METADATA = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("change", [{"use_layerwise": True}, {"enable_blending": True}, {"remote_serde": "cachegen"}])
-def test_values_that_are_not_full_chunks_are_refused(change: dict[str, Any]) -> None:
+def test_values_that_are_not_full_chunks_are_refused() -> None:
     check_supported(SUPPORTED)
-    with pytest.raises(InvalidArgumentError) as caught:
-        check_supported(SimpleNamespace(**vars(SUPPORTED) | change))
-    assert caught.value.field == next(iter(change))
+    changes: dict[str, Any] = {"use_layerwise": True, "enable_blending": True, "remote_serde": "cachegen"}
+    for name, value in changes.items():
+        with pytest.raises(InvalidArgumentError) as caught:
+            check_supported(SimpleNamespace(**vars(SUPPORTED) | {name: value}))
+        assert caught.value.field == name
 
 
 def test_options_of_a_plugin() -> None:

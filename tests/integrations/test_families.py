@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from cache_argument import cached
+from each_row import each_row
+from model_families import FAMILIES
 from transformers import DynamicCache
 
 from kvservice.client import Step
@@ -31,50 +32,86 @@ def logits_of(model, cache, batch, positions, num_decode_steps=3):
     return torch.cat(logits)
 
 
-def test_logits_are_those_of_the_librarys_own_cache(pair, batch, positions) -> None:
-    expected = logits_of(pair.reference, DynamicCache(config=pair.reference.config), batch, positions)
-    actual = logits_of(pair.model, KVServiceCache(pair.new_session()), batch, positions)
-    assert expected.std() > 1
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+def daemon_logits_of(pair, batch, positions, num_decode_steps=3):
+    with KVServiceCache(pair.new_session()) as cache:
+        return logits_of(pair.model, cache, batch, positions, num_decode_steps)
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_generates_the_same_tokens(pair, batch, do_sample: bool) -> None:
-    arguments = {**batch, "max_new_tokens": 16, "do_sample": do_sample, "top_k": 0}
-    torch.manual_seed(11)
-    expected = pair.reference.generate(**arguments)
-    torch.manual_seed(11)
-    actual = pair.model.generate(**arguments, **cached(KVServiceCache(pair.new_session())))
-    assert torch.equal(actual, expected)
+def test_logits_are_those_of_the_librarys_own_cache(make_pair, batch, positions) -> None:
+    with each_row() as row:
+        for family in FAMILIES:
+            with row(family):
+                pair = make_pair(family)
+                expected = logits_of(pair.reference, DynamicCache(config=pair.reference.config), batch, positions)
+                actual = daemon_logits_of(pair, batch, positions)
+                assert expected.std() > 1
+                torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("family", "option"),
-    [
-        ("qwen2", "sliding_window"),
-        ("mistral", "sliding_window"),
-        ("gpt2", "scale"),
-        ("gemma2", "scale"),
-        ("gemma2", "sliding_window"),
-        ("gemma2", "logits_soft_cap"),
-        ("bloom", "alibi_slopes"),
-    ],
-)
-def test_an_option_that_got_lost_would_show(make_pair, batch, positions, monkeypatch, family, option) -> None:
-    pair = make_pair(family)
-    expected = logits_of(pair.reference, DynamicCache(config=pair.reference.config), batch, positions)
+def test_generates_the_same_tokens(make_pair, batch) -> None:
+    with each_row() as row:
+        for family in FAMILIES:
+            pair = make_pair(family)
+            for do_sample in (False, True):
+                arguments = {**batch, "max_new_tokens": 16, "do_sample": do_sample, "top_k": 0}
+                with row((family, "sampled" if do_sample else "greedy")):
+                    torch.manual_seed(11)
+                    expected = pair.reference.generate(**arguments)
+                    torch.manual_seed(11)
+                    with KVServiceCache(pair.new_session()) as cache:
+                        actual = pair.model.generate(**arguments, **cached(cache))
+                    assert torch.equal(actual, expected)
+
+
+# The options of attention that families use.
+OPTIONS = [
+    ("qwen2", "sliding_window"),
+    ("mistral", "sliding_window"),
+    ("gpt2", "scale"),
+    ("gemma2", "scale"),
+    ("gemma2", "sliding_window"),
+    ("gemma2", "logits_soft_cap"),
+    ("bloom", "alibi_slopes"),
+]
+
+
+def test_an_option_that_got_lost_would_show(make_pair, batch, positions, monkeypatch) -> None:
     attend = Step.attend
+    with each_row() as row:
+        for family, option in OPTIONS:
+            pair, num_lost = make_pair(family), 0
+            expected = logits_of(pair.reference, DynamicCache(config=pair.reference.config), batch, positions)
 
-    def without_option(step: Step, *tensors: Any, **options: Any) -> Any:
-        assert options.pop(option), "the family does not use the option"
-        return attend(step, *tensors, **options)
+            def without_option(step: Step, *tensors: Any, lost: str = option, **options: Any) -> Any:
+                nonlocal num_lost
+                num_lost += bool(options[lost])
+                return attend(step, *tensors, **{name: value for name, value in options.items() if name != lost})
 
-    def when_used(step: Step, *tensors: Any, **options: Any) -> Any:
-        return (without_option if options[option] else attend)(step, *tensors, **options)
+            with row((family, option)), monkeypatch.context() as patched:
+                patched.setattr(Step, "attend", without_option)
+                actual = daemon_logits_of(pair, batch, positions)
+                assert num_lost, "the family does not use the option"
+                assert (actual - expected).abs().max() > 300 * TOLERANCE
 
-    monkeypatch.setattr(Step, "attend", when_used)
-    actual = logits_of(pair.model, KVServiceCache(pair.new_session()), batch, positions)
-    assert (actual - expected).abs().max() > 300 * TOLERANCE
+
+def test_windows_of_any_length(make_pair, batch, positions) -> None:
+    with each_row() as row:
+        for window in (1, 2, 4, 7, 4096):
+            with row(window):
+                pair = make_pair("mistral", sliding_window=window)
+                # The library's cache has no window of one token.
+                steps = 0 if window == 1 else 3
+                library = DynamicCache(config=pair.reference.config)
+                expected = logits_of(pair.reference, library, batch, positions, steps)
+                actual = daemon_logits_of(pair, batch, positions, steps)
+                torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_alibi_slopes_of_a_number_of_heads_that_is_no_power_of_two(make_pair, batch, positions) -> None:
+    pair = make_pair("bloom", hidden_size=12 * 32, n_head=12)
+    expected = logits_of(pair.reference, DynamicCache(config=pair.reference.config), batch, positions)
+    actual = daemon_logits_of(pair, batch, positions)
+    torch.testing.assert_close(actual, expected, atol=5 * TOLERANCE, rtol=0)
 
 
 def test_sampling_depends_on_the_seed(llama, batch) -> None:
@@ -93,7 +130,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_library_is(make_pair, batch, pos
     expected = logits_of(exact, DynamicCache(config=exact.config), batch, positions)
     pair.reference.to(torch.bfloat16)
     library = logits_of(pair.reference, DynamicCache(config=exact.config), batch, positions).float()
-    actual = logits_of(pair.model, KVServiceCache(pair.new_session()), batch, positions).float()
+    actual = daemon_logits_of(pair, batch, positions).float()
 
     def error(logits: torch.Tensor) -> float:
         return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from cache_argument import cached
+from each_row import each_row
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, install, pool_options
@@ -41,13 +42,13 @@ def expected_logits(model, mask: torch.Tensor) -> torch.Tensor:
     return logits[:, 8:][mask[:, 8:].bool()]
 
 
-@pytest.mark.parametrize("changed", [masked(), masked(0, 1, 2), masked(0, 5)], ids=["unmasked", "more", "other"])
-def test_a_mask_that_changes_over_stored_columns_is_refused(llama, changed) -> None:
-    cache = KVServiceCache(llama.new_session())
-    with pytest.raises(InvalidArgumentError, match="attention_mask: differs from the previous mask"):
-        logits_in_two_passes(llama.model, cache, masked(0, 1), second_mask=changed)
-    assert [sequence.length for sequence in cache.sequences if sequence is not None] == [8, 6]
-    assert cache.get_seq_length() == 8
+def test_a_mask_that_changes_over_stored_columns_is_refused(llama) -> None:
+    for changed in (masked(), masked(0, 1, 2), masked(0, 5)):
+        cache = KVServiceCache(llama.new_session())
+        with pytest.raises(InvalidArgumentError, match="attention_mask: differs from the previous mask"):
+            logits_in_two_passes(llama.model, cache, masked(0, 1), second_mask=changed)
+        assert [sequence.length for sequence in cache.sequences if sequence is not None] == [8, 6]
+        assert cache.get_seq_length() == 8
 
 
 def test_no_mask_after_a_mask_is_another_mask(llama) -> None:
@@ -85,25 +86,29 @@ def test_selected_rows_keep_their_masks(llama) -> None:
 HOLES = {"in one pass": masked(3, 4), "where passes meet": masked(6, 7), "and padding": masked(0, 5, 9)}
 
 
-@pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
-def test_padding_between_tokens(make_pair, family, mask) -> None:
-    pair = make_pair(family)
-    # Without position ids it is unknown whether positions are token indices, so nothing can be shared.
-    cache = KVServiceCache(pair.new_session(), share=family != "bloom")
-    actual = logits_in_two_passes(pair.model, cache, mask)
-    torch.testing.assert_close(actual, expected_logits(pair.reference, mask), atol=1e-3, rtol=0)
+def test_padding_between_tokens(make_pair) -> None:
+    with each_row() as row:
+        for family in ("llama", "gpt2", "bloom"):
+            pair = make_pair(family)
+            for name, mask in HOLES.items():
+                with row((family, name)):
+                    # Without position ids it is unknown whether positions are token indices, so nothing can be shared.
+                    cache = KVServiceCache(pair.new_session(), share=family != "bloom")
+                    actual = logits_in_two_passes(pair.model, cache, mask)
+                    torch.testing.assert_close(actual, expected_logits(pair.reference, mask), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
-def test_padding_between_tokens_within_a_sliding_window_is_refused(make_pair, mask) -> None:
+def test_padding_between_tokens_within_a_sliding_window_is_refused(make_pair) -> None:
     """In sliding windows, here of 5, the library counts columns and the daemon counts tokens."""
     pair = make_pair("mistral")
-    cache = KVServiceCache(pair.new_session())
-    with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
-        logits_in_two_passes(pair.model, cache, mask)
-    lengths = [info.length for info in cache.kv.describe()]
-    assert sum(lengths) == mask[:, : cache.get_seq_length()].sum()
+    with each_row() as row:
+        for name, mask in HOLES.items():
+            with row(name):
+                cache = KVServiceCache(pair.new_session())
+                with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
+                    logits_in_two_passes(pair.model, cache, mask)
+                lengths = [info.length for info in cache.kv.describe()]
+                assert sum(lengths) == mask[:, : cache.get_seq_length()].sum()
 
 
 def test_padding_between_tokens_whose_columns_mpt_counts_is_refused(clients) -> None:

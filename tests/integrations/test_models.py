@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from cache_argument import cache_of
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from each_row import each_row
+from model_families import FAMILIES
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import install, pool_options, uninstall
-from kvservice.integrations.transformers.own_attention import alibi_slopes
 
 TINY: dict[str, Any] = {
     "vocab_size": 11,
@@ -25,12 +25,16 @@ TINY: dict[str, Any] = {
 }
 
 
-def test_pool_options_of_each_family(pair) -> None:
-    options = pool_options(pair.model.config)
-    num_kv_heads = 1 if pair.model.config.model_type == "gpt_bigcode" else options["num_kv_heads"]
-    assert options == {"num_layers": 2, "num_kv_heads": num_kv_heads, "head_size": 32, "dtype": "float32"}
-    keys = cache_of(pair.reference(torch.tensor([[1, 2, 3]]), use_cache=True)).layers[0].keys
-    assert keys.shape[1] == num_kv_heads
+def test_pool_options_of_each_family(make_pair) -> None:
+    with each_row() as row:
+        for family in FAMILIES:
+            with row(family):
+                pair = make_pair(family)
+                options = pool_options(pair.model.config)
+                num_kv_heads = 1 if family == "gpt_bigcode" else options["num_kv_heads"]
+                assert options == {"num_layers": 2, "num_kv_heads": num_kv_heads, "head_size": 32, "dtype": "float32"}
+                keys = cache_of(pair.reference(torch.tensor([[1, 2, 3]]), use_cache=True)).layers[0].keys
+                assert keys.shape[1] == num_kv_heads
 
 
 def test_pool_options_dtype() -> None:
@@ -42,37 +46,42 @@ def test_pool_options_dtype() -> None:
     assert refused.value.field == "dtype"
 
 
-@pytest.mark.parametrize(("head_dim", "reason"), [(16, "32"), (36, "multiple of 8"), (512, "256")])
-def test_pool_options_refuses_what_no_daemon_has(head_dim: int, reason: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=reason) as refused:
-        pool_options(transformers.LlamaConfig(**TINY, head_dim=head_dim))
-    assert refused.value.field == "head_size"
+def test_pool_options_refuses_what_no_daemon_has() -> None:
+    for head_dim, reason in ((16, "32"), (36, "multiple of 8"), (512, "256")):
+        with pytest.raises(InvalidArgumentError, match=reason) as refused:
+            pool_options(transformers.LlamaConfig(**TINY, head_dim=head_dim))
+        assert refused.value.field == "head_size"
 
 
-def test_uninstall_gives_the_model_its_own_attention_back(pair) -> None:
+def test_uninstall_gives_the_model_its_own_attention_back(make_pair) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert install(pair.model) is pair.model
-    uninstall(uninstall(pair.model)).set_attn_implementation("eager")
-    torch.testing.assert_close(pair.model(ids).logits, pair.reference(ids).logits, atol=0, rtol=0)
+    with each_row() as row:
+        for family in FAMILIES:
+            with row(family):
+                pair = make_pair(family)
+                assert install(pair.model) is pair.model
+                uninstall(uninstall(pair.model)).set_attn_implementation("eager")
+                torch.testing.assert_close(pair.model(ids).logits, pair.reference(ids).logits, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("T5Config", {}, "cross-attention"),
-        ("GPT2Config", {"add_cross_attention": True}, "cross-attention"),
-        ("GemmaConfig", {"use_bidirectional_attention": True}, "causal"),
-        ("DeepseekV3Config", {}, "latent"),
-        ("Llama4TextConfig", {}, "chunked_attention"),
-        ("Gemma3nTextConfig", {}, "dummy|share K/V"),
-        ("MambaConfig", {}, "no attention heads"),
-        ("Qwen3NextConfig", {}, "linear_attention"),
-        ("Gemma3Config", {}, "text models"),
-    ],
-)
-def test_unsupported_configurations_are_refused_by_name(name, options, reason) -> None:
-    with pytest.raises(InvalidArgumentError, match=reason):
-        pool_options(getattr(transformers, name)(**options))
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("T5Config", {}, "cross-attention"),
+    ("GPT2Config", {"add_cross_attention": True}, "cross-attention"),
+    ("GemmaConfig", {"use_bidirectional_attention": True}, "causal"),
+    ("DeepseekV3Config", {}, "latent"),
+    ("Llama4TextConfig", {}, "chunked_attention"),
+    ("Gemma3nTextConfig", {}, "dummy|share K/V"),
+    ("MambaConfig", {}, "no attention heads"),
+    ("Qwen3NextConfig", {}, "linear_attention"),
+    ("Gemma3Config", {}, "text models"),
+]
+
+
+def test_unsupported_configurations_are_refused_by_name() -> None:
+    with each_row() as row:
+        for name, options, reason in UNSUPPORTED:
+            with row((name, options)), pytest.raises(InvalidArgumentError, match=reason):
+                pool_options(getattr(transformers, name)(**options))
 
 
 def test_attention_outside_of_the_registry_is_refused() -> None:
@@ -83,11 +92,10 @@ def test_attention_outside_of_the_registry_is_refused() -> None:
 
 def test_a_model_that_is_refused_is_as_it_was() -> None:
     model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY)).eval()
-    ids, attention = torch.tensor([[5, 6, 7]]), model.config._attn_implementation
+    ids = torch.tensor([[5, 6, 7]])
     expected = model(ids).logits
     with pytest.raises(InvalidArgumentError, match="attends 2 times"):
         install(model)
-    assert model.config._attn_implementation == attention
     assert torch.equal(model(ids).logits, expected)
 
 
@@ -100,13 +108,6 @@ def test_attention_sinks_are_refused() -> None:
     config = transformers.GptOssConfig(**TINY, num_key_value_heads=1, head_dim=32, num_local_experts=2)
     with pytest.raises(InvalidArgumentError, match="sinks"):
         install(transformers.GptOssForCausalLM(config))
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 20, 32])
-def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
-    # The biases of two keys: 0 and the slope.
-    expected = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
-    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
 
 
 def test_the_client_does_without_torch() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cache_argument import cached
 
-from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, install
 
@@ -66,15 +68,40 @@ def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
     assert kv.describe() == []
 
 
-def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
-    """A cache in a reference cycle is collected whenever the garbage collector runs, here during another call."""
+def test_the_collector_may_run_anywhere_within_a_call_of_the_session(llama) -> None:
+    """A cache in a reference cycle is collected whenever the garbage collector runs, also during another call."""
     kv = llama.new_session()
-    cache: Any = KVServiceCache(kv)
-    llama.model(IDS, **cached(cache))
-    cache.itself = cache
-    del cache
-    assert finish(kv._core.context.connection._turns.take(None))
-    gc.collect()
-    kv._core.context.connection._turns.give_back()
-    kv.allocate([1])
-    assert [info.length for info in kv.describe()] == [1]
+    gc.disable()
+    try:
+        for number in itertools.count(1, 20):
+            cache: Any = KVServiceCache(kv)
+            llama.model(IDS[:, :4], **cached(cache))
+            cache.itself = cache
+            del cache
+            reached = collect_at_event(number, lambda: kv.describe([]))
+            gc.collect()
+            kv.free([kv.allocate([1])])
+            assert kv.describe() == []
+            if not reached:
+                assert number > 20
+                return
+    finally:
+        gc.enable()
+
+
+def collect_at_event(number: int, call: Callable[[], object]) -> bool:
+    """Run the garbage collector when a call enters or leaves its n-th function. Returns whether it has so many."""
+    left = number
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            gc.collect()
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return left <= 0

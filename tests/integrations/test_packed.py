@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
+from model_families import FAMILIES
 
 from kvservice.client import Sequence
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
@@ -21,7 +23,7 @@ def expected_logits(reference, token_ids: list[int]) -> torch.Tensor:
     return reference(torch.tensor([token_ids])).logits[0]
 
 
-def test_sequences_of_any_length_in_one_step(pair) -> None:
+def assert_sequences_of_any_length(pair) -> None:
     kv = pair.new_session()
     step = kv.open_step(allocate(kv, pair.model))
     logits = forward(pair.model, step, TOKEN_IDS)
@@ -29,7 +31,7 @@ def test_sequences_of_any_length_in_one_step(pair) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
-def test_prefill_in_chunks_beside_decode(pair) -> None:
+def assert_prefill_in_chunks_beside_decode(pair) -> None:
     """A running sequence gets a token while the prompt of another one is computed in chunks."""
     kv = pair.new_session()
     running, prompt = allocate(kv, pair.model, [PROMPTS[1], PROMPTS[0]])
@@ -43,12 +45,27 @@ def test_prefill_in_chunks_beside_decode(pair) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
-def test_last_only_gives_one_row_for_each_sequence(pair) -> None:
+def assert_last_only_gives_one_row_for_each_sequence(pair) -> None:
     kv = pair.new_session()
     step = kv.open_step(allocate(kv, pair.model))
     logits = forward(pair.model, step, torch.tensor(TOKEN_IDS), last_only=True)
     expected = torch.stack([expected_logits(pair.reference, prompt)[-1] for prompt in PROMPTS])
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+def test_steps_of_each_family(make_pair) -> None:
+    """The logits are those of the library's own forward pass."""
+    checks = [
+        assert_sequences_of_any_length,
+        assert_prefill_in_chunks_beside_decode,
+        assert_last_only_gives_one_row_for_each_sequence,
+    ]
+    with each_row() as row:
+        for family in FAMILIES:
+            pair = make_pair(family)
+            for check in checks:
+                with row((family, check.__name__)):
+                    check(pair)
 
 
 def test_refuses_another_number_of_tokens(llama) -> None:

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from each_row import each_row
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
 from kvservice.client import Session
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, model_keys, pool_options
-from kvservice.integrations.transformers.probe import first_position
 
 GPT2 = GPT2Config(vocab_size=23, n_embd=64, n_layer=2, n_head=2, n_positions=64, initializer_range=0.5)
 
@@ -68,37 +68,43 @@ def kv(clients) -> Iterator[Session]:
         yield session
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
+def test_install_refuses() -> None:
+    rows: list[tuple[type[GPT2LMHeadModel], str]] = [
         (Fails, "fails on one token: no image"),
         (NamesNoLayers, "does not say which layer it is"),
         (AttendsInOneLayer, "layers .0. attend, of 2"),
         (AttendsInReverse, "layers .1, 0. attend, of 2 in order"),
         (RepeatsHeads, "another shape"),
-    ],
-)
-def test_install_refuses(model: type[GPT2LMHeadModel], reason: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=reason):
-        install(model(GPT2).eval())
+    ]
+    with each_row() as row:
+        for model, reason in rows:
+            with row(model.__name__), pytest.raises(InvalidArgumentError, match=reason):
+                install(model(GPT2).eval())
 
 
-def test_positions_begin_after_padding_in_models_like_roberta() -> None:
+def test_positions_begin_after_padding_in_models_like_roberta(kv) -> None:
     config = RobertaConfig(
-        vocab_size=23, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, is_decoder=True, pad_token_id=3
+        vocab_size=23,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        is_decoder=True,
+        pad_token_id=3,
+        initializer_range=0.5,
     )
-    assert first_position(install(RobertaForCausalLM(config).eval())) == 4
-    assert first_position(install(GPT2LMHeadModel(GPT2).eval())) == 0
+    model = RobertaForCausalLM(config).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6, 7]])).logits[0]
+        step = kv.open_step([kv.allocate([5, 6, 7], extra_keys=model_keys(install(model)))])
+        torch.testing.assert_close(forward(model, step, [5, 6, 7]), expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"), [(BeginsAtFive, "is not one of .0."), (CountsColumns, "takes no position_ids")]
-)
-def test_forward_refuses_models_whose_positions_it_cannot_give(kv, model, reason: str) -> None:
-    installed = install(model(GPT2).eval())
-    step = kv.open_step([kv.allocate([5, 6], extra_keys=model_keys(installed))])
-    with pytest.raises(InvalidArgumentError, match=reason):
-        forward(installed, step, [5, 6])
+def test_forward_refuses_models_whose_positions_it_cannot_give(kv) -> None:
+    for model, reason in ((BeginsAtFive, "is not one of .0."), (CountsColumns, "takes no position_ids")):
+        installed = install(model(GPT2).eval())
+        step = kv.open_step([kv.allocate([5, 6], extra_keys=model_keys(installed))])
+        with pytest.raises(InvalidArgumentError, match=reason):
+            forward(installed, step, [5, 6])
 
 
 def test_forward_refuses_padding_where_it_has_no_position(kv) -> None:

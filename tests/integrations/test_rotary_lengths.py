@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from cache_argument import CACHE, cached
+from each_row import each_row
 from model_families import ROTARY
 from transformers import DynamicCache, PreTrainedModel
 
@@ -53,51 +56,71 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
-def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
-    config = getattr(transformers, f"{request.param}Config")(**MODELS[request.param])
-    torch.manual_seed(5)
-    return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+@dataclass
+class Rotary:
+    """A model that is installed, the same weights with the library's own cache, and a session for it."""
+
+    model: PreTrainedModel
+    reference: PreTrainedModel
+    kv: Session
 
 
 @pytest.fixture
-def model(reference: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    installed = install(copy.deepcopy(reference))
-    yield installed
-    uninstall(installed)
+def open_model(clients) -> Iterator[Callable[[str], Rotary]]:
+    with ExitStack() as stack:
+
+        def make(name: str) -> Rotary:
+            config = getattr(transformers, f"{name}Config")(**MODELS[name])
+            torch.manual_seed(5)
+            reference = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+            model = install(copy.deepcopy(reference))
+            stack.callback(uninstall, model)
+            kv = stack.enter_context(clients(pool_options(config)).session())
+            return Rotary(model, reference, kv)
+
+        yield make
 
 
-@pytest.fixture
-def kv(clients, reference: PreTrainedModel) -> Iterator[Session]:
-    with clients(pool_options(reference.config)).session() as session:
-        yield session
-
-
-def test_generates_across_the_original_length(model, reference, kv, batch) -> None:
+def assert_generates_across_the_original_length(rotary: Rotary, batch: dict[str, torch.Tensor]) -> None:
     """A prompt that grows beyond the original length, a longer prompt in the same cache, and the first prompt again."""
     arguments: dict[str, Any] = {**batch, "max_new_tokens": 8, "do_sample": False}
     outputs = []
-    library: dict[str, Any] = {CACHE: DynamicCache(config=reference.config)}
-    if "phi" in reference.config.model_type:
+    library: dict[str, Any] = {CACHE: DynamicCache(config=rotary.reference.config)}
+    if "phi" in rotary.reference.config.model_type:
         # The library computes everything again when frequencies change. Older versions then pass only the last column.
         library = {"use_cache": False}
-    for each, caching in ((model, {CACHE: KVServiceCache(kv)}), (reference, library)):
-        short = {name: value[:, 6:] for name, value in batch.items()}
+    models: list[tuple[Any, dict[str, Any]]] = [
+        (rotary.model, {CACHE: KVServiceCache(rotary.kv)}),
+        (rotary.reference, library),
+    ]
+    short = {name: value[:, 6:] for name, value in batch.items()}
+    for each, caching in models:
         first = each.generate(**arguments | short, **caching)
         mask = torch.cat([short["attention_mask"], torch.ones(3, 8, dtype=torch.long)], 1)
         second = each.generate(**arguments | {"input_ids": first, "attention_mask": mask}, **caching)
         outputs.append((first, second))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][1], outputs[1][1])
-    with KVServiceCache(kv) as cache:
-        again = model.generate(**arguments | short, **cached(cache))
+    with KVServiceCache(rotary.kv) as cache:
+        again = models[0][0].generate(**arguments | short, **cached(cache))
         assert "rotary" in cache.private_because
         assert {sequence.num_cached_tokens for sequence in cache.sequences if sequence is not None} == {0}
     assert torch.equal(again, outputs[1][0])
 
 
-def test_steps_of_several_lengths_are_refused(model, kv) -> None:
-    step = kv.open_step([kv.allocate([1, 2, 3], extra_keys=model_keys(model))])
-    with pytest.raises(InvalidArgumentError, match="rotary") as refused:
-        forward(model, step, [1, 2, 3])
-    assert refused.value.field == "model"
+def test_generates_across_the_original_length(open_model, batch) -> None:
+    with each_row() as row:
+        for name in MODELS:
+            with row(name):
+                assert_generates_across_the_original_length(open_model(name), batch)
+
+
+def test_steps_of_several_lengths_are_refused(open_model) -> None:
+    with each_row() as row:
+        for name in MODELS:
+            with row(name):
+                rotary = open_model(name)
+                step = rotary.kv.open_step([rotary.kv.allocate([1, 2, 3], extra_keys=model_keys(rotary.model))])
+                with pytest.raises(InvalidArgumentError, match="rotary") as refused:
+                    forward(rotary.model, step, [1, 2, 3])
+                assert refused.value.field == "model"

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from cache_argument import CACHE, cache_of, cached
+from each_row import each_row
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, install, model_keys, uninstall
@@ -127,16 +128,19 @@ def test_two_models_of_one_shape_find_nothing_of_each_other(llama, make_pair) ->
     assert not torch.equal(generate_alone(llama.reference), generate_alone(other.reference))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_weights_that_change_between_generations(llama, change) -> None:
-    kv = llama.new_session()
-    before = generate(llama.model, kv)
-    change(llama.model)
-    change(llama.reference)
-    after = generate(llama.model, kv)
-    assert num_found == [0]
-    assert torch.equal(after, generate_alone(llama.reference))
-    assert not torch.equal(after, before)
+def test_weights_that_change_between_generations(make_pair) -> None:
+    with each_row() as row:
+        for change in CHANGES:
+            with row(change.__name__):
+                pair = make_pair("llama")
+                kv = pair.new_session()
+                before = generate(pair.model, kv)
+                change(pair.model)
+                change(pair.reference)
+                after = generate(pair.model, kv)
+                assert num_found == [0]
+                assert torch.equal(after, generate_alone(pair.reference))
+                assert not torch.equal(after, before)
 
 
 def test_adapters_that_are_switched_and_scaled(llama) -> None:
@@ -201,18 +205,19 @@ def test_extra_keys_keep_prefixes_apart(llama) -> None:
         assert num_found == [expected]
 
 
-@pytest.mark.parametrize("keys", [[b"one"], [(0, "one")], [("0", b"one")], [(0, b"one", 2)]])
-def test_refuses_extra_keys_that_are_none(llama, keys) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        KVServiceCache(llama.new_session(), extra_keys=keys)
-    assert refused.value.field == "extra_keys"
+def test_refuses_extra_keys_that_are_none(llama) -> None:
+    rows: list[Any] = [[b"one"], [(0, "one")], [("0", b"one")], [(0, b"one", 2)]]
+    for keys in rows:
+        with pytest.raises(InvalidArgumentError) as refused:
+            KVServiceCache(llama.new_session(), extra_keys=keys)
+        assert refused.value.field == "extra_keys", keys
 
 
 LEFT_PADDED = {
     "input_ids": torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], 1),
     "attention_mask": torch.tensor([[0] * 3 + [1] * 13]),
 }
-UNUSUAL_INPUTS = [
+UNUSUAL_INPUTS: list[tuple[str, dict[str, torch.Tensor], str]] = [
     ("llama", {"input_ids": PROMPT, "position_ids": torch.arange(13)[None] + 5}, "positions"),
     ("llama", LEFT_PADDED, "positions"),
     ("gpt2", LEFT_PADDED, "positions"),
@@ -220,10 +225,9 @@ UNUSUAL_INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "inputs", "reason"), UNUSUAL_INPUTS)
-@pytest.mark.parametrize("unusual_first", [True, False])
-def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual_first: bool) -> None:
-    pair = make_pair(family)
+def assert_unusual_inputs_share_nothing(
+    pair: Any, inputs: dict[str, torch.Tensor], reason: str, *, unusual_first: bool
+) -> None:
     kv = pair.new_session()
 
     def unusual() -> None:
@@ -241,6 +245,15 @@ def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual
 
     for run in (unusual, usual) if unusual_first else (usual, unusual):
         run()
+
+
+def test_unusual_inputs_share_nothing(make_pair) -> None:
+    with each_row() as row:
+        for family, inputs, reason in UNUSUAL_INPUTS:
+            pair = make_pair(family)
+            for unusual_first in (True, False):
+                with row((family, reason, unusual_first)):
+                    assert_unusual_inputs_share_nothing(pair, inputs, reason, unusual_first=unusual_first)
 
 
 def test_a_shared_cache_is_not_continued_with_unusual_inputs(llama) -> None:
@@ -271,19 +284,19 @@ def test_hooks_of_the_library_only_record(llama) -> None:
     assert num_found == [NUM_CACHED]
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_a_copy_of_an_installed_model_is_an_installed_model_of_its_own(make_pair, family) -> None:
-    pair = make_pair(family)
-    kv = pair.new_session()
-    generate(pair.model, kv)
-    twin, expected = copy.deepcopy(pair.model), copy.deepcopy(pair.reference)
-    for model in (twin, expected):
-        for parameter in model.parameters():
-            parameter.copy_(parameter.flip(0))
-    for model in (twin, install(twin)):
-        assert torch.equal(generate(model, kv), generate_alone(expected))
-    assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
-    assert torch.equal(generate_alone(uninstall(twin)), generate_alone(expected))
+def test_a_copy_of_an_installed_model_is_an_installed_model_of_its_own(make_pair) -> None:
+    for family in ("llama", "bloom"):
+        pair = make_pair(family)
+        kv = pair.new_session()
+        generate(pair.model, kv)
+        twin, expected = copy.deepcopy(pair.model), copy.deepcopy(pair.reference)
+        for model in (twin, expected):
+            for parameter in model.parameters():
+                parameter.copy_(parameter.flip(0))
+        for model in (twin, install(twin)):
+            assert torch.equal(generate(model, kv), generate_alone(expected)), family
+        assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference)), family
+        assert torch.equal(generate_alone(uninstall(twin)), generate_alone(expected)), family
 
 
 def test_a_model_that_nobody_holds_is_collected(llama) -> None:
@@ -295,6 +308,16 @@ def test_a_model_that_nobody_holds_is_collected(llama) -> None:
     assert gone() is None
 
 
+def test_a_model_that_is_loaded_again_finds_what_was_computed(llama, tmp_path) -> None:
+    kv = llama.new_session()
+    llama.reference.save_pretrained(tmp_path)
+    tokens = generate(llama.model, kv)
+    loaded = install(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert torch.equal(generate(loaded, kv), tokens)
+    assert num_found == [NUM_CACHED]
+
+
+@pytest.mark.slow
 def test_the_same_model_in_another_process_finds_what_this_one_computed(llama, tmp_path) -> None:
     kv = llama.new_session()
     llama.reference.save_pretrained(tmp_path)

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cache_argument import CACHE
+import transformers
+from cache_argument import CACHE, cached
+from each_row import each_row
 from transformers import masking_utils
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache
-from kvservice.integrations.transformers.attention import kvservice_attention_forward
-from kvservice.integrations.transformers.masks import StepMask, kvservice_mask
 
 INPUTS: dict[str, Any] = {"inputs_embeds": torch.zeros(2, 7, 8), "attention_mask": None, CACHE: None}
 
 
-@pytest.fixture
-def config() -> Any:
-    import transformers
-
+def config(chunk_size: int = 4) -> Any:
+    """Return the configuration of a model whose attention is the daemon's."""
     text_config: Any = transformers.Llama4TextConfig
-    config = text_config(attn_implementation="kvservice", attention_chunk_size=4)
-    config.sliding_window = 4
-    return config
-
-
-def test_a_causal_mask_has_no_window(config) -> None:
-    assert masking_utils.create_causal_mask(config, **INPUTS) == StepMask(0)
-
-
-@pytest.mark.parametrize("window", [1, 2, 4, 7, 4096])
-def test_a_sliding_mask_has_its_window(config, window: int) -> None:
-    config.sliding_window = window
-    assert masking_utils.create_sliding_window_causal_mask(config, **INPUTS) == StepMask(window)
+    made = text_config(attn_implementation="kvservice", attention_chunk_size=chunk_size)
+    made.sliding_window = 4
+    return made
 
 
 def some(*indices: torch.Tensor) -> torch.Tensor:
     return indices[2] >= 0
 
 
-@pytest.mark.parametrize(
-    ("create", "more"),
-    [
-        ("create_chunked_causal_mask", {}),
+def test_other_masks_are_refused() -> None:
+    """Chunks are no window, wherever they begin."""
+    rows: list[tuple[str, dict[str, Any]]] = [
         ("create_bidirectional_mask", {}),
         ("create_bidirectional_sliding_window_mask", {}),
         ("create_causal_mask", {"or_mask_function": some}),
@@ -53,46 +42,53 @@ def some(*indices: torch.Tensor) -> torch.Tensor:
         ("create_causal_mask", {"block_sequence_ids": torch.zeros(2, 7)}),
         ("create_sliding_window_causal_mask", {"block_sequence_ids": torch.zeros(2, 7)}),
         ("create_causal_mask", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}),
-    ],
-)
-def test_other_masks_are_refused(config, create: str, more: dict[str, Any]) -> None:
+    ]
+    with each_row() as row:
+        for create, more in rows:
+            with row((create, more)):
+                assert_refused(functools.partial(getattr(masking_utils, create), config(), **INPUTS | more))
+        for chunk_size in (2, 3, 4, 8):
+            for padding in range(4):
+                mask = torch.ones(2, 7, dtype=torch.long)
+                mask[:, :padding] = 0
+                inputs = INPUTS | {"attention_mask": mask}
+                create_chunked = functools.partial(masking_utils.create_chunked_causal_mask, config(chunk_size))
+                with row(("chunks", chunk_size, padding)):
+                    assert_refused(functools.partial(create_chunked, **inputs))
+
+
+def assert_refused(create: Callable[[], Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="masks otherwise") as refused:
-        getattr(masking_utils, create)(config, **INPUTS | more)
+        create()
     assert refused.value.field == "attention_mask"
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("padding", range(4))
-def test_chunks_are_no_window_wherever_they_begin(chunk_size: int, padding: int) -> None:
-    chunked = masking_utils.chunked_causal_mask_function(chunk_size, torch.tensor([padding]))
-    if chunk_size == 1:
-        assert kvservice_mask(mask_function=chunked, local_size=1) == StepMask(1), "the same thing"
-        return
-    with pytest.raises(InvalidArgumentError):
-        kvservice_mask(mask_function=chunked, local_size=chunk_size)
-
-
-@pytest.mark.parametrize("mask", [StepMask(0), StepMask(5)])
-def test_no_computation_takes_the_mask_for_a_tensor(mask: Any) -> None:
+def test_no_computation_takes_the_mask_for_a_tensor() -> None:
     states = torch.zeros(1, 4, 2, 32)
-    for compute in (
-        lambda: states + mask,
-        lambda: states.masked_fill(mask, 0),
-        lambda: torch.nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=mask),
-    ):
-        with pytest.raises(FailedPreconditionError, match="computes its attention itself"):
-            compute()
+    for create in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask):
+        mask: Any = create(config(), **INPUTS)
+        for compute in (
+            lambda mask: states + mask,
+            lambda mask: states.masked_fill(mask, 0),
+            lambda mask: torch.nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=mask),
+        ):
+            with pytest.raises(FailedPreconditionError, match="computes its attention itself"):
+                compute(mask)
 
 
-@pytest.mark.parametrize(("mask", "field"), [(StepMask(5), "sliding_window"), (torch.ones(1), "attention_mask")])
-def test_masks_that_contradict_attention_are_refused(llama, mask: Any, field: str) -> None:
-    layer = llama.model.model.layers[0].self_attn
-    states = torch.zeros(1, 4, 2, 32)
-    cache = KVServiceCache(llama.new_session())
-    inputs = {"input_ids": torch.tensor([[3, 4]])}
-    with (
-        pytest.raises(InvalidArgumentError) as refused,
-        cache.forward_pass(llama.model, inputs, every_output=True, takes_position_ids=True),
-    ):
-        kvservice_attention_forward(layer, states, states[:, :2], states[:, :2], mask, sliding_window=6)
-    assert refused.value.field == field
+def test_masks_that_contradict_attention_are_refused(make_pair) -> None:
+    """A layer slides in another window than the model's mask, and another gets a tensor for its mask."""
+
+    def other_window(layer: Any) -> None:
+        layer.self_attn.sliding_window += 1
+
+    def tensor(layer: Any) -> None:
+        replace_mask = lambda _, args, kwargs: (args, kwargs | {"attention_mask": torch.ones(1)})  # noqa: E731
+        layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
+
+    for change, field in ((other_window, "sliding_window"), (tensor, "attention_mask")):
+        pair = make_pair("gemma2")
+        change(pair.model.model.layers[0])
+        with pytest.raises(InvalidArgumentError) as refused:
+            pair.model(torch.tensor([[3, 4]]), **cached(KVServiceCache(pair.new_session())))
+        assert refused.value.field == field

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,18 +14,11 @@ import torch
 from ports import free_port
 from scraping import Samples, by_label, scrape_until
 from small_pool import SMALL_POOL
-from waiting import until
+from vllm_connector import Engine, connector_config
+from vllm_requests import BLOCK_SIZE
 
-from kvservice.client import KVClient, StoreNamespace
-from kvservice.integrations.common.blocks import EngineBlocks
-from kvservice.integrations.common.identity import session_name
-from kvservice.integrations.common.options import ConnectorOptions
-from kvservice.integrations.common.waiting import ComputeTime
-from kvservice.integrations.vllm.copiers import block_copier
-from kvservice.integrations.vllm.finders import StoreFinder
-from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
-from kvservice.integrations.vllm.working import ConnectorWorker
+from kvservice.client import StoreNamespace
+from kvservice.integrations.common import ConnectorOptions, EngineBlocks
 from kvservice.launch import Daemon
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 
@@ -52,34 +46,34 @@ def is_counted(port: int, model: str, *expected: int) -> bool:
     return bool(scrape_until(port, lambda samples: counters(samples, model) == expected))
 
 
-def wait(worker: ConnectorWorker, ended: Callable[[Any], bool]) -> None:
-    """Wait for the threads of a worker."""
-    for pending in list(worker._pending):
-        assert pending.ended.wait(60)
-    until(lambda: ended(worker.take_finished_loads()))
+def session_names(daemon: Daemon) -> list[str]:
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
+        snapshot = stub.GetSnapshot(inspect_pb2.GetSnapshotRequest(), timeout=60)
+    return sorted(session.name for session in snapshot.sessions)
 
 
-def test_a_request_of_vllm_counts_once(daemon: Daemon, port: int) -> None:
+def test_a_request_of_vllm_counts_once(
+    daemon: Daemon, port: int, vllm_connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two blocks are saved; the next request finds and loads them and misses a third."""
-    blocks = torch.arange(8 * 16, dtype=torch.int32).reshape(8, 16)
-    layout = block_layout({"layer": blocks}, 8)
-    namespace = StoreNamespace("of vLLM", layout.block_bytes)
-    with KVClient(daemon.address) as client:
-        finder = StoreFinder(client.store(namespace), ComputeTime(1.0), 1.0)
-        worker = ConnectorWorker(client.store(namespace), block_copier(layout, verify=False), layout.block_bytes)
-        assert finder.find(KEYS[:2]) == (0, 0)
-        worker.start_saves(ConnectorStep(saves=(BlockSave(KEYS[:2], (0, 1)),)))
-        wait(worker, lambda _: True)
-        assert is_counted(port, "of vLLM", 0, 2, 0, 2)
-        assert finder.find(KEYS[:3]) == (2, 2)
-        release = finder.lease(KEYS[:2])
-        worker.start_loads(ConnectorStep(loads=(BlockLoad("a", KEYS[:2], (4, 5)),)))
-        wait(worker, lambda loads: "a" in loads[0])
-        release()
-        assert torch.equal(blocks[4:6], blocks[:2])
-        assert is_counted(port, "of vLLM", 2, 3, 2, 2)
-        worker.close(60)
-        finder.close()
+    model = "of vLLM"
+    monkeypatch.setattr(vllm_connector.groups, "pipeline", SimpleNamespace(rank_in_group=1, world_size=2))
+    limits = {"lookup_timeout_s": 60.0, "transfer_timeout_s": 60.0, "prefill_tokens_per_s": 4.0}
+    engine = Engine(vllm_connector, None, config=connector_config(daemon.address, model=model, extra=limits))
+    try:
+        assert engine.matched(engine.request("a", KEYS[:3])) == 0
+        engine.save("a", KEYS[:2], [0, 1])
+        assert is_counted(port, model, 0, 2, 0, 2)
+        assert engine.matched(engine.request("b", KEYS)) == 2 * BLOCK_SIZE
+        engine.load("b", KEYS[:2], [4, 5])
+        assert engine.loaded() == ({"b"}, set())
+        engine.scheduler.update_connector_output(SimpleNamespace(finished_recving={"b"}))
+        assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
+        assert is_counted(port, model, 2, 3, 2, 2)
+        assert session_names(daemon) == ["vllm scheduler tp0 pp1", "vllm worker tp0 pp1"]
+    finally:
+        engine.close()
 
 
 def test_a_request_of_the_others_counts_once(daemon: Daemon, port: int) -> None:
@@ -94,15 +88,4 @@ def test_a_request_of_the_others_counts_once(daemon: Daemon, port: int) -> None:
         assert blocks.num_leading(KEYS[:2], counted=False) == 2
         assert blocks.load(KEYS[:2], addresses, (64,)).all()
         assert is_counted(port, "of others", 2, 3, 2, 2)
-        with grpc.insecure_channel(daemon.address) as channel:
-            stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
-            snapshot = stub.GetSnapshot(inspect_pb2.GetSnapshotRequest(), timeout=60)
-        assert [session.name for session in snapshot.sessions] == ["an engine tp0"]
-
-
-def test_the_name_of_a_session_has_the_rank() -> None:
-    parallel = StoreNamespace("m", 64, tp_rank=1, tp_size=2)
-    assert session_name("vllm worker", StoreNamespace("m", 64)) == "vllm worker tp0"
-    assert session_name("vllm worker", parallel) == "vllm worker tp1"
-    pipelined = StoreNamespace("m", 64, tp_rank=1, tp_size=2, pp_rank=3, pp_size=4)
-    assert session_name("vllm scheduler", pipelined) == "vllm scheduler tp1 pp3"
+        assert session_names(daemon) == ["an engine tp0"]

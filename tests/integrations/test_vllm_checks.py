@@ -1,25 +1,22 @@
-"""The vLLM connector's checks at the start, and the identity of weights."""
+"""What the vLLM connector refuses at the start, and which workers share blocks."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
+from fake_store import FakeStore
+from vllm_connector import FullAttentionSpec, cache_config, connector_config, stores_of
+from vllm_stub import Role
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.identity import short
-from kvservice.integrations.common.options import ConnectorOptions
-from kvservice.integrations.vllm.checks import check_supported
-from kvservice.integrations.vllm.identity import weights_identity, worker_namespace
-from kvservice.integrations.vllm.layout import block_layout
-
-
-class FullAttentionSpec: ...
 
 
 class MLAAttentionSpec: ...
@@ -38,214 +35,203 @@ class PrefixLMSpec(FullAttentionSpec):
 PrefixLMSpec.__name__ = "FullAttentionSpec"
 
 
-def config(**changes: Any) -> Any:
-    values = {"algorithm": "sha256", "scales": False, "dcp": 1, "speculative": None, "caching": True} | changes
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(
-            prefix_caching_hash_algo=values["algorithm"],
-            calculate_kv_scales=values["scales"],
-            enable_prefix_caching=values["caching"],
-        ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=values["dcp"], prefill_context_parallel_size=1),
-        speculative_config=values["speculative"],
-    )
+@pytest.fixture(autouse=True)
+def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
-def caches(*specs: object) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+def several(*specs: object) -> Any:
+    return SimpleNamespace(kv_cache_specs={f"layer.{n}": spec for n, spec in enumerate(specs)})
 
 
-SEVERAL = SimpleNamespace(kv_cache_specs={"layer.0": FullAttentionSpec(), "layer.1": MLAAttentionSpec()})
+def start(connector: Any, *specs: object, **changes: Any) -> None:
+    """Start an engine, and end it."""
+    connector(connector_config(**changes), Role.SCHEDULER, cache_config(*specs)).shutdown()
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"algorithm": "sha256_cbor"}, {"speculative": SimpleNamespace(method="ngram")}]
-)
-@pytest.mark.parametrize("spec", [FullAttentionSpec(), MLAAttentionSpec(), SEVERAL])
-def test_what_is_supported(changes: dict[str, Any], spec: object) -> None:
+def test_what_is_supported(vllm_connector: Any) -> None:
     """It raises nothing."""
-    check_supported(config(**changes), caches(spec), fixed_seed=True)
+    rows: list[dict[str, Any]] = [{}, {"algorithm": "sha256"}, {"speculative": SimpleNamespace(method="ngram")}]
+    with each_row() as row:
+        for changes in rows:
+            for spec in (FullAttentionSpec(), MLAAttentionSpec(), several(FullAttentionSpec(), MLAAttentionSpec())):
+                with row((changes, spec)):
+                    start(vllm_connector, spec, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "remedy"),
-    [
+def test_configurations_that_are_refused(vllm_connector: Any) -> None:
+    rows: list[tuple[dict[str, Any], str, str]] = [
         ({"algorithm": "xxhash"}, "prefix_caching_hash_algo", "--prefix-caching-hash-algo sha256_cbor"),
         ({"algorithm": "xxhash_cbor"}, "prefix_caching_hash_algo", "--prefix-caching-hash-algo sha256_cbor"),
         ({"scales": True}, "calculate_kv_scales", "a checkpoint"),
         ({"dcp": 2}, "decode_context_parallel_size", "not supported"),
         ({"caching": False}, "enable_prefix_caching", "is off"),
         ({"speculative": SimpleNamespace(method="eagle")}, "speculative_config", "not supported"),
-    ],
-)
-def test_configurations_that_are_refused(changes: dict[str, Any], field: str, remedy: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=remedy) as caught:
-        check_supported(config(**changes), caches(FullAttentionSpec()), fixed_seed=True)
-    assert caught.value.field == field
+    ]
+    with each_row() as row:
+        for changes, field, remedy in rows:
+            with row(changes):
+                with pytest.raises(InvalidArgumentError, match=remedy) as caught:
+                    start(vllm_connector, **changes)
+                assert caught.value.field == field
 
 
-def test_random_seeds_are_refused() -> None:
+def test_random_seeds_are_refused_unless_vllm_has_a_seed_of_its_own(
+    vllm_connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = sys.modules["vllm.v1.core.kv_cache_utils"]
+    monkeypatch.delenv("PYTHONHASHSEED")
+    start(vllm_connector)
+    monkeypatch.delattr(hashes, "DEFAULT_NONE_HASH_SEED")
     with pytest.raises(InvalidArgumentError, match="set PYTHONHASHSEED"):
-        check_supported(config(), caches(FullAttentionSpec()), fixed_seed=False)
+        start(vllm_connector)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    start(vllm_connector)
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [
+def test_models_whose_requests_do_not_keep_their_blocks_are_refused(vllm_connector: Any) -> None:
+    rows: list[tuple[object, ...]] = [
         (FullAttentionSpec(), SlidingWindowSpec()),
         (SlidingWindowSpec(),),
         (MambaSpec(),),
         (PrefixLMSpec(),),
-        (),
-        (SimpleNamespace(kv_cache_specs={"layer.0": FullAttentionSpec(), "layer.1": SlidingWindowSpec()}),),
-    ],
-)
-def test_models_whose_requests_do_not_keep_their_blocks_are_refused(specs: tuple[object, ...]) -> None:
-    with pytest.raises(InvalidArgumentError):
-        check_supported(config(), caches(*specs), fixed_seed=True)
+        (several(FullAttentionSpec(), SlidingWindowSpec()),),
+    ]
+    with each_row() as row:
+        for specs in rows:
+            with row(specs), pytest.raises(InvalidArgumentError):
+                start(vllm_connector, *specs)
+        groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8)
+        with row("no groups"), pytest.raises(InvalidArgumentError):
+            vllm_connector(connector_config(), Role.SCHEDULER, groups)
 
 
-def model(path: Path | str, **changes: Any) -> Any:
-    settings = {"text": "{}", "commit": None, "revision": None, "quantization": None, "seed": 0, "length": 8} | changes
-    settings.setdefault("multimodal", None)
-    hf_config = SimpleNamespace(to_json_string=lambda use_diff: settings["text"], _commit_hash=settings["commit"])
-    return SimpleNamespace(
-        model=str(path),
-        hf_config=hf_config,
-        revision=settings["revision"],
-        quantization=settings["quantization"],
-        seed=settings["seed"],
-        max_model_len=settings["length"],
-        multimodal_config=settings["multimodal"],
-    )
+def test_a_role_that_fails_requests_is_warned_of(vllm_connector: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = connector_config()
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    vllm_connector(config, Role.WORKER, cache_config()).shutdown()
+    assert caplog.text == ""
+    vllm_connector(config, Role.SCHEDULER, cache_config()).shutdown()
+    assert 'kv_load_failure_policy is "fail"' in caplog.text
 
 
-FILES = SimpleNamespace(load_format="auto")
-DUMMY = SimpleNamespace(load_format="dummy")
+def namespace(
+    connector: Any, layers: tuple[str, ...] = ("layer",), shape: tuple[int, ...] = (8, 2, 4), **changes: Any
+) -> StoreNamespace:
+    """Return where a worker keeps its blocks."""
+    worker = connector(connector_config(**changes), Role.WORKER, cache_config())
+    try:
+        with stores_of(lambda _: FakeStore()):
+            worker.register_kv_caches({layer: torch.zeros(shape) for layer in layers})
+        found: StoreNamespace = worker.get_handshake_metadata().namespace
+    finally:
+        worker.shutdown()
+    return found
 
 
-def test_weights_are_told_apart(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"1")
-    os.utime(weights, ns=(0, 0))
-    found = [weights_identity(model(tmp_path), FILES)]
-    assert weights_identity(model(tmp_path, seed=1), FILES) == found[0]
-    os.utime(weights, ns=(1, 1))
-    found.append(weights_identity(model(tmp_path), FILES))
-    weights.write_bytes(b"22")
-    os.utime(weights, ns=(1, 1))
+def test_weights_are_told_apart(vllm_connector: Any, tmp_path: Path) -> None:
+    def weights(model: object = tmp_path, **changes: Any) -> str:
+        given: dict[str, Any] = {"model": model, "revision": None} | changes
+        return namespace(vllm_connector, **given).weights
+
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    os.utime(file, ns=(0, 0))
+    found = [weights()]
+    assert weights(seed=1) == found[0]
+    os.utime(file, ns=(1, 1))
+    found.append(weights())
+    file.write_bytes(b"22")
+    os.utime(file, ns=(1, 1))
     found += [
-        weights_identity(model(tmp_path), FILES),
-        weights_identity(model(tmp_path, text='{"rope": 1}'), FILES),
-        weights_identity(model(tmp_path, quantization="fp8"), FILES),
-        weights_identity(model(tmp_path, multimodal=SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})), FILES),
-        weights_identity(model(tmp_path), DUMMY),
-        weights_identity(model(tmp_path, seed=1), DUMMY),
-        weights_identity(model("org/name", revision="main"), FILES),
-        weights_identity(model("org/name", revision="main", commit="1234"), FILES),
+        weights(),
+        weights(text='{"rope": 1}'),
+        weights(quantization="fp8"),
+        weights(multimodal=SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})),
+        weights(load_format="dummy"),
+        weights(load_format="dummy", seed=1),
+        weights("org/name", revision="main"),
+        weights("org/name", revision="main", commit="1234"),
     ]
     assert len(set(found)) == len(found)
-
-
-def test_the_length_of_requests_matters_with_longrope_only(tmp_path: Path) -> None:
-    def identities(text: str) -> set[str]:
-        return {weights_identity(model(tmp_path, text=text, length=length), FILES) for length in (8, 9)}
-
-    assert len(identities('{"rope_type": "longrope"}')) == 2
-    assert len(identities('{"rope_type": "yarn"}')) == 1
-
-
-def test_weights_without_an_identity_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match='set "weights"'):
-        weights_identity(model("org/name"), FILES)
+        weights("org/name")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_the_length_of_requests_matters_with_longrope_only(vllm_connector: Any) -> None:
+    for rope, count in (("longrope", 2), ("yarn", 1)):
+        text = f'{{"rope_type": "{rope}"}}'
+        assert len({namespace(vllm_connector, text=text, length=length).weights for length in (8, 9)}) == count
+
+
+def test_workers_share_blocks_only_if_everything_is_equal(vllm_connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, backend = vllm_connector.groups, vllm_connector.backend
+    expected = namespace(vllm_connector)
+    assert namespace(vllm_connector) == expected
+    rows: list[dict[str, Any]] = [
         {"block_size": 64},
         {"cache_dtype": "fp8"},
         {"dtype": "torch.bfloat16"},
-        {"algorithm": "sha256_cbor"},
-        {"layers": ["layer.1", "layer.2"]},
-        {"engine": "another"},
-        {"rank": 1},
-        {"size": 3},
-        {"weights": "mine"},
-        {"seed": "1"},
-        {"shape": (2, 4, 8)},
-        {"shape": (4, 2, 4)},
-    ],
-)
-def test_workers_share_blocks_only_if_everything_is_equal(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def namespace(**some: Any) -> StoreNamespace:
-        values: dict[str, Any] = {
-            "block_size": 32,
-            "cache_dtype": "auto",
-            "dtype": "torch.float16",
-            "algorithm": "sha256",
-            "layers": ["layer.0", "layer.1"],
-            "engine": "one",
-            "rank": 0,
-            "size": 2,
-            "weights": "",
-            "seed": "0",
-            "shape": (2, 2, 4),
-        } | some
-        monkeypatch.setenv("PYTHONHASHSEED", values["seed"])
-        cache = SimpleNamespace(
-            block_size=values["block_size"],
-            cache_dtype=values["cache_dtype"],
-            prefix_caching_hash_algo=values["algorithm"],
-        )
-        made = model(tmp_path)
-        made.dtype = values["dtype"]
-        return worker_namespace(
-            SimpleNamespace(model_config=made, cache_config=cache, load_config=FILES),
-            block_layout({"layer": torch.zeros(values["shape"])}, 2),
-            engine=values["engine"],
-            layers=values["layers"],
-            weights=values["weights"],
-            tensor_parallel=SimpleNamespace(rank_in_group=0, world_size=1),
-            pipeline_parallel=SimpleNamespace(rank_in_group=values["rank"], world_size=values["size"]),
-        )
-
-    assert namespace() == namespace()
-    assert namespace(**changes) != namespace()
+        {"algorithm": "sha256"},
+        {"layers": ("other",)},
+        {"layers": ("layer", "layer.1")},
+        {"extra": {"weights": "mine"}},
+        {"shape": (8, 4, 2)},
+        {"shape": (8, 2, 8)},
+    ]
+    with each_row() as row:
+        for changes in rows:
+            with row(changes):
+                assert namespace(vllm_connector, **changes) != expected
+        for where, name, value in (
+            (groups.tensor, "rank_in_group", 1),
+            (groups.pipeline, "rank_in_group", 1),
+            (groups.pipeline, "world_size", 3),
+            (backend, "name", "another"),
+        ):
+            with row((name, value)), monkeypatch.context() as patch:
+                patch.setattr(groups.tensor, "world_size", 2)
+                patch.setattr(groups.pipeline, "world_size", 2)
+                other = namespace(vllm_connector)
+                patch.setattr(where, name, value)
+                assert namespace(vllm_connector) != other
+        with row("seed"), monkeypatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", "1")
+            assert namespace(vllm_connector) != expected
 
 
-def test_long_texts_stay_different() -> None:
-    texts = [short("x" * length + "y" * 200) for length in (50, 56, 57, 100)]
+def test_long_texts_stay_different(vllm_connector: Any) -> None:
+    texts = [
+        namespace(vllm_connector, extra={"weights": "x" * length + "y" * 200}).weights for length in (50, 56, 57, 100)
+    ]
     assert len(set(texts)) == 4
     assert max(map(len, texts)) <= 256
     assert texts[1] == "x" * 56 + "y" * 200
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({}, "address"),
+def test_bad_options_are_named(vllm_connector: Any) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"address": ""}, "address"),
         ({"address": 1}, "address"),
-        ({"address": "unix:///a", "adress": "x"}, "adress"),
-        ({"address": "unix:///a", "lookup_timeout_s": "1"}, "lookup_timeout_s"),
-        ({"address": "unix:///a", "transfer_timeout_s": 0}, "transfer_timeout_s"),
-        ({"address": "unix:///a", "weights": None}, "weights"),
-        ({"address": "unix:///a", "prefill_tokens_per_s": -1}, "prefill_tokens_per_s"),
-        ({"address": "unix:///a", "prefill_tokens_per_s": 1e9}, "prefill_tokens_per_s"),
-        ({"address": "unix:///a", "verify": 1}, "verify"),
-        ({"address": "unix:///a", "lookup_timeout_s": True}, "lookup_timeout_s"),
-    ],
-)
-def test_bad_options_are_named(given: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        ConnectorOptions.of(given)
-    assert caught.value.field == field
-
-
-def test_options() -> None:
-    options = ConnectorOptions.of({"address": "unix:///a", "transfer_timeout_s": 2, "prefill_tokens_per_s": 5e4})
-    assert (options.address, options.transfer_timeout_s, options.lookup_timeout_s) == ("unix:///a", 2, 0.25)
-    assert options.prefill_tokens_per_s == 50_000
+        ({"adress": "x"}, "adress"),
+        ({"lookup_timeout_s": "1"}, "lookup_timeout_s"),
+        ({"transfer_timeout_s": 0}, "transfer_timeout_s"),
+        ({"weights": None}, "weights"),
+        ({"prefill_tokens_per_s": -1}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": 1e9}, "prefill_tokens_per_s"),
+        ({"verify": 1}, "verify"),
+        ({"lookup_timeout_s": True}, "lookup_timeout_s"),
+    ]
+    with each_row() as row:
+        for given, field in rows:
+            with row(given):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    start(vllm_connector, extra=given)
+                assert caught.value.field == field
+        with row("no address"):
+            config = connector_config()
+            del config.kv_transfer_config.kv_connector_extra_config["address"]
+            with pytest.raises(InvalidArgumentError) as caught:
+                vllm_connector(config, Role.SCHEDULER, cache_config())
+            assert caught.value.field == "address"
+    start(vllm_connector, extra={"transfer_timeout_s": 2, "prefill_tokens_per_s": 5e4, "verify": True})

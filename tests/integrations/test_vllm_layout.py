@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from each_row import each_row
 from fake_store import FakeStore
+from vllm_connector import Engine, cache_config, connector_config, stores_of
+from vllm_stub import Role
+from waiting import until
 
+from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm import transfers
-from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.transfers import BlockCopier
 
 NUM_BLOCKS, HEADS, SIZE, HEAD = 6, 3, 4, 8
 
@@ -37,18 +42,22 @@ def packed() -> dict[str, torch.Tensor]:
 
 
 CPU = (NUM_BLOCKS, HEADS, SIZE, 2 * HEAD)
+# The layers of each layout, and the axis of its blocks.
 CASES = {
     # K and V in one page: the CPU backend.
-    "page": (layers(CPU), 2, 0),
-    "tokens before heads": (layers(CPU, (0, 2, 1, 3)), 2, 0),
+    "page": (layers(CPU), 0),
+    "tokens before heads": (layers(CPU, (0, 2, 1, 3)), 0),
     # Heads outside of blocks.
-    "heads first": (layers(CPU, (1, 0, 2, 3)), 2 * HEADS, 0),
-    "K and V first": (layers((2, NUM_BLOCKS, SIZE, HEADS, HEAD)), 4, 1),
-    "K and V in a block": (layers((NUM_BLOCKS, 2, SIZE, HEADS, HEAD)), 2, 0),
-    "two kernel blocks in a block": (layers((2 * NUM_BLOCKS, HEADS, SIZE, HEAD)), 2, 0),
-    "bytes": (layers((NUM_BLOCKS, SIZE, 576), dtype=torch.uint8), 2, 0),
-    "layers side by side": (packed(), 1, 0),
+    "heads first": (layers(CPU, (1, 0, 2, 3)), 0),
+    "K and V first": (layers((2, NUM_BLOCKS, SIZE, HEADS, HEAD)), 1),
+    "K and V in a block": (layers((NUM_BLOCKS, 2, SIZE, HEADS, HEAD)), 0),
+    "two kernel blocks in a block": (layers((2 * NUM_BLOCKS, HEADS, SIZE, HEAD)), 0),
+    "bytes": (layers((NUM_BLOCKS, SIZE, 576), dtype=torch.uint8), 0),
+    "layers side by side": (packed(), 0),
 }
+KEYS = [bytes([n]) * 32 for n in range(3)]
+# Copies blocks into a store, or from it: the keys, the blocks, and for loads the keys that are not there.
+Copy = Callable[[list[bytes], list[int]], Any]
 
 
 class HostStream:
@@ -65,36 +74,21 @@ class HostStream:
 
 def on_the_host(patch: pytest.MonkeyPatch) -> None:
     """Let StagedCopier work on tensors in host memory."""
-    patch.setattr(transfers, "_pinned", lambda *shape: torch.empty(shape, dtype=torch.uint8))
+    empty = torch.empty
+    patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     patch.setattr(torch.cuda, "Stream", HostStream)
     patch.setattr(torch.cuda, "Event", HostStream)
     patch.setattr(torch.cuda, "current_stream", HostStream)
     patch.setattr(torch.cuda, "stream", nullcontext)
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_a_block_comes_back_as_it_was(case: str, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_caches, num_pieces, axis = CASES[case]
-    kv_caches = copy.deepcopy(dict(kv_caches))
-    layout = block_layout(kv_caches, NUM_BLOCKS)
-    assert len(layout.piece_bytes) == num_pieces
-    per_block = sum(tensor.numel() * tensor.element_size() for tensor in kv_caches.values()) // NUM_BLOCKS
-    assert layout.block_bytes == per_block
-
-    on_the_host(monkeypatch)
-    monkeypatch.setattr(transfers, "CALL_BYTES", layout.block_bytes)  # one block is staged at a time
-    copier: BlockCopier = transfers.StagedCopier(layout, verify=False) if staged else block_copier(layout)
-    store = FakeStore()
+def assert_blocks_come_back(kv_caches: dict[str, torch.Tensor], axis: int, put: Copy, get: Copy) -> None:
+    """Save blocks 1 and 4, clear all, and load them into 0 and 4, with another between them that is missing."""
     before = {name: tensor.clone() for name, tensor in kv_caches.items()}
-    copier.put(store, [b"a", b"b"], [1, 4], copier.mark()).result()
+    put(KEYS[:2], [1, 4])
     for tensor in kv_caches.values():
         tensor.zero_()
-    assert copier.get(store, [b"b", b"missing", b"a"], [4, 2, 0], copier.mark()).result().tolist() == [
-        True,
-        False,
-        True,
-    ]
+    get([KEYS[1], KEYS[2], KEYS[0]], [4, 2, 0])
     for name, tensor in kv_caches.items():
         blocks, expected = (each.unflatten(axis, (NUM_BLOCKS, -1)).movedim(axis, 0) for each in (tensor, before[name]))
         assert torch.equal(blocks[4], expected[4])
@@ -102,38 +96,86 @@ def test_a_block_comes_back_as_it_was(case: str, staged: bool, monkeypatch: pyte
         assert not blocks[[1, 2, 3, 5]].any()
 
 
-def test_layers_that_share_a_tensor_are_saved_once() -> None:
+def test_a_block_comes_back_as_it_was(vllm_connector: Any) -> None:
+    with each_row() as row:
+        for case, (layers_of_case, axis) in CASES.items():
+            kv_caches, store = copy.deepcopy(dict(layers_of_case)), FakeStore()
+            engine = Engine(vllm_connector, store, layers=kv_caches, num_blocks=NUM_BLOCKS)
+
+            def put(keys: list[bytes], block_ids: list[int], engine: Engine = engine, store: FakeStore = store) -> None:
+                engine.save("writer", keys, block_ids)
+                until(lambda: len(store.values) == len(keys))
+
+            def get(keys: list[bytes], block_ids: list[int], engine: Engine = engine) -> None:
+                engine.load("reader", keys, block_ids)
+                assert engine.loaded() == ({"reader"}, {2})
+
+            with row(case):
+                assert_blocks_come_back(kv_caches, axis, put, get)
+                num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kv_caches.values())
+                assert {len(value) for value in store.values.values()} == {num_bytes // NUM_BLOCKS}
+            engine.close()
+
+
+def test_a_staged_block_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without our kernels. One block is staged at a time."""
+    on_the_host(monkeypatch)
+    with each_row() as row:
+        for case, (layers_of_case, axis) in CASES.items():
+            kv_caches, store = copy.deepcopy(dict(layers_of_case)), FakeStore()
+            layout = block_layout(kv_caches, NUM_BLOCKS)
+            monkeypatch.setattr(transfers, "CALL_BYTES", layout.block_bytes)
+            copier = transfers.StagedCopier(layout, verify=False)
+
+            def put(keys: list[bytes], block_ids: list[int], copier: Any = copier, store: Any = store) -> None:
+                copier.put(store, keys, block_ids, copier.mark()).result()
+
+            def get(keys: list[bytes], block_ids: list[int], copier: Any = copier, store: Any = store) -> None:
+                found = copier.get(store, keys, block_ids, copier.mark()).result()
+                assert found.tolist() == [True, False, True]
+
+            with row(case):
+                assert_blocks_come_back(kv_caches, axis, put, get)
+
+
+def namespace_of(connector: Any, kv_caches: Any, num_blocks: int = NUM_BLOCKS) -> StoreNamespace:
+    """Return where a worker with these layers keeps its blocks."""
+    worker = connector(connector_config(), Role.WORKER, cache_config(num_blocks=num_blocks))
+    try:
+        with stores_of(lambda _: FakeStore()):
+            worker.register_kv_caches(kv_caches)
+        namespace: StoreNamespace = worker.get_handshake_metadata().namespace
+    finally:
+        worker.shutdown()
+    return namespace
+
+
+def test_layers_that_share_a_tensor_are_saved_once(vllm_connector: Any) -> None:
     kv_caches = layers(CPU)
-    alone = block_layout(kv_caches, NUM_BLOCKS)
-    shared = block_layout(kv_caches | {"layer.2": kv_caches["layer.0"]}, NUM_BLOCKS)
-    assert (shared.block_bytes, shared.description) == (alone.block_bytes, alone.description)
+    shared = namespace_of(vllm_connector, kv_caches | {"layer.2": kv_caches["layer.0"]})
+    assert shared.block_bytes == namespace_of(vllm_connector, kv_caches).block_bytes
 
 
-def test_the_description_tells_orders_and_dtypes_apart_but_not_the_number_of_blocks() -> None:
-    texts = {case: block_layout(dict(CASES[case][0]), NUM_BLOCKS).description for case in CASES}
+def test_the_layout_tells_orders_and_dtypes_apart_but_not_the_number_of_blocks(vllm_connector: Any) -> None:
+    texts = {case: namespace_of(vllm_connector, dict(kv_caches)).layout for case, (kv_caches, _) in CASES.items()}
     # The bytes of a value are in the same order.
     assert texts.pop("heads first") == texts["page"]
     assert len(set(texts.values())) == len(texts)
-    assert block_layout(layers((2 * NUM_BLOCKS, *CPU[1:])), 2 * NUM_BLOCKS).description == texts["page"]
-    more = layers((2, 2 * NUM_BLOCKS, SIZE, HEADS, HEAD))
-    assert block_layout(more, 2 * NUM_BLOCKS).description == texts["K and V first"]
-    assert block_layout(layers(CPU, dtype=torch.bfloat16), NUM_BLOCKS).description not in texts.values()
+    twice = 2 * NUM_BLOCKS
+    assert namespace_of(vllm_connector, layers((twice, *CPU[1:])), twice).layout == texts["page"]
+    assert namespace_of(vllm_connector, layers((2, twice, SIZE, HEADS, HEAD)), twice).layout == texts["K and V first"]
+    assert namespace_of(vllm_connector, layers(CPU, dtype=torch.bfloat16)).layout not in texts.values()
 
 
-@pytest.mark.parametrize(
-    ("kv_caches", "what"),
-    [
+def test_other_layouts_and_devices_are_refused(vllm_connector: Any) -> None:
+    rows: list[tuple[Any, str]] = [
         ({}, "no K/V caches"),
         ({"layer": torch.zeros(7, 7, 4)}, "no axis"),
         ({"layer": [torch.zeros(6, 4)]}, "list is not one tensor"),
         ({"layer": torch.zeros(20, NUM_BLOCKS, 4).permute(1, 0, 2)}, "20 pieces"),
-    ],
-)
-def test_other_layouts_are_refused(kv_caches: dict[str, torch.Tensor], what: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=what):
-        block_layout(kv_caches, NUM_BLOCKS)
-
-
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="meta"):
-        block_copier(block_layout({"layer": torch.zeros(CPU, device="meta")}, NUM_BLOCKS))
+        ({"layer": torch.zeros(CPU, device="meta")}, "meta"),
+    ]
+    with each_row() as row:
+        for kv_caches, what in rows:
+            with row(what), pytest.raises(InvalidArgumentError, match=what):
+                namespace_of(vllm_connector, kv_caches)

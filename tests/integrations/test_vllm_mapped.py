@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 import torch
+from each_row import each_row
 from gated_copies import Gate, HostGpu, LeakyStore
 from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace, store_daemon
 from waiting import until
@@ -59,14 +61,11 @@ class Rig:
         return all(torch.equal(layer[:, block], self.saved[name][:, saved]) for name, layer in self.layers.items())
 
 
-@pytest.mark.parametrize("share", ["write", "read", "off"])
-@pytest.mark.parametrize("refuses", [False, True])
-def test_saved_blocks_are_loaded_whatever_the_store_allows(
-    store_daemon: OpenStore, share: str, refuses: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def assert_saved_blocks_are_loaded(daemon: Daemon, share: str, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     rig.gpu.refuses = refuses
-    with rig.store(store_daemon(share)) as store:
+    caplog.clear()
+    with rig.store(daemon) as store:
         assert rig.save(store, 1, 2, 3) == [DONE] * 3
         rig.clear()
         assert store.get(keys_of(1, 2), np.empty((2, rig.layout.block_bytes), np.uint8), verify=True).all()
@@ -76,6 +75,16 @@ def test_saved_blocks_are_loaded_whatever_the_store_allows(
         locked = share != "off" and not refuses
         assert [lock.read_only for lock in rig.gpu.locks] == [share == "read"] * locked
         assert ("cannot be page-locked" in caplog.text) == (share != "off" and refuses)
+
+
+def test_saved_blocks_are_loaded_whatever_the_store_allows(
+    store_daemon: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with each_row() as row:
+        for share in ("write", "read", "off"):
+            for refuses in (False, True):
+                with row((share, refuses)):
+                    assert_saved_blocks_are_loaded(store_daemon(share), share, refuses, caplog)
 
 
 def test_damaged_blocks_are_found_if_loads_are_verified(store_daemon: OpenStore) -> None:
@@ -115,10 +124,14 @@ def test_copies_overlap_and_their_room_is_limited(store_daemon: OpenStore) -> No
         rig.gate.open.clear()
         saved = [rig.copier.put(store, keys_of(n), [n], None) for n in range(IN_FLIGHT)]
         assert not any(each.done() for each in saved)
-        assert not rig.copier._room.acquire(blocking=False)
-        assert not store.lookup(keys_of(0)).num_leading
-        rig.gate.open.set()
-        assert [each.result(60).tolist() for each in saved] == [[DONE]] * IN_FLIGHT
+        with ThreadPoolExecutor(1) as thread:
+            another = thread.submit(rig.save, store, IN_FLIGHT)
+            assert wait([another], 0.2).not_done
+            assert rig.gate.num_started == IN_FLIGHT
+            assert not store.lookup(keys_of(0)).num_leading
+            rig.gate.open.set()
+            assert [each.result(60).tolist() for each in saved] == [[DONE]] * IN_FLIGHT
+            assert another.result(60) == [DONE]
 
 
 def test_what_cannot_be_launched_holds_nothing(store_daemon: OpenStore) -> None:
@@ -166,18 +179,3 @@ def test_another_mapping_is_locked_anew(store_daemon: OpenStore) -> None:
             memory = store.memory
             assert memory is not None
             assert [(lock.address - memory.address) // memory.num_bytes for lock in rig.gpu.locks] == [0]
-
-
-def test_a_link_that_is_lost_keeps_the_room_of_reservations(store_daemon: OpenStore) -> None:
-    """A GPU may still write there."""
-    rig = Rig()
-    with rig.store(store_daemon("write")) as store:
-        reservation = store.reserve(keys_of(1))
-        assert reservation.addresses.tolist() == [view.ctypes.data for view in reservation.views if view is not None]
-        core = store._core._access
-        link = core.link
-        assert link is not None
-        core._lose(link, ConnectionError("as if a call had timed out"))  # type: ignore[arg-type]
-        until(lambda: core.link is not None and core.link is not link)
-        assert link.reservations
-        assert reservation.commit() == 0

@@ -13,23 +13,29 @@ import attention_cases
 import numpy as np
 import pytest
 from attention_reference import DTYPES, Case, check, make_batch, reference
+from each_row import each_row
 
 from kvservice import ops
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_sampled_cases(part: int) -> None:
-    """Each case is compared with float64."""
-    attention_cases.check_cases(attention_cases.sample_cases(480)[part::8])
+NUM_CASES = 480
 
 
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_sampled_cases_on_every_instruction_set(isa: str) -> None:
+def assert_sampled_right(cases: list[Case]) -> None:
+    """Compare each case with float64."""
+    with each_row() as row:
+        for case in cases:
+            with row(case):
+                attention_cases.check_cases([case])
+
+
+def assert_instruction_set_right(isa: str, cases: range) -> None:
+    """Compare sampled cases with float64 in a process of their own."""
     script = str(Path(attention_cases.__file__))
     ran = subprocess.run(
-        [sys.executable, script, "150"],
+        [sys.executable, script, str(cases.start), str(cases.stop)],
         env={**os.environ, "KVSERVICE_CPU_ISA": isa},
         capture_output=True,
         text=True,
@@ -38,7 +44,27 @@ def test_sampled_cases_on_every_instruction_set(isa: str) -> None:
     if f"this processor has no {isa}" in ran.stderr:
         pytest.skip(f"this processor has no {isa}")
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [isa, "150"]
+    assert ran.stdout.split() == [isa, str(len(cases))]
+
+
+def test_sampled_cases() -> None:
+    assert_sampled_right(attention_cases.sample_cases(NUM_CASES)[::4])
+
+
+@pytest.mark.slow
+def test_all_other_sampled_cases() -> None:
+    assert_sampled_right([case for at, case in enumerate(attention_cases.sample_cases(NUM_CASES)) if at % 4])
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_sampled_cases_on_every_instruction_set(isa: str) -> None:
+    assert_instruction_set_right(isa, range(40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_more_sampled_cases_on_every_instruction_set(isa: str) -> None:
+    assert_instruction_set_right(isa, range(40, 150))
 
 
 def test_an_unknown_instruction_set_is_named() -> None:
@@ -52,30 +78,33 @@ def test_an_unknown_instruction_set_is_named() -> None:
     assert "InvalidArgumentError: KVSERVICE_CPU_ISA: unknown instruction set 'sse9'" in ran.stderr
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_long_sequences_are_split_over_threads(dtype: str, threads: int) -> None:
-    """The case is compared with float64."""
-    case = Case((1, 2, 1), (2900, 1500, 7), dtype=dtype, head_size=128, group=2, num_layers=1, layer=0)
-    batch = make_batch(case)
+def test_long_sequences_are_split_over_threads() -> None:
+    """The cases are compared with float64."""
     before = ops.num_threads()
-    ops.set_num_threads(threads)
     try:
-        check(batch, *ops.attention(*batch.arguments(), return_lse=True))
+        with each_row() as row:
+            for dtype in DTYPES:
+                case = Case((1, 2, 1), (2900, 1500, 7), dtype=dtype, head_size=128, group=2, num_layers=1, layer=0)
+                batch = make_batch(case)
+                for threads in (1, 2, 5):
+                    ops.set_num_threads(threads)
+                    with row((dtype, threads)):
+                        check(batch, *ops.attention(*batch.arguments(), return_lse=True))
     finally:
         ops.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_several_python_threads_at_once(dtype: str) -> None:
-    batches = [make_batch(Case((3, 40), (700, 90), dtype=dtype, head_size=64, seed=seed)) for seed in range(4)]
+def test_several_python_threads_at_once() -> None:
+    cases = [Case((3, 40), (700, 90), dtype=dtype, head_size=64, seed=seed) for dtype in DTYPES for seed in range(4)]
+    batches = [make_batch(case) for case in cases]
     alone = [ops.attention(*batch.arguments()).tobytes() for batch in batches]
 
-    def attend(index: int) -> bool:
-        return ops.attention(*batches[index % 4].arguments()).tobytes() == alone[index % 4]
+    def wrong(index: int) -> Case | None:
+        batch, expected = batches[index % len(batches)], alone[index % len(batches)]
+        return None if ops.attention(*batch.arguments()).tobytes() == expected else batch.case
 
     with ThreadPoolExecutor(4) as executor:
-        assert all(executor.map(attend, range(100)))
+        assert set(executor.map(wrong, range(300))) == {None}
 
 
 def test_a_forked_child_can_attend() -> None:
@@ -108,12 +137,11 @@ def test_out_and_strided_inputs() -> None:
     assert out.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("query_lens", [(), (0, 0)])
-def test_empty_batches(query_lens: tuple[int, ...]) -> None:
-    batch = make_batch(Case(query_lens, (0, 7)[: len(query_lens)]))
-    out, lse = ops.attention(*batch.arguments(), return_lse=True)
-    assert out.shape == (0, 4, 64)
-    assert lse.shape == (0, 4)
+def test_empty_batches() -> None:
+    for query_lens, context_lens in (((), ()), ((0, 0), (0, 7))):
+        batch = make_batch(Case(query_lens, context_lens))
+        out, lse = ops.attention(*batch.arguments(), return_lse=True)
+        assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4)), query_lens
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
@@ -123,15 +151,16 @@ def test_blocks_before_the_window_are_not_read() -> None:
     check(batch, *ops.attention(*batch.arguments(), **batch.options, return_lse=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_logits_do_not_overflow(dtype: str) -> None:
-    batch = make_batch(Case((2, 1), (150, 33), dtype=dtype, scale=40.0))
-    expected, _ = reference(batch)
-    got = ops.attention(*batch.arguments(), **batch.options).astype(np.float64)
-    # One key gets nearly all weight, or two with almost equal logits share it, at the accuracy of logits of thousands.
-    close = np.linalg.norm(got - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
-    assert np.isfinite(got).all()
-    assert close.mean() > 0.8
+def test_large_logits_do_not_overflow() -> None:
+    for dtype in DTYPES:
+        batch = make_batch(Case((2, 1), (150, 33), dtype=dtype, scale=40.0))
+        expected, _ = reference(batch)
+        got = ops.attention(*batch.arguments(), **batch.options).astype(np.float64)
+        # One key gets nearly all weight, or two with almost equal logits share it, at the accuracy of logits of
+        # thousands.
+        close = np.linalg.norm(got - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
+        assert np.isfinite(got).all(), dtype
+        assert close.mean() > 0.8, dtype
 
 
 MUTANT_CASE = Case(
@@ -212,13 +241,15 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_check_rejects(mutant: str, dtype: str) -> None:
-    batch = make_batch(replace(MUTANT_CASE, dtype=dtype))
-    check(batch, call(batch))
-    with np.errstate(invalid="ignore"), pytest.raises(AssertionError, match="relative error"):
-        check(batch, MUTANTS[mutant](batch))
+def test_the_check_rejects_mutants() -> None:
+    with each_row() as row:
+        for dtype in DTYPES:
+            batch = make_batch(replace(MUTANT_CASE, dtype=dtype))
+            check(batch, call(batch))
+            for name, mutant in MUTANTS.items():
+                failing = pytest.raises(AssertionError, match="relative error")
+                with row((dtype, name)), np.errstate(invalid="ignore"), failing:
+                    check(batch, mutant(batch))
 
 
 def test_the_check_rejects_a_wrong_log_sum_exp() -> None:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_reference import Batch, Case, check, make_batch
+from each_row import each_row
 
 from kvservice import ops
 from kvservice.errors import InvalidArgumentError
@@ -92,14 +93,15 @@ def attend(batch: Batch, changed: dict[str, Any]) -> np.ndarray:
     return ops.attention(**arguments)
 
 
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention_names_the_wrong_argument(case: str) -> None:
-    field, change = ATTENTION[case]
+def test_attention_names_the_wrong_argument() -> None:
     batch = make_batch(Case((1, 2), (20, 33)))
-    with pytest.raises(InvalidArgumentError) as raised:
-        attend(batch, change(batch))
-    assert raised.value.field == field
-    check(batch, attend(batch, {}))
+    with each_row() as row:
+        for name, (field, change) in ATTENTION.items():
+            with row(name):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    attend(batch, change(batch))
+                assert raised.value.field == field
+                check(batch, attend(batch, {}))
 
 
 WRITE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,35 +120,36 @@ WRITE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRITE)
-def test_write_names_the_wrong_argument_and_writes_nothing(case: str) -> None:
-    field, changed = WRITE[case]
+def test_write_names_the_wrong_argument_and_writes_nothing() -> None:
     pool, tokens = np.zeros((3, 1, 2, 2, 64 * 16), np.float32), np.ones((2, 2, 64), np.float32)
-    arguments = {"pool": pool, "layer": 0, "slot_mapping": np.array([0, 1]), "key": tokens, "value": tokens, **changed}
-    with pytest.raises(InvalidArgumentError) as raised:
-        ops.write_kv(**arguments)
-    assert raised.value.field == field
-    assert not pool.any()
+    slots = np.array([0, 1])
+    arguments: dict[str, Any] = {"pool": pool, "layer": 0, "slot_mapping": slots, "key": tokens, "value": tokens}
+    with each_row() as row:
+        for name, (field, changed) in WRITE.items():
+            with row(name):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    ops.write_kv(**arguments | changed)
+                assert raised.value.field == field
+                assert not pool.any()
 
 
-@pytest.mark.parametrize(
-    ("field", "slots", "head_size"),
-    [("slots", [48], 64), ("slots", [-1], 64), ("head_size", [0], 0), ("head_size", [0], -64), ("head_size", [0], 72)],
-)
-def test_read_names_the_wrong_argument(field: str, slots: list[int], head_size: int) -> None:
+def test_read_names_the_wrong_argument() -> None:
     pool = np.zeros((3, 1, 2, 2, 64 * 16), np.float32)
-    with pytest.raises(InvalidArgumentError) as raised:
-        ops.read_kv(pool, 0, np.array(slots), head_size=head_size)
-    assert raised.value.field == field
+    rows = [("slots", 48, 64), ("slots", -1, 64), ("head_size", 0, 0), ("head_size", 0, -64), ("head_size", 0, 72)]
+    with each_row() as row:
+        for field, slot, head_size in rows:
+            with row((field, slot, head_size)):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    ops.read_kv(pool, 0, np.array([slot]), head_size=head_size)
+                assert raised.value.field == field
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025, 2**70])
-def test_thread_counts_out_of_range(count: int) -> None:
+def test_thread_counts_out_of_range() -> None:
     before = ops.num_threads()
-    with pytest.raises(InvalidArgumentError) as raised:
-        ops.set_num_threads(count)
-    assert raised.value.field == "count"
-    assert ops.num_threads() == before
+    for count in (0, -1, 1025, 2**70):
+        with pytest.raises(InvalidArgumentError) as raised:
+            ops.set_num_threads(count)
+        assert (raised.value.field, ops.num_threads()) == ("count", before), count
 
 
 def test_random_integers_are_refused_or_computed() -> None:

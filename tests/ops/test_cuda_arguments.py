@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 
 import kvservice
 from kvservice.attention_options import BlockSparse
@@ -214,13 +215,14 @@ ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention_names_the_wrong_argument(recorder: Recorder, case: str) -> None:
-    field, changed = ATTENTION[case]
-    with pytest.raises(InvalidArgumentError) as raised:
-        attend(**changed)
-    assert raised.value.field == field
-    assert not recorder.launched
+def test_attention_names_the_wrong_argument(recorder: Recorder) -> None:
+    with each_row() as row:
+        for name, (field, changed) in ATTENTION.items():
+            with row(name):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    attend(**changed)
+                assert raised.value.field == field
+                assert not recorder.launched
     attend()
     assert len(recorder.launched) == 1
 
@@ -241,18 +243,19 @@ WRITE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRITE)
-def test_write_and_read_name_the_wrong_argument(recorder: Recorder, case: str) -> None:
-    field, changed = WRITE[case]
-    arguments = {"pool": POOL, "layer": 0, "slot_mapping": SLOTS, "key": TOKENS, "value": TOKENS, **changed}
-    with pytest.raises(InvalidArgumentError) as raised:
-        cuda.write_kv(**arguments, stream=7)
-    assert raised.value.field == field
-    arguments["slots"] = arguments.pop("slot_mapping")
-    with pytest.raises(InvalidArgumentError) as raised:
-        cuda.read_kv(**arguments, stream=7)
-    assert raised.value.field == {"slot_mapping": "slots"}.get(field, field)
-    assert not recorder.calls
+def test_write_and_read_name_the_wrong_argument(recorder: Recorder) -> None:
+    with each_row() as row:
+        for name, (field, changed) in WRITE.items():
+            with row(name):
+                arguments = {"pool": POOL, "layer": 0, "slot_mapping": SLOTS, "key": TOKENS, "value": TOKENS, **changed}
+                with pytest.raises(InvalidArgumentError) as raised:
+                    cuda.write_kv(**arguments, stream=7)
+                assert raised.value.field == field
+                arguments["slots"] = arguments.pop("slot_mapping")
+                with pytest.raises(InvalidArgumentError) as raised:
+                    cuda.read_kv(**arguments, stream=7)
+                assert raised.value.field == {"slot_mapping": "slots"}.get(field, field)
+                assert not recorder.calls
 
 
 def test_write_and_read_hand_everything_on(recorder: Recorder) -> None:
@@ -283,14 +286,15 @@ COPY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", COPY)
-def test_copy_blocks_names_the_wrong_argument(recorder: Recorder, case: str) -> None:
-    field, changed = COPY[case]
-    arguments: dict[str, Any] = {"src_pool": POOL, "dst_pool": POOL, "src_ids": IDS, "dst_ids": IDS + 2, **changed}
-    with pytest.raises(InvalidArgumentError) as raised:
-        cuda.copy_blocks(**arguments, stream=7)
-    assert raised.value.field == field
-    assert not recorder.calls
+def test_copy_blocks_names_the_wrong_argument(recorder: Recorder) -> None:
+    arguments: dict[str, Any] = {"src_pool": POOL, "dst_pool": POOL, "src_ids": IDS, "dst_ids": IDS + 2}
+    with each_row() as row:
+        for name, (field, changed) in COPY.items():
+            with row(name):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    cuda.copy_blocks(**arguments | changed, stream=7)
+                assert raised.value.field == field
+                assert not recorder.calls
 
 
 def test_copy_blocks_hands_everything_on(recorder: Recorder) -> None:

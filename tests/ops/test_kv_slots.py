@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from attention_reference import DTYPES, POOL_DTYPES, put, put_sequence
+from each_row import each_row
 
 from kvservice import ops
 from kvservice.errors import InvalidArgumentError
@@ -24,31 +27,23 @@ def random_tokens(dtype: str, count: int, head_size: int) -> tuple[np.ndarray, n
     return key, value
 
 
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_a_sequence_put_at_once_lies_as_one_put_by_token(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    key, value = rng.standard_normal((2, 21, KV_HEADS, 48), np.float32).astype(POOL_DTYPES[dtype])
-    shape = (9, LAYERS, 2, KV_HEADS, 48 * 8)
-    by_token, at_once = np.full(shape, np.nan, key.dtype), np.full(shape, np.nan, key.dtype)
-    blocks = np.array([7, 0, 4])
-    for pos in range(21):
-        put(by_token, 1, blocks[pos // 8], pos % 8, 8, key[pos], value[pos])
-    put_sequence(at_once, 1, blocks, 8, key, value)
-    assert at_once.tobytes() == by_token.tobytes()
+def test_a_sequence_put_at_once_lies_as_one_put_by_token() -> None:
+    for dtype in POOL_DTYPES.values():
+        rng = np.random.default_rng(0)
+        key, value = rng.standard_normal((2, 21, KV_HEADS, 48), np.float32).astype(dtype)
+        shape = (9, LAYERS, 2, KV_HEADS, 48 * 8)
+        by_token, at_once = np.full(shape, np.nan, key.dtype), np.full(shape, np.nan, key.dtype)
+        blocks = np.array([7, 0, 4])
+        for pos in range(21):
+            put(by_token, 1, blocks[pos // 8], pos % 8, 8, key[pos], value[pos])
+        put_sequence(at_once, 1, blocks, 8, key, value)
+        assert at_once.tobytes() == by_token.tobytes(), dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size", [32, 40, 128])
-@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 256])
-def test_write_puts_each_element_where_the_layout_says(dtype: str, head_size: int, block_size: int) -> None:
+def assert_written_where_the_layout_says(dtype: str, head_size: int, block_size: int, slots: np.ndarray) -> None:
+    """Fail unless a write puts each element in its place and nothing anywhere else, and a read gives them back."""
     pool = random_pool(dtype, head_size, block_size)
     expected = pool.copy()
-    rng = np.random.default_rng(7)
-    num_slots = len(pool) * block_size
-    # Scattered slots, and a range that crosses the end of a block.
-    slots = rng.permutation(num_slots)[: min(num_slots, 20)]
-    slots = np.unique(np.concatenate([slots, np.arange(num_slots)[block_size - 1 :][: block_size + 2]]))
-    slots = rng.permutation(slots)
     key, value = random_tokens(dtype, len(slots), head_size)
     for index, slot in enumerate(slots):
         put(expected, 1, slot // block_size, slot % block_size, block_size, key[index], value[index])
@@ -60,22 +55,25 @@ def test_write_puts_each_element_where_the_layout_says(dtype: str, head_size: in
     assert read_value.tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size", [32, 40])
-@pytest.mark.parametrize("block_size", [8, 16, 256])
-def test_neighbouring_slots_are_written_and_read_as_single_ones(dtype: str, head_size: int, block_size: int) -> None:
+def test_write_puts_each_element_where_the_layout_says() -> None:
+    with each_row() as row:
+        for dtype, head_size, block_size in product(DTYPES, (32, 40, 128), (1, 2, 8, 16, 256)):
+            rng = np.random.default_rng(7)
+            num_slots = 9 * block_size
+            # Scattered slots, and a range that crosses the end of a block.
+            slots = rng.permutation(num_slots)[: min(num_slots, 20)]
+            slots = np.unique(np.concatenate([slots, np.arange(num_slots)[block_size - 1 :][: block_size + 2]]))
+            with row((dtype, head_size, block_size)):
+                assert_written_where_the_layout_says(dtype, head_size, block_size, rng.permutation(slots))
+
+
+def test_neighbouring_slots_are_written_and_read_as_single_ones() -> None:
     """Several tokens of a block are moved together, from any slot of it on."""
-    pool = random_pool(dtype, head_size, block_size)
-    expected = pool.copy()
-    slots = np.arange(3, min(3 * block_size, block_size + 50))
-    key, value = random_tokens(dtype, len(slots), head_size)
-    for index, slot in enumerate(slots):
-        put(expected, 1, slot // block_size, slot % block_size, block_size, key[index], value[index])
-    ops.write_kv(pool, 1, slots, key, value)
-    assert pool.tobytes() == expected.tobytes()
-    read_key, read_value = ops.read_kv(pool, 1, slots, head_size=head_size)
-    assert read_key.tobytes() == key.tobytes()
-    assert read_value.tobytes() == value.tobytes()
+    with each_row() as row:
+        for dtype, head_size, block_size in product(DTYPES, (32, 40), (8, 16, 256)):
+            slots = np.arange(3, min(3 * block_size, block_size + 50))
+            with row((dtype, head_size, block_size)):
+                assert_written_where_the_layout_says(dtype, head_size, block_size, slots)
 
 
 def test_large_writes_go_over_all_threads() -> None:
@@ -107,22 +105,20 @@ def test_strided_keys_and_values() -> None:
     assert read_value.tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("num_copies", [0, 1, 4])
-@pytest.mark.parametrize("head_size", [64, 256])
-def test_copy_blocks_between_and_within_pools(num_copies: int, head_size: int) -> None:
-    source, target = random_pool("float32", head_size, 128), random_pool("float32", head_size, 128) + 1
-    src_ids = np.array([8, 0, 3, 3], np.int32)[:num_copies]
-    dst_ids = np.array([1, 2, 5, 6], np.int32)[:num_copies]
-    for src, dst in ((source, target), (source, source)):
-        expected = dst.copy()
-        expected[dst_ids] = src[src_ids]
-        ops.copy_blocks(src, dst, src_ids, dst_ids)
-        assert dst.tobytes() == expected.tobytes()
+def test_copy_blocks_between_and_within_pools() -> None:
+    for num_copies, head_size in product((0, 1, 4), (64, 256)):
+        source, target = random_pool("float32", head_size, 128), random_pool("float32", head_size, 128) + 1
+        src_ids = np.array([8, 0, 3, 3], np.int32)[:num_copies]
+        dst_ids = np.array([1, 2, 5, 6], np.int32)[:num_copies]
+        for src, dst in ((source, target), (source, source)):
+            expected = dst.copy()
+            expected[dst_ids] = src[src_ids]
+            ops.copy_blocks(src, dst, src_ids, dst_ids)
+            assert dst.tobytes() == expected.tobytes(), (num_copies, head_size)
 
 
-@pytest.mark.parametrize(
-    ("src_ids", "dst_ids", "same_pool", "field"),
-    [
+def test_copy_blocks_refuses() -> None:
+    rows: list[tuple[list[int], list[int], bool, str]] = [
         ([9], [0], False, "src_ids"),
         ([-1], [0], False, "src_ids"),
         ([0], [9], False, "dst_ids"),
@@ -131,13 +127,14 @@ def test_copy_blocks_between_and_within_pools(num_copies: int, head_size: int) -
         ([0, 1], [1, 2], True, "src_ids"),
         ([4], [4], True, "src_ids"),
         ([0, 1], [2], False, "dst_ids"),
-    ],
-)
-def test_copy_blocks_refuses(src_ids: list[int], dst_ids: list[int], same_pool: bool, field: str) -> None:
-    source, target = random_pool("float32", 64, 16), random_pool("float32", 64, 16)
-    target = source if same_pool else target
-    before = target.tobytes()
-    with pytest.raises(InvalidArgumentError) as raised:
-        ops.copy_blocks(source, target, np.array(src_ids, np.int32), np.array(dst_ids, np.int32))
-    assert raised.value.field == field
-    assert target.tobytes() == before
+    ]
+    with each_row() as row:
+        for src_ids, dst_ids, same_pool, field in rows:
+            source = random_pool("float32", 64, 16)
+            target = source if same_pool else random_pool("float32", 64, 16)
+            before = target.tobytes()
+            with row((src_ids, dst_ids, same_pool)):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    ops.copy_blocks(source, target, np.array(src_ids, np.int32), np.array(dst_ids, np.int32))
+                assert raised.value.field == field
+                assert target.tobytes() == before

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_reference import DTYPES, Batch, Case, check, make_batch
+from each_row import each_row
 
 from kvservice.errors import InvalidArgumentError
 
@@ -28,14 +29,16 @@ def tensors(batch: Batch) -> tuple[Any, ...]:
     return tuple(as_tensor(value) if isinstance(value, np.ndarray) else value for value in batch.arguments())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention(dtype: str) -> None:
-    batch = make_batch(Case((1, 3), (20, 33), dtype=dtype, alibi=True, sliding_window=9))
-    slopes = as_tensor(batch.options["alibi_slopes"])
-    options = {"sliding_window": 9, "alibi_slopes": slopes}
-    out, lse = torch.ops.kvservice.attention_lse(*tensors(batch), **options)
-    check(batch, torch_ops.as_numpy(out), lse.numpy())
-    assert torch.equal(torch.ops.kvservice.attention(*tensors(batch), **options), out)
+def test_attention() -> None:
+    with each_row() as row:
+        for dtype in DTYPES:
+            batch = make_batch(Case((1, 3), (20, 33), dtype=dtype, alibi=True, sliding_window=9))
+            slopes = as_tensor(batch.options["alibi_slopes"])
+            options = {"sliding_window": 9, "alibi_slopes": slopes}
+            with row(dtype):
+                out, lse = torch.ops.kvservice.attention_lse(*tensors(batch), **options)
+                check(batch, torch_ops.as_numpy(out), lse.numpy())
+                assert torch.equal(torch.ops.kvservice.attention(*tensors(batch), **options), out)
 
 
 def arguments_of(name: str) -> tuple[Any, ...]:
@@ -57,10 +60,12 @@ def arguments_of(name: str) -> tuple[Any, ...]:
 OPS = ("attention", "attention_lse", "write_kv", "read_kv", "copy_blocks", "copy_blocks_")
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(name: str) -> None:
+def test_opcheck() -> None:
     """opcheck raises if the schema, the fake kernel or the registration is wrong."""
-    torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
+    with each_row() as row:
+        for name in OPS:
+            with row(name):
+                torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
 
 
 CUDA_ONLY: dict[str, dict[str, Any]] = {
@@ -72,19 +77,19 @@ REFUSED = [(name, field) for name in OPS[:2] for field in CUDA_ONLY]
 REFUSED += [(name, field) for name in OPS[2:4] for field in ("k_scale", "v_scale")]
 
 
-@pytest.mark.parametrize(("name", "field"), REFUSED)
-def test_the_cpu_refuses_what_its_kernels_have_not(name: str, field: str) -> None:
-    with pytest.raises(InvalidArgumentError) as raised:
-        getattr(torch.ops.kvservice, name)(*arguments_of(name), **CUDA_ONLY[field])
-    assert raised.value.field == field
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_cpu_refuses_8_bit_pools(dtype: Any) -> None:
-    pool, *rest = arguments_of("attention")
-    with pytest.raises(InvalidArgumentError, match="expected float32, float16 or bfloat16") as raised:
-        torch.ops.kvservice.attention(pool.to(dtype), *rest)
-    assert raised.value.field == "pool"
+def test_the_cpu_refuses_what_its_kernels_have_not() -> None:
+    with each_row() as row:
+        for name, field in REFUSED:
+            with row((name, field)):
+                with pytest.raises(InvalidArgumentError) as raised:
+                    getattr(torch.ops.kvservice, name)(*arguments_of(name), **CUDA_ONLY[field])
+                assert raised.value.field == field
+        pool, *rest = arguments_of("attention")
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            with row(dtype):
+                with pytest.raises(InvalidArgumentError, match="expected float32, float16 or bfloat16") as raised:
+                    torch.ops.kvservice.attention(pool.to(dtype), *rest)
+                assert raised.value.field == "pool"
 
 
 def test_what_is_read_has_the_dtype_of_the_pool() -> None:
@@ -109,6 +114,7 @@ def write_and_attend(pool: Any, layer: int, slots: Any, key: Any, query: Any, id
     return torch.ops.kvservice.attention(pool, layer, query.view(query.shape), *lens), read_key
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiles_as_one_graph() -> None:
     def run(function: Callable[..., Any]) -> tuple[Any, ...]:

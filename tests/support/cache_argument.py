@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from kvservice.integrations.transformers.arguments import CACHE
+from transformers import GenerationMixin
 
-__all__ = ["CACHE", "cache_of", "cached"]
+_TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
 
 
 def cached(cache: object) -> dict[str, Any]:

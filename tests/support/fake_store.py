@@ -36,7 +36,7 @@ class FakeStore:
     """`values` are the blocks by key, the most recently used last: in each call the first key. `below` are those of a
     tier from which a block comes in a second: a call that waits long enough brings it up. `damaged` are the keys whose
     checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of
-    the calls made."""
+    the calls made, and `waits_s` the waits that look-ups ask about."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
         self.values = {} if values is None else values
@@ -44,6 +44,7 @@ class FakeStore:
         self.damaged: set[bytes] = set()
         self.leased: list[bytes] = []
         self.calls: list[str] = []
+        self.waits_s: list[float] = []
         self.away = self.broken = self.closed = False
         self._held: tuple[str, ...] = ()
         self._free = threading.Event()
@@ -64,6 +65,7 @@ class FakeStore:
 
     def lookup(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> Lookup:
         self._called("lookup")
+        self.waits_s.append(max_wait_s)
         if self.away:
             return Lookup.of(np.zeros(len(keys), np.bool_), 0)
         num_in_memory = next((n for n, key in enumerate(keys) if key not in self.values), len(keys))

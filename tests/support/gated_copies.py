@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from store_daemons import keys_of
 
 from kvservice import _ext
 from kvservice.client import Store
-from kvservice.integrations.vllm.gpu_blocks import BlockIds, Numbers
-from kvservice.integrations.vllm.layout import BlockLayout
+
+Numbers = npt.NDArray[np.uint64]
+BlockIds = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -52,7 +54,7 @@ class HostGpu:
     """Copies blocks of a layout in host memory at once. `refuses`: no memory can be page-locked. `broken`: no copy can
     be launched."""
 
-    layout: BlockLayout
+    layout: Any
     locks: list[HostLock] = field(default_factory=list)
     refuses: bool = False
     broken: bool = False
@@ -100,15 +102,18 @@ class Gate:
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
+        self.num_started = 0
         self.held_up, self.open = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
     def load(self, *arguments: Any) -> GatedCopy:
+        self.num_started += 1
         return GatedCopy(self, self._gpu.load(*arguments))
 
     def save(self, *arguments: Any) -> GatedCopy:
+        self.num_started += 1
         return GatedCopy(self, self._gpu.save(*arguments))
 
 

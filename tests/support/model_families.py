@@ -49,9 +49,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_MODELS = {"GPT2": "GPT2LMHeadModel"}
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, **changed: Any) -> PreTrainedModel:
+    """Return a model of the family, with some options of its configuration changed."""
     name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**options)
+    config = getattr(transformers, f"{name}Config")(**options | changed)
     torch.manual_seed(2)
     model = getattr(transformers, HEAD_MODELS.get(name, f"{name}ForCausalLM"))(config)
     # Families initialize biases and norms to constants, which would exclude them from the comparison.

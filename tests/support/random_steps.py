@@ -10,7 +10,7 @@ import torch
 from causal_lms import Case, make_config, make_model
 
 from kvservice.client import Session
-from kvservice.engines.runner import ModelRunner
+from kvservice.engines import ModelRunner
 from kvservice.integrations.transformers import model_keys
 
 # Logits have a standard deviation of about 1.

@@ -17,7 +17,7 @@ from vllm_processes import Engine, connector
 
 from kvservice.launch import Daemon
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 BLOCK_SIZE = 32
 # Blocks of a prompt, of 64 KiB, and of the store's memory of 16 MiB.

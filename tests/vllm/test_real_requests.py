@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from kvservice.integrations.vllm.scheduling import ConnectorScheduler
+from vllm_connector import cache_config, connector_config
+from vllm_requests import FakeOutput
 
 # Imports of vLLM warn.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BLOCK_SIZE = 32
 TOKENS = list(range(100, 200))
@@ -25,15 +26,24 @@ def features(identifier: str, offset: int = 40) -> list[Any]:
 def keys(algorithm: str = "sha256_cbor", **options: Any) -> list[bytes]:
     """Return the keys of a request's three blocks."""
     from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
+
+    from kvservice.integrations.vllm import KVServiceConnector
 
     function = get_hash_fn_by_name(algorithm)
     init_none_hash(function)
     arguments = {"prompt_token_ids": TOKENS, "sampling_params": SamplingParams(), "pooling_params": None} | options
     request = Request(request_id="a", block_hasher=get_request_block_hasher(BLOCK_SIZE, function), **arguments)
-    return ConnectorScheduler(BLOCK_SIZE, loads=True, saves=True)._keys(request, 0, 3)
+    config = connector_config(algorithm=algorithm, block_size=BLOCK_SIZE)
+    connector = KVServiceConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 0)
+    output = FakeOutput({request.request_id: 3 * BLOCK_SIZE}, new=[(request, [1, 2, 3], 0)])
+    (save,) = connector.build_connector_meta(output).step.saves
+    connector.shutdown()
+    return list(save.keys)
 
 
 def test_keys_do_not_depend_on_the_process_unless_it_has_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from waiting import until
 
 from kvservice.launch import Daemon
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 BLOCK_SIZE = 32
 # Blocks of the engine that saves: fewer than its requests need, so that it preempts them.

@@ -96,9 +96,9 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = block_layout(kv_caches, self._kv_cache_config.num_blocks)
+        copier = block_copier(layout, verify=self._options.verify)
         self._namespace = self._make_namespace(layout, kv_caches)
         logger.info("blocks of %d bytes are kept in %s", layout.block_bytes, self._namespace)
-        copier = block_copier(layout, verify=self._options.verify)
         self._worker = ConnectorWorker(
             self._open(self._namespace, "vllm worker", self._options.transfer_timeout_s), copier, layout.block_bytes
         )
