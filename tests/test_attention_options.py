@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from option_vectors import BLOCK_SIZE, INVALID, NUM_HEADS, VALID, Vector
+from each_row import each_row
+from option_vectors import BLOCK_SIZE, INVALID, NUM_HEADS, VALID
 
 from kvservice import ops
 from kvservice.attention_options import AttentionOptions, BlockSparse
@@ -25,25 +26,29 @@ def made(options: dict[str, Any]) -> AttentionOptions:
     return AttentionOptions(**options | changes)
 
 
-@pytest.mark.parametrize("vector", INVALID, ids=str)
-def test_python_refuses(vector: Vector) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        made(vector.options).check(NUM_HEADS, BLOCK_SIZE)
-    assert (refused.value.field, refused.value.message) == (f"options.{vector.field}", vector.text)
+def test_python_refuses() -> None:
+    with each_row() as row:
+        for vector in INVALID:
+            with row(vector.options):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    made(vector.options).check(NUM_HEADS, BLOCK_SIZE)
+                assert (refused.value.field, refused.value.message) == (f"options.{vector.field}", vector.text)
 
 
-@pytest.mark.parametrize("options", VALID, ids=str)
-def test_python_accepts(options: dict[str, Any]) -> None:
+def test_python_accepts() -> None:
     """`check` raises if it refuses a value at the end of a limit."""
-    made(options).check(NUM_HEADS, BLOCK_SIZE)
+    with each_row() as row:
+        for options in VALID:
+            with row(options):
+                made(options).check(NUM_HEADS, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("num_slopes", [1, NUM_HEADS - 1, NUM_HEADS + 1])
-def test_there_is_one_slope_for_each_head(num_slopes: int) -> None:
-    options = AttentionOptions(alibi_slopes=np.ones(num_slopes, np.float32))
-    with pytest.raises(InvalidArgumentError, match=f"are {num_slopes} for {NUM_HEADS} heads") as refused:
-        options.check(NUM_HEADS, BLOCK_SIZE)
-    assert refused.value.field == "options.alibi_slopes"
+def test_there_is_one_slope_for_each_head() -> None:
+    for num_slopes in (1, NUM_HEADS - 1, NUM_HEADS + 1):
+        options = AttentionOptions(alibi_slopes=np.ones(num_slopes, np.float32))
+        with pytest.raises(InvalidArgumentError, match=f"are {num_slopes} for {NUM_HEADS} heads") as refused:
+            options.check(NUM_HEADS, BLOCK_SIZE)
+        assert refused.value.field == "options.alibi_slopes"
 
 
 def test_values_that_only_python_can_have() -> None:
@@ -61,13 +66,17 @@ def attend(options: dict[str, Any]) -> np.ndarray:
     return ops.attention(pool, 0, np.zeros((1, NUM_HEADS, 32), np.float32), lens, tables, lens, **options | arrays)
 
 
-@pytest.mark.parametrize("vector", CPU_INVALID, ids=str)
-def test_the_cpu_kernels_refuse(vector: Vector) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        attend(vector.options)
-    assert (refused.value.field, refused.value.message) == (vector.field, vector.text)
+def test_the_cpu_kernels_refuse() -> None:
+    with each_row() as row:
+        for vector in CPU_INVALID:
+            with row(vector.options):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    attend(vector.options)
+                assert (refused.value.field, refused.value.message) == (vector.field, vector.text)
 
 
-@pytest.mark.parametrize("options", CPU_VALID, ids=str)
-def test_the_cpu_kernels_accept(options: dict[str, Any]) -> None:
-    assert np.isfinite(attend(options)).all()
+def test_the_cpu_kernels_accept() -> None:
+    with each_row() as row:
+        for options in CPU_VALID:
+            with row(options):
+                assert np.isfinite(attend(options)).all()

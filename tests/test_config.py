@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 
 from kvservice.config import ServeConfig
 from kvservice.config_sources import load_config
@@ -23,80 +24,84 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
     assert config.num_kv_heads == ServeConfig.model_fields["num_kv_heads"].default
 
 
-@pytest.mark.parametrize(
-    ("options", "environ", "text", "field", "origin"),
-    [
-        ({}, {"KVSERVICE_BLOK_SIZE": "16"}, "", "blok_size", "environment"),
-        ({}, {}, "blok_size = 16", "blok_size", "kvservice.toml"),
-        ({"blok_size": 16}, {}, "", "blok_size", "option"),
-        ({}, {"KVSERVICE_BLOCK_SIZE": "twelve"}, "", "block_size", "environment"),
-        ({}, {}, "block_size = 12", "block_size", "kvservice.toml"),
-        ({"block_size": 512}, {}, "", "block_size", "option"),
-        ({"dtype": "int8"}, {}, "", "dtype", "option"),
-        ({"head_size": 36}, {}, "", "head_size", "option"),
-        ({"num_blocks": 0}, {}, "", "num_blocks", "option"),
-        ({"watermark": 1.0}, {}, "", "watermark", "option"),
-        ({"http_token": "too-short"}, {}, "", "http_token", "option"),
-        ({}, {"KVSERVICE_HTTP_TOKEN": "with a space in it"}, "", "http_token", "environment"),
-        ({"event_window": -1}, {}, "", "event_window", "option"),
-        ({"pool_gib": "nan"}, {}, "", "pool_gib", "option"),
-        ({"session_grace_s": -1}, {}, "", "session_grace_s", "option"),
-        ({"tcp_address": "localhost"}, {}, "", "tcp_address", "option"),
-        ({"http_address": "localhost:99999"}, {}, "", "http_address", "option"),
-        ({"unix_socket_mode": "rw"}, {}, "", "unix_socket_mode", "option"),
-        ({"device": "gpu"}, {}, "", "device", "option"),
-        ({"device": "cuda:"}, {}, "", "device", "option"),
-        ({"gpu_memory_utilization": 0}, {}, "", "gpu_memory_utilization", "option"),
-        ({"gpu_memory_utilization": 1.1}, {}, "", "gpu_memory_utilization", "option"),
-        ({"kv_cache_dtype": "int4"}, {}, "", "kv_cache_dtype", "option"),
-        ({"kv_cache_dtype": "fp8", "head_size": 40}, {}, "", "kv_cache_dtype", "option"),
-        ({"kv_scales": "scales.json"}, {}, "", "kv_scales", "option"),
-        ({"share_pool": "all"}, {}, "", "share_pool", "option"),
-        ({"max_lanes": -1}, {}, "", "max_lanes", "option"),
-        ({"store_gib": 0.01}, {}, "", "store_gib", "option"),
-        ({"store_gib": "nan"}, {}, "", "store_gib", "option"),
-        ({"store_gib": 4, "store_quota_gib": 5}, {}, "", "store_quota_gib", "4"),
-        ({"share_store": "on"}, {}, "", "share_store", "option"),
-        ({"max_lease_s": 0}, {}, "", "max_lease_s", "option"),
-        ({"lane_spin_us": "nan"}, {}, "", "lane_spin_us", "option"),
-        ({"max_region_mib": 0}, {}, "", "max_region_mib", "option"),
-        ({}, {"KVSERVICE_TRUSTED_UIDS": "root"}, "", "trusted_uids", "environment"),
-        ({"trusted_uids": "1,,2"}, {}, "", "trusted_uids", "option"),
-    ],
-)
-def test_what_is_wrong_is_named_with_where_it_was_read(
-    tmp_path: Path, options: dict[str, Any], environ: dict[str, str], text: str, field: str, origin: str
-) -> None:
+# Options, environment, text of the file; the field that is named, and where it was read.
+WRONG: list[tuple[dict[str, Any], dict[str, str], str, str, str]] = [
+    ({}, {"KVSERVICE_BLOK_SIZE": "16"}, "", "blok_size", "environment"),
+    ({}, {}, "blok_size = 16", "blok_size", "kvservice.toml"),
+    ({"blok_size": 16}, {}, "", "blok_size", "option"),
+    ({}, {"KVSERVICE_BLOCK_SIZE": "twelve"}, "", "block_size", "environment"),
+    ({}, {}, "block_size = 12", "block_size", "kvservice.toml"),
+    ({"block_size": 512}, {}, "", "block_size", "option"),
+    ({"dtype": "int8"}, {}, "", "dtype", "option"),
+    ({"head_size": 36}, {}, "", "head_size", "option"),
+    ({"num_blocks": 0}, {}, "", "num_blocks", "option"),
+    ({"watermark": 1.0}, {}, "", "watermark", "option"),
+    ({"http_token": "too-short"}, {}, "", "http_token", "option"),
+    ({}, {"KVSERVICE_HTTP_TOKEN": "with a space in it"}, "", "http_token", "environment"),
+    ({"event_window": -1}, {}, "", "event_window", "option"),
+    ({"pool_gib": "nan"}, {}, "", "pool_gib", "option"),
+    ({"session_grace_s": -1}, {}, "", "session_grace_s", "option"),
+    ({"tcp_address": "localhost"}, {}, "", "tcp_address", "option"),
+    ({"http_address": "localhost:99999"}, {}, "", "http_address", "option"),
+    ({"unix_socket_mode": "rw"}, {}, "", "unix_socket_mode", "option"),
+    ({"device": "gpu"}, {}, "", "device", "option"),
+    ({"device": "cuda:"}, {}, "", "device", "option"),
+    ({"gpu_memory_utilization": 0}, {}, "", "gpu_memory_utilization", "option"),
+    ({"gpu_memory_utilization": 1.1}, {}, "", "gpu_memory_utilization", "option"),
+    ({"kv_cache_dtype": "int4"}, {}, "", "kv_cache_dtype", "option"),
+    ({"kv_cache_dtype": "fp8", "head_size": 40}, {}, "", "kv_cache_dtype", "option"),
+    ({"kv_scales": "scales.json"}, {}, "", "kv_scales", "option"),
+    ({"share_pool": "all"}, {}, "", "share_pool", "option"),
+    ({"max_lanes": -1}, {}, "", "max_lanes", "option"),
+    ({"store_gib": 0.01}, {}, "", "store_gib", "option"),
+    ({"store_gib": "nan"}, {}, "", "store_gib", "option"),
+    ({"store_gib": 4, "store_quota_gib": 5}, {}, "", "store_quota_gib", "4"),
+    ({"share_store": "on"}, {}, "", "share_store", "option"),
+    ({"max_lease_s": 0}, {}, "", "max_lease_s", "option"),
+    ({"lane_spin_us": "nan"}, {}, "", "lane_spin_us", "option"),
+    ({"max_region_mib": 0}, {}, "", "max_region_mib", "option"),
+    ({}, {"KVSERVICE_TRUSTED_UIDS": "root"}, "", "trusted_uids", "environment"),
+    ({"trusted_uids": "1,,2"}, {}, "", "trusted_uids", "option"),
+]
+
+
+def test_what_is_wrong_is_named_with_where_it_was_read(tmp_path: Path) -> None:
     file = tmp_path / "kvservice.toml"
-    file.write_text(text)
+    with each_row() as row:
+        for options, environ, text, field, origin in WRONG:
+            with row((options, environ, text)):
+                file.write_text(text)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    load_config(options, environ, file)
+                assert caught.value.field == field
+                assert origin in caught.value.message
 
-    with pytest.raises(InvalidArgumentError) as caught:
-        load_config(options, environ, file)
 
-    assert caught.value.field == field
-    assert origin in caught.value.message
+# Environment, text of the file; a part of the error.
+SAID: list[tuple[dict[str, str], str, str]] = [
+    ({}, "store_gib = true", "must not be true"),
+    ({}, "max_sessions = false", "must not be false"),
+    ({}, "store_gib = nan", "finite number"),
+    ({}, "pool_gib = inf", "finite number"),
+    ({"KVSERVICE_STORE_GIB": ""}, "", "is empty"),
+    ({"KVSERVICE_SHARE_STORE": ""}, "", "is empty"),
+    ({}, "store-gib = 4", "unknown option, did you mean store_gib?"),
+    ({"KVSERVICE_STORE_GB": "4"}, "", "unknown option, did you mean store_gib?"),
+    ({}, "zzz = 4", "unknown option ("),
+    ({"KVSERVICE_TLS_KEY": "/absent.key"}, "", "a certificate and its key go together"),
+    ({"KVSERVICE_HTTP_TOKEN": "short"}, "", "must be 16 to 256 printable characters"),
+]
 
 
-@pytest.mark.parametrize(
-    ("environ", "text", "said"),
-    [
-        ({}, "store_gib = true", "must not be true"),
-        ({}, "max_sessions = false", "must not be false"),
-        ({}, "store_gib = nan", "finite number"),
-        ({}, "pool_gib = inf", "finite number"),
-        ({"KVSERVICE_STORE_GIB": ""}, "", "is empty"),
-        ({"KVSERVICE_SHARE_STORE": ""}, "", "is empty"),
-        ({}, "store-gib = 4", "unknown option, did you mean store_gib?"),
-        ({"KVSERVICE_STORE_GB": "4"}, "", "unknown option, did you mean store_gib?"),
-        ({}, "zzz = 4", "unknown option ("),
-    ],
-)
-def test_the_text_of_an_error_says_what_is_wrong(tmp_path: Path, environ: dict[str, str], text: str, said: str) -> None:
+def test_the_text_of_an_error_says_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "kvservice.toml"
-    file.write_text(text)
-    with pytest.raises(InvalidArgumentError) as caught:
-        load_config({}, environ, file)
-    assert said in caught.value.message
+    with each_row() as row:
+        for environ, text, said in SAID:
+            with row((environ, text)):
+                file.write_text(text)
+                with pytest.raises(InvalidArgumentError) as caught:
+                    load_config({}, environ, file)
+                assert said in caught.value.message
 
 
 def test_texts_may_be_empty_and_a_quota_is_idle_without_a_store() -> None:
@@ -132,27 +137,22 @@ def test_a_pool_on_a_gpu_has_its_size_from_the_memory_unless_one_is_given() -> N
     assert load_config({"device": "cuda:0", "num_blocks": 7}, {}).pool_blocks == 7
 
 
-@pytest.mark.parametrize(
-    ("device", "named", "number"), [("cpu", "cpu", None), ("cuda", "cuda:0", 0), ("cuda:3",) * 2 + (3,)]
-)
-def test_devices(device: str, named: str, number: int | None) -> None:
-    config = load_config({"device": device}, {})
-    assert (config.device, config.cuda_device) == (named, number)
+def test_devices() -> None:
+    for device, named, number in (("cpu", "cpu", None), ("cuda", "cuda:0", 0), ("cuda:3", "cuda:3", 3)):
+        config = load_config({"device": device}, {})
+        assert (config.device, config.cuda_device) == (named, number)
 
 
-@pytest.mark.parametrize(
-    ("name", "stored", "item_bytes"),
-    [
-        ("auto", "bfloat16", 2),
-        ("fp8", "float8_e4m3fn", 1),
-        ("fp8_e4m3", "float8_e4m3fn", 1),
-        ("fp8_e5m2", "float8_e5m2", 1),
-    ],
-)
-def test_what_is_stored(name: str, stored: str, item_bytes: int) -> None:
-    config = load_config({"kv_cache_dtype": name, "dtype": "bfloat16"}, {})
-    assert config.layout.dtype == stored
-    assert config.layout.block_bytes == 32 * 2 * 8 * 128 * 16 * item_bytes
+def test_what_is_stored() -> None:
+    stored = {
+        "auto": ("bfloat16", 2),
+        "fp8": ("float8_e4m3fn", 1),
+        "fp8_e4m3": ("float8_e4m3fn", 1),
+        "fp8_e5m2": ("float8_e5m2", 1),
+    }
+    for name, (dtype, item_bytes) in stored.items():
+        layout = load_config({"kv_cache_dtype": name, "dtype": "bfloat16"}, {}).layout
+        assert (layout.dtype, layout.block_bytes) == (dtype, 32 * 2 * 8 * 128 * 16 * item_bytes), name
 
 
 def test_the_configuration_cannot_be_changed() -> None:
@@ -177,30 +177,28 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         load_config({}, {}, tmp_path / "kvservice.toml")
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({}, "/run/kv.sock.fds"),
-        ({"allow_client_shm": "on"}, "/run/kv.sock.fds"),
-        ({"allow_client_shm": "off"}, ""),
-        ({"allow_client_shm": "off", "share_pool": "read"}, "/run/kv.sock.fds"),
-        ({"allow_client_shm": "off", "share_pool": "write"}, "/run/kv.sock.fds"),
-        ({"share_pool": "write", "unix_socket": ""}, ""),
-        ({"allow_client_shm": "off", "store_gib": 1}, "/run/kv.sock.fds"),
-        ({"allow_client_shm": "off", "store_gib": 1, "share_store": "off"}, ""),
-        ({"allow_client_shm": "off", "share_store": "write"}, ""),
-    ],
-)
-def test_where_descriptors_are_handed_over(options: dict[str, Any], wanted: str) -> None:
-    assert load_config({"unix_socket": "/run/kv.sock"} | options, {}).fd_socket == wanted
+def test_where_descriptors_are_handed_over() -> None:
+    socket = {"unix_socket": "/run/kv.sock"}
+    rows: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"allow_client_shm": "on"}, True),
+        ({"allow_client_shm": "off"}, False),
+        ({"allow_client_shm": "off", "share_pool": "read"}, True),
+        ({"allow_client_shm": "off", "share_pool": "write"}, True),
+        ({"share_pool": "write", "unix_socket": ""}, False),
+        ({"allow_client_shm": "off", "store_gib": 1}, True),
+        ({"allow_client_shm": "off", "store_gib": 1, "share_store": "off"}, False),
+        ({"allow_client_shm": "off", "share_store": "write"}, False),
+    ]
+    for options, are_handed_over in rows:
+        wanted = "/run/kv.sock.fds" if are_handed_over else ""
+        assert load_config(socket | options, {}).fd_socket == wanted, options
 
 
-@pytest.mark.parametrize(
-    ("mode", "private"),
-    [("0600", True), ("644", True), ("0700", True), ("0660", False), ("0602", False), ("620", False)],
-)
-def test_who_can_connect_to_the_unix_socket(mode: str, private: bool) -> None:
-    assert load_config({"unix_socket_mode": mode}, {}).unix_socket_is_private == private
+def test_who_can_connect_to_the_unix_socket() -> None:
+    modes = {"0600": True, "644": True, "0700": True, "0660": False, "0602": False, "620": False}
+    private = {mode: load_config({"unix_socket_mode": mode}, {}).unix_socket_is_private for mode in modes}
+    assert private == modes
 
 
 def test_memory_is_shared_over_the_unix_socket_only() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 
 from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
@@ -21,7 +22,7 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 MULTI_HEAD = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-KNOWN = [
+KNOWN: list[tuple[str, dict[str, Any], PoolOptions]] = [
     ("llama 3", LLAMA, PoolOptions(32, 8, 128, "bfloat16")),
     ("llama 2", MULTI_HEAD, PoolOptions(32, 32, 128, "bfloat16")),
     ("null is absent", LLAMA | {"num_key_value_heads": None, "head_dim": None}, PoolOptions(32, 32, 128, "bfloat16")),
@@ -95,7 +96,7 @@ KNOWN = [
         PoolOptions(2, 8, 64, "bfloat16"),
     ),
 ]  # fmt: skip
-REFUSED = [
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek v3", {"kv_lora_rank": 512, "q_lora_rank": 1536}, "latent attention"),
     ("t5", {"is_encoder_decoder": True}, "cross-attention"),
     ("mllama", {"cross_attention_layers": [3, 8]}, "cross-attention"),
@@ -120,28 +121,33 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "wanted"), [part[1:] for part in KNOWN], ids=[part[0] for part in KNOWN])
-def test_known_files(config: dict[str, Any], wanted: PoolOptions) -> None:
-    assert pool_options(config) == wanted
+def test_known_files() -> None:
+    with each_row() as row:
+        for name, config, wanted in KNOWN:
+            with row(name):
+                assert pool_options(config) == wanted
 
 
-@pytest.mark.parametrize(("changes", "reason"), [part[1:] for part in REFUSED], ids=[part[0] for part in REFUSED])
-def test_what_does_not_fit_into_one_pool_is_refused(changes: dict[str, Any], reason: str) -> None:
-    for config in (LLAMA | changes, {"text_config": LLAMA | changes}):
-        with pytest.raises(InvalidArgumentError, match=reason) as caught:
+def test_what_does_not_fit_into_one_pool_is_refused() -> None:
+    with each_row() as row:
+        for name, changes, reason in REFUSED:
+            for config in (LLAMA | changes, {"text_config": LLAMA | changes}):
+                with row(name):
+                    with pytest.raises(InvalidArgumentError, match=reason) as caught:
+                        pool_options(config)
+                    assert caught.value.field == "config"
+
+
+def test_a_default_that_only_the_library_knows_is_not_guessed() -> None:
+    others: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 16, "hidden_size": 3072}
+    configs: dict[str, dict[str, Any]] = {
+        "num_key_value_heads": others | {"model_type": "mistral"},
+        "head_dim": others | {"model_type": "gemma"},
+        "n_heads": {"model_type": "mpt", "n_layers": 2, "d_model": 3072},
+    }
+    for missing, config in configs.items():
+        with pytest.raises(InvalidArgumentError, match=missing):
             pool_options(config)
-        assert caught.value.field == "config"
-
-
-@pytest.mark.parametrize(
-    ("kind", "missing"), [("mistral", "num_key_value_heads"), ("gemma", "head_dim"), ("mpt", "n_heads")]
-)
-def test_a_default_that_only_the_library_knows_is_not_guessed(kind: str, missing: str) -> None:
-    config = {"model_type": kind, "num_hidden_layers": 2, "num_attention_heads": 16, "hidden_size": 3072}
-    if kind == "mpt":
-        config = {"model_type": kind, "n_layers": 2, "d_model": 3072}
-    with pytest.raises(InvalidArgumentError, match=missing):
-        pool_options(config)
 
 
 @pytest.fixture
@@ -154,12 +160,14 @@ def test_a_directory_or_its_file(model: Path) -> None:
     assert read_pool_options(model) == read_pool_options(model / "config.json") == pool_options(LLAMA)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"a": ', b"\xff", b"[" * 100_000, None])
-def test_a_file_that_is_none(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
+def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model: .*config\.json"):
         read_pool_options(tmp_path)
+    with each_row() as row:
+        for content in (b"", b"[]", b'{"a": ', b"\xff", b"[" * 100_000):
+            (tmp_path / "config.json").write_bytes(content)
+            with row(content[:20]), pytest.raises(InvalidArgumentError, match=r"model: .*config\.json"):
+                read_pool_options(tmp_path)
 
 
 def test_what_is_named_wins_over_the_model(model: Path, tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", ".github/*.md", "csrc/*.md", "deploy/*.md", "proto/*.md", "kvservice/**/*.md")
     for path in ROOT.glob(pattern)
 )
-BY_NAME = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 # ---- generated tables
@@ -55,10 +54,10 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["options", "metrics"])
-def test_generated_tables_are_fresh(generator: ModuleType, name: str) -> None:
-    stored = (ROOT / "deploy" / f"{name.upper()}.md").read_text()
-    assert stored == getattr(generator, name)(), "run: python deploy/generate.py"
+def test_generated_tables_are_fresh(generator: ModuleType) -> None:
+    for name in ("options", "metrics"):
+        stored = (ROOT / "deploy" / f"{name.upper()}.md").read_text()
+        assert stored == getattr(generator, name)(), f"{name}; run: python deploy/generate.py"
 
 
 def test_options_are_listed_with_default_and_range(generator: ModuleType) -> None:
@@ -76,9 +75,11 @@ def test_options_are_listed_with_default_and_range(generator: ModuleType) -> Non
 
 def test_every_error_that_is_raised_is_explained() -> None:
     bases = {errors.KVServiceError, errors.NotFoundError}
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, errors.KVServiceError) and kind not in bases:
-            assert f"| `{kind.__name__}` | {kind.status} | {kind.reason} |" in PROTO, kind.__name__
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)} - bases
+    raised = [kind for kind in kinds if issubclass(kind, errors.KVServiceError)]
+    rows = {kind.__name__: f"| `{kind.__name__}` | {kind.status} | {kind.reason} |" for kind in raised}
+    assert rows
+    assert [name for name, row in rows.items() if row not in PROTO] == []
 
 
 def defined(path: Path) -> set[str]:
@@ -104,51 +105,53 @@ def named_functions(text: str) -> Iterator[tuple[str, str]]:
 FLOWS = {section.split("\n")[0]: section for section in MAP.split("\n## ") if "eight steps" in section.split("\n")[0]}
 
 
-@pytest.mark.parametrize("title", FLOWS)
-def test_the_way_of_a_call_names_functions_that_exist(title: str) -> None:
-    steps = re.findall(r"^\d\. ", FLOWS[title], re.MULTILINE)
-    assert steps == [f"{number}. " for number in range(1, 9)]
-    named = list(named_functions(FLOWS[title]))
-    assert len(named) >= 8
-    for file, name in named:
-        assert name in defined(ROOT / "kvservice" / file), f"{file} has no {name}"
-
-
-def test_there_are_four_ways() -> None:
+def test_the_way_of_a_call_names_functions_that_exist() -> None:
     assert len(FLOWS) == 4
+    for title, flow in FLOWS.items():
+        steps = re.findall(r"^\d\. ", flow, re.MULTILINE)
+        assert steps == [f"{number}. " for number in range(1, 9)], title
+        named = list(named_functions(flow))
+        assert len(named) >= 8, title
+        assert [f"{file} has no {name}" for file, name in named if name not in defined(ROOT / "kvservice" / file)] == []
 
 
 def code_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-@BY_NAME
-def test_examples_are_python(path: Path) -> None:
-    """compile() raises SyntaxError for what is no Python."""
-    for block in code_blocks(path.read_text()):
-        compile(block, str(path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+def test_examples_are_python() -> None:
+    """compile() raises SyntaxError for what is no Python, and names the document."""
+    for path in DOCUMENTS:
+        for block in code_blocks(path.read_text()):
+            compile(block, str(path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
 
 
-@BY_NAME
-def test_imports_of_examples_exist(path: Path) -> None:
-    for block in code_blocks(path.read_text()):
-        for module, names in re.findall(r"^from (kvservice\S*) import (.*)$", block, re.MULTILINE):
+def test_imports_of_examples_exist() -> None:
+    absent = []
+    for path in DOCUMENTS:
+        imports = re.findall(r"^from (kvservice\S*) import (.*)$", "".join(code_blocks(path.read_text())), re.MULTILINE)
+        for module, names in imports:
             package = ROOT / Path(*module.split("."))
-            file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
-            source = file.read_text()
+            source = (package / "__init__.py" if package.is_dir() else package.with_suffix(".py")).read_text()
             for name in names.split(", "):
-                assert (package / name).is_dir() or re.search(rf"\b{name}\b", source), f"{module} has no {name}"
+                if not (package / name).is_dir() and not re.search(rf"\b{name}\b", source):
+                    absent.append(f"{path.name}: {module} has no {name}")
+    assert absent == []
 
 
 # Read by tests, not by the daemon.
 TEST_ENV = {"KVSERVICE_FUZZ_SECONDS"}
 
 
-@BY_NAME
-def test_environment_variables_that_are_named_exist(path: Path) -> None:
-    fields = {f"{ENV_PREFIX}{name.upper()}" for name in ServeConfig.model_fields}
-    named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]*[A-Z]\b", path.read_text()))
-    assert named <= fields | OTHER_ENV | TEST_ENV
+def test_environment_variables_that_are_named_exist() -> None:
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeConfig.model_fields} | OTHER_ENV | TEST_ENV
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in DOCUMENTS
+        for name in re.findall(rf"\b{ENV_PREFIX}[A-Z_]*[A-Z]\b", path.read_text())
+    }
+    assert named
+    assert {(path, name) for path, name in named if name not in known} == set()
 
 
 # ---- links
@@ -172,9 +175,9 @@ def broken_links(text: str, path: Path) -> list[str]:
     return broken
 
 
-@BY_NAME
-def test_links_lead_somewhere(path: Path) -> None:
-    assert broken_links(path.read_text(), path) == []
+def test_links_lead_somewhere() -> None:
+    broken = {str(path.relative_to(ROOT)): broken_links(path.read_text(), path) for path in DOCUMENTS}
+    assert {path: links for path, links in broken.items() if links} == {}
 
 
 def test_broken_links_are_seen() -> None:
@@ -215,6 +218,7 @@ def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> No
     assert outputs == [f"{cached} tokens need not be computed\n{described}" for cached in (0, 48)]
 
 
+@pytest.mark.slow
 def test_the_engines_examples_run(tmp_path: Path) -> None:
     """On a tiny model, whose texts have no meaning."""
     save_tiny_llama(tmp_path / "model")

@@ -19,13 +19,36 @@ import torch
 from rich.console import Console
 
 from kvservice.bench import cuda_shapes, cuda_timing
-from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, make_inputs, relative_error
+from kvservice.bench.cuda_inputs import (
+    K_SCALE,
+    MAX_ERROR,
+    Inputs,
+    TorchScratch,
+    keys_and_values,
+    make_inputs,
+    relative_error,
+)
 from kvservice.bench.cuda_shapes import Shape
 from kvservice.bench.flashinfer_peer import PATHS, FlashInfer
 from kvservice.bench.harness import table
 from kvservice.bench.random_shapes import random_shapes
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
 from kvservice.ops.cuda import Kernel
+
+__all__ = [
+    "K_SCALE",
+    "MAX_ERROR",
+    "DeviceBenchOptions",
+    "Inputs",
+    "device_works",
+    "failures",
+    "keys_and_values",
+    "make_inputs",
+    "progress_line",
+    "relative_error",
+    "render",
+    "run",
+]
 
 OURS, INVARIANT = "ours", "batch-invariant"
 

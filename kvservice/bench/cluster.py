@@ -17,6 +17,18 @@ from kvservice.bench.harness import table
 from kvservice.client.cluster.placement import PlacementSettings
 from kvservice.planning.trace import ConversationLoad, Trace, read_trace, synthetic_trace
 
+__all__ = [
+    "ClusterBenchOptions",
+    "ClusterSimulation",
+    "Service",
+    "everything_share",
+    "measure",
+    "one_cache_share",
+    "policies",
+    "render",
+    "run",
+]
+
 DAEMONS = (1, 8, 64)
 # The number of daemons for which events come late.
 DELAYED = 8

@@ -19,12 +19,26 @@ from kvservice.bench.engine_peer import engine_peer
 from kvservice.bench.harness import medians, table, take_turns
 from kvservice.bench.peer_process import free_port
 from kvservice.bench.remote_sequences import LABELS as SEQUENCE_LABELS
+from kvservice.bench.remote_sequences import WAYS as SEQUENCE_WAYS
 from kvservice.bench.remote_sequences import SequenceWay, pool_options, sequence_ways
 from kvservice.bench.socket_peer import socket_peer
 from kvservice.bench.store import OPTIONS, StoreWay, timed
 from kvservice.bench.store_blocks import BlockBatch, BlockWay
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.launch import Daemon
+
+__all__ = [
+    "BLOCK_BYTES",
+    "LABELS",
+    "SEQUENCE_LABELS",
+    "SEQUENCE_WAYS",
+    "WAYS",
+    "pool_options",
+    "render",
+    "run",
+    "sequence_ways",
+    "ways",
+]
 
 BLOCK_BYTES = 2 << 20
 BATCH_BYTES, BATCH_BYTES_QUICK = 128 << 20, 16 << 20

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.serve_engine import EngineWay
+from kvservice.bench.serve_engine import EngineWay, ScheduleRecord
 from kvservice.bench.serve_figures import Served, equality, figures, median_run, progress
 from kvservice.bench.serve_model import build_model, shape_of
 from kvservice.bench.serve_peers import LibraryBatching, StaticBatches
@@ -27,6 +27,27 @@ from kvservice.bench.serve_trace import ServeTrace, make_trace, read_trace
 from kvservice.client import KVClient
 from kvservice.integrations.transformers import KVServiceCache, install, pool_options
 from kvservice.launch import Daemon
+
+__all__ = [
+    "ENGINE",
+    "LibraryBatching",
+    "Panel",
+    "PeerMissingError",
+    "ScheduleRecord",
+    "ServeOptions",
+    "ServeTrace",
+    "Served",
+    "equality",
+    "figures",
+    "make_trace",
+    "measure",
+    "median_run",
+    "progress",
+    "read_trace",
+    "render",
+    "run",
+    "write_svg",
+]
 
 REFERENCE = "generate, one by one"
 ENGINE = "kvservice.engines.LLM"
@@ -45,7 +66,8 @@ class ServingWay(Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of `bench serve`. `trace` is a file; without it requests are made, see `make_trace`."""
+    """Options of `bench serve`. `trace` is a file; without it requests are made, see `make_trace`. `model` are values
+    of the model's configuration instead of those for the device."""
 
     device: str = "cpu"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -58,6 +80,7 @@ class ServeOptions:
     rounds: int = 3
     quick: bool = False
     plot: str | None = None
+    model: dict[str, Any] | None = None
 
     def read(self, vocabulary: int) -> ServeTrace:
         """Return the trace. Raises InvalidArgumentError."""
@@ -71,7 +94,7 @@ class ServeOptions:
 def run(options: ServeOptions) -> dict[str, Any]:
     """Return the trace, the model, and for each dtype the figures of every contender. Raises InvalidArgumentError for a
     file that is not a trace."""
-    shape = shape_of(options.device)
+    shape = options.model or shape_of(options.device)
     trace = options.read(shape["vocab_size"])
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     results = {
@@ -114,7 +137,7 @@ def measure(dtype: str, trace: ServeTrace, options: ServeOptions) -> dict[str, A
 @contextmanager
 def contenders(dtype: str, options: ServeOptions) -> Iterator[tuple[dict[str, ServingWay], Callable[[], object]]]:
     """Yield the contenders by name, and a function that empties the daemon's prefix cache."""
-    model = build_model(dtype, options.device)
+    model = build_model(dtype, options.device, options.model)
     pool = pool_options(model.config, getattr(torch, dtype))
     with ExitStack() as stack:
         daemon = stack.enter_context(

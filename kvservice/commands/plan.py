@@ -59,10 +59,7 @@ def plan(trace: str | None, trace_block_size: int, as_json: bool, **given: Any) 
     A trace adds how much of its prompts each capacity finds. Its lines have timestamp, input_length, output_length and
     hash_ids, one number for each block of a prompt.
     """
-    from kvservice.planning.gpus import find_gpu
-    from kvservice.planning.plan import PlanOptions, make_plan
-    from kvservice.planning.report import render, to_json
-    from kvservice.planning.trace import read_trace
+    from kvservice.planning import PlanOptions, find_gpu, make_plan, read_trace, render, to_json
 
     try:
         gpu = find_gpu(given.pop("gpu"), given.pop("gpu_memory_gib"), given.pop("gpu_tflops"), given.pop("host_gbps"))

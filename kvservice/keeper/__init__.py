@@ -2,4 +2,45 @@
 
 The protocol is systemd's (sd_notify, the file descriptor store), so that systemd can be the keeper as well. The modules
 use the standard library only: a keeper is small, and has little that could crash.
+
+    Keeper, with Ending, KeeperSettings, Log, Notification      its decisions, and what it is made of and told
+    become_keeper, control_path                                 a process becomes a keeper; where its socket is
+    ask, ControlSocketError                                     a command for a keeper
+    Notifier, report_version, taken_descriptors, Standby        the daemon's side
 """
+
+from kvservice.keeper.control import ControlSocketError, ask
+from kvservice.keeper.keeper import Keeper
+from kvservice.keeper.log import Log
+from kvservice.keeper.notifications import Notification
+from kvservice.keeper.notify import (
+    HANDOVER,
+    MANAGER_VARIABLES,
+    READY,
+    Notifier,
+    report_version,
+    taken_descriptors,
+)
+from kvservice.keeper.restarts import Ending
+from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, KeeperSettings, become_keeper, control_path
+from kvservice.keeper.standby import Standby
+
+__all__ = [
+    "HANDOVER",
+    "MANAGER_VARIABLES",
+    "MAX_SOCKET_PATH_BYTES",
+    "READY",
+    "ControlSocketError",
+    "Ending",
+    "Keeper",
+    "KeeperSettings",
+    "Log",
+    "Notification",
+    "Notifier",
+    "Standby",
+    "ask",
+    "become_keeper",
+    "control_path",
+    "report_version",
+    "taken_descriptors",
+]

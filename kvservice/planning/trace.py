@@ -66,7 +66,7 @@ class Trace:
         return list(longest.values())
 
 
-def read_trace(path: str | Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> Trace:
+def read_trace(path: str | Path, block_size: int = MOONCAKE_BLOCK_SIZE, max_blocks: int = MAX_BLOCKS) -> Trace:
     """Read a file of JSON lines. Raises InvalidArgumentError naming `trace`, with the number of the line."""
     rows: list[_Row] = []
     num_blocks = 0
@@ -76,9 +76,9 @@ def read_trace(path: str | Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> Trace
                 if line.strip():
                     rows.append(_numbered_row(path, number, line, block_size))
                     num_blocks += len(rows[-1][3])
-                if number > MAX_REQUESTS or num_blocks > MAX_BLOCKS:
+                if number > MAX_REQUESTS or num_blocks > max_blocks:
                     raise InvalidArgumentError(
-                        f"{path}: has more than {MAX_REQUESTS:,} lines, or {MAX_BLOCKS:,} full blocks", field="trace"
+                        f"{path}: has more than {MAX_REQUESTS:,} lines, or {max_blocks:,} full blocks", field="trace"
                     )
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror or error}", field="trace") from None

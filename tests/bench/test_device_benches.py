@@ -9,10 +9,13 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
+from click.testing import CliRunner
+from each_row import each_row
 from rich.console import Console
 
 from kvservice.bench import attention_cuda, swap
+from kvservice.cli import main
+from kvservice.environment import missing_environment
 
 DECODE: dict[str, Any] = {
     "name": "decode bf16 32/8x128 64x4096",
@@ -71,52 +74,51 @@ SWAP: dict[str, Any] = {
 }
 
 
-def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "kvservice", *arguments],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+# Runs commands one after the other in a process that sees no device, and prints the status and the errors of each.
+RUN = """
+import json, sys
+from click.testing import CliRunner
+from kvservice.cli import main
+done = [CliRunner().invoke(main, ["bench", *words]) for words in json.loads(sys.argv[1])]
+print(json.dumps([(one.exit_code, one.stderr) for one in done]))
+"""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("attention", "--device", "cuda"), ("rpc", "--device", "cuda"), ("lane",), ("swap",)],
-    ids=lambda words: words[0],
-)
-def test_without_a_device_the_error_says_so(arguments: tuple[str, ...]) -> None:
-    refused = kvservice("bench", *arguments)
-    assert refused.returncode == 1
-    assert "no CUDA device" in refused.stderr
-    assert refused.stderr.startswith("Error: ")
-    assert refused.stderr.count("\n") == 1
+def benches(*commands: list[str]) -> list[tuple[int, str]]:
+    # Commands would start a process anew without these variables.
+    environment = os.environ | missing_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-c", RUN, json.dumps(commands)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [tuple(one) for one in json.loads(done.stdout)]
 
 
-def test_a_shape_that_does_not_exist_is_named() -> None:
-    refused = kvservice("bench", "attention", "--device", "cuda", "--shapes", "extend,13x7")
-    assert refused.returncode == 1
-    assert "13x7" in refused.stderr
-    assert "short-prompts" in refused.stderr
+def test_without_a_device_the_error_says_so() -> None:
+    commands = [["attention", "--device", "cuda"], ["rpc", "--device", "cuda"], ["lane"], ["swap"], ["slots"]]
+    of_shapes = ["attention", "--device", "cuda", "--shapes", "extend,13x7"]
+    *refused, (status, said) = benches(*commands, of_shapes)
+    for words, (code, error) in zip(commands, refused, strict=True):
+        assert (code, error.count("\n")) == (1, 1), (words, error)
+        assert error.startswith("Error: "), words
+        assert "no CUDA device" in error, words
+    # A shape that does not exist is named before the device is asked.
+    assert status == 1
+    assert "13x7" in said
+    assert "short-prompts" in said
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--vs", "flashinfer"),
-        ("--shapes", "64x4096"),
-        ("--random", "3"),
-        ("--seed", "1"),
-        ("--kernel", "decode"),
-        ("--batch-invariant",),
-    ],
-)
-def test_the_cpu_refuses_what_is_the_devices(option: tuple[str, ...]) -> None:
-    refused = kvservice("bench", "attention", *option)
-    assert refused.returncode == 2
-    assert f"{option[0]} needs --device cuda" in refused.stderr
+def test_the_cpu_refuses_what_is_the_devices() -> None:
+    options = {
+        "--vs": "flashinfer", "--shapes": "64x4096", "--random": "3", "--seed": "1", "--kernel": "decode",
+        "--batch-invariant": None,
+    }  # fmt: skip
+    with each_row() as row:
+        for option, value in options.items():
+            with row(option):
+                words = [option] if value is None else [option, value]
+                refused = CliRunner().invoke(main, ["bench", "attention", *words])
+                assert refused.exit_code == 2
+                assert f"{option} needs --device cuda" in refused.stderr
 
 
 def printed(results: dict[str, Any], render: Any) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvservice.bench.harness import medians, normal, quantiles, take_turns
-from kvservice.bench.reference import attention_rows, largest_error, sampled
+from kvservice.bench import attention_rows, largest_error, medians, normal, quantiles, sampled, take_turns
 
 
 def test_contenders_take_turns_and_warm_ups_do_not_count() -> None:

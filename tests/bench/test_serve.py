@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,20 +12,31 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from each_row import each_row
 from rich.console import Console
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from kvservice.bench import serve, serve_model
-from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.serve_engine import ScheduleRecord
-from kvservice.bench.serve_figures import Served, equality, figures, median_run, progress
-from kvservice.bench.serve_peers import LibraryBatching
-from kvservice.bench.serve_plot import Panel, write_svg
-from kvservice.bench.serve_trace import SYSTEM_PROMPT, ServeTrace, TraceRequest, make_trace, read_trace
+from kvservice.bench import serve
+from kvservice.bench.serve import (
+    LibraryBatching,
+    Panel,
+    PeerMissingError,
+    ScheduleRecord,
+    Served,
+    ServeTrace,
+    equality,
+    figures,
+    make_trace,
+    median_run,
+    progress,
+    read_trace,
+    write_svg,
+)
 from kvservice.client import PreemptedSequence
 from kvservice.errors import InvalidArgumentError
 
+SYSTEM_PROMPT = 128
 TINY = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -86,25 +98,32 @@ def test_the_trace_of_the_figures_is_as_described() -> None:
     assert shared.count(shared[0]) == 32
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"requests": []}', '{"requests": [1]}', '{"requests": [{"prompt": [1]}]}',
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    wrong = (
+        "", "[]", "{}", '{"requests": []}', '{"requests": [1]}', '{"requests": [{"prompt": [1]}]}',
      '{"requests": [{"prompt": [], "out": 1}]}', '{"requests": [{"prompt": [1024], "out": 1}]}',
      '{"requests": [{"prompt": [1], "out": 2048}]}', '{"requests": [{"prompt": [1], "out": 0}]}',
      '{"requests": [{"prompt": [1], "out": 1, "arrival_s": -1}]}',
-     '{"requests": [{"prompt": [1], "out": 1, "arrival_s": NaN}]}'],
-)  # fmt: skip
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(content)
-    with pytest.raises(InvalidArgumentError) as refused:
-        read_trace(str(path))
-    assert refused.value.field == "trace"
+     '{"requests": [{"prompt": [1], "out": 1, "arrival_s": NaN}]}',
+    )  # fmt: skip
+    with each_row() as row:
+        for content in wrong:
+            path.write_text(content)
+            with row(content):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    read_trace(str(path))
+                assert refused.value.field == "trace"
 
 
 def trace_of(*rows: tuple[int, float]) -> ServeTrace:
     """Return a trace of requests with these output lengths and arrivals."""
-    return ServeTrace("by hand", tuple(TraceRequest(np.arange(3, dtype=np.int32), *row) for row in rows))
+    made = make_trace("chat", requests=len(rows))
+    requests = (
+        replace(request, prompt=np.arange(3, dtype=np.int32), num_tokens=num_tokens, arrival_s=arrival_s)
+        for request, (num_tokens, arrival_s) in zip(made.requests, rows, strict=True)
+    )
+    return replace(made, requests=tuple(requests))
 
 
 def test_figures_count_from_the_arrival_and_only_tokens_that_were_asked_for() -> None:
@@ -179,10 +198,10 @@ def test_a_record_of_a_schedule_tells_cached_from_recomputed_tokens() -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with a tiny model, in float32, of requests that arrive one after the other."""
     plot = tmp_path_factory.mktemp("plot") / "serve.svg"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(serve_model, "SMALL", TINY)
-        options = serve.ServeOptions(dtypes=("float32",), rate=1000.0, num_blocks=256, quick=True, plot=str(plot))
-        measured = serve.run(options)
+    options = serve.ServeOptions(
+        dtypes=("float32",), rate=1000.0, num_blocks=256, quick=True, plot=str(plot), model=TINY
+    )
+    measured = serve.run(options)
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
     return measured
 
@@ -221,9 +240,8 @@ def test_a_way_that_does_not_run_here_is_named(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object) -> Served:
         raise PeerMissingError("It needs another device.")
 
-    monkeypatch.setattr(serve_model, "SMALL", TINY)
     monkeypatch.setattr(LibraryBatching, "serve", fail)
     trace = make_trace("chat", requests=2, vocabulary=64).cut(2, 2)
-    measured = serve.measure("bfloat16", trace, serve.ServeOptions(num_blocks=256, quick=True))
+    measured = serve.measure("bfloat16", trace, serve.ServeOptions(num_blocks=256, quick=True, model=TINY))
     assert measured["missing"] == {"the library's continuous batching": "It needs another device."}
     assert len(measured["contenders"]) == 5

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvservice.bench import vllm_first_token
-from kvservice.bench.vllm_first_token import BLOCK_SIZE, measure
+from kvservice.bench.vllm_first_token import measure
+
+BLOCK_SIZE, REPEATS = 32, 5
 
 
 class FakeEngine:
-    def __init__(self) -> None:
-        self.resets = 0
+    """Requests take these seconds and find these tokens, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: list[tuple[float, int]]) -> None:
+        self.left: Iterator[tuple[float, int]] = iter(rows)
+        self.resets, self.now = 0, 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
-
-def answers(monkeypatch: pytest.MonkeyPatch, *rows: tuple[float, int]) -> Iterator[tuple[float, int]]:
-    """Let requests take these seconds and find these tokens, one after the other."""
-    monkeypatch.setattr(vllm_first_token, "REPEATS", 1)
-    left = iter(rows)
-
-    def first_token(engine: Any, prompt: list[int]) -> tuple[float, int]:
-        assert isinstance(engine, FakeEngine)
-        assert len(prompt) == 4 * BLOCK_SIZE
-        return next(left)
-
-    monkeypatch.setattr(vllm_first_token, "first_token", first_token)
-    return left
+    def generate(self, prompts: list[dict[str, Any]], sampling: dict[str, Any], use_tqdm: bool) -> list[Any]:
+        (prompt,) = prompts
+        assert len(prompt["prompt_token_ids"]) == 4 * BLOCK_SIZE
+        assert sampling["max_tokens"] == 1
+        assert not use_tqdm
+        seconds, num_cached = next(self.left)
+        self.now += seconds
+        return [SimpleNamespace(num_cached_tokens=num_cached)]
 
 
 def test_a_prompt_is_sent_again_until_all_its_blocks_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = answers(monkeypatch, (8.0, 0), (7.0, 0), (5.0, 2 * BLOCK_SIZE), (2.0, 3 * BLOCK_SIZE))
-    engine = FakeEngine()
+    requests = [(8.0, 0), (7.0, 0), (5.0, 2 * BLOCK_SIZE), (2.0, 3 * BLOCK_SIZE)]
+    engine = FakeEngine(monkeypatch, requests * REPEATS)
     row = measure(engine, 4 * BLOCK_SIZE)
     assert row == {"tokens": 4 * BLOCK_SIZE, "recomputed_s": 8.0, "loaded_s": 2.0, "ratio": 4.0}
-    assert engine.resets == 3
-    assert list(left) == []
+    assert engine.resets == 3 * REPEATS
+    assert list(engine.left) == []
 
 
 def test_a_new_prompt_that_is_found_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, (1.0, BLOCK_SIZE))
     with pytest.raises(AssertionError):
-        measure(FakeEngine(), 4 * BLOCK_SIZE)
+        measure(FakeEngine(monkeypatch, [(1.0, BLOCK_SIZE)]), 4 * BLOCK_SIZE)

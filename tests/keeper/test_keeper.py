@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from fake_children import KeeperRig
 
-from kvservice.keeper.keeper import RETRY_S
+from kvservice.keeper import Ending
 
 
 @pytest.fixture
@@ -77,8 +79,57 @@ def test_back_off_and_the_end_of_a_crash_loop(rig: KeeperRig) -> None:
     assert rig.keeper.exit_status is None
     rig.ends(5, signal=6)
     assert rig.keeper.exit_status == 134
-    assert "gives up: the daemon ended 5 times in a row" in rig.lines[-1]
-    assert "status 3 after 0.0 s of service, status 3 at its start" in rig.lines[-1]
+    at_its_start = ", status 3 at its start" * 3
+    series = f"within 60 s of service: status 3 after 0.0 s of service{at_its_start}, signal 6 at its start"
+    assert f"gives up: the daemon ended 5 times in a row {series}" in rig.lines[-1]
+
+
+def crash(rig: KeeperRig, pid: int, service_s: float, signal: int = 11) -> float | None:
+    """Let a process serve, and end by a signal. Returns how long the keeper waits before it starts the next one."""
+    if pid > 1:
+        rig.says(pid, "READY=1")
+    rig.passes(service_s)
+    rig.ends(pid, signal=signal)
+    wait_s = rig.keeper.wait_s()
+    rig.passes(wait_s or 0.0)
+    return wait_s
+
+
+def test_a_minute_of_service_ends_the_series(rig: KeeperRig) -> None:
+    rig.serving()
+    waits = [crash(rig, pid, 59.75) for pid in range(1, 5)]
+    assert waits == [0, 1, 2, 4]
+    assert crash(rig, 5, 60.0) == 0
+    assert crash(rig, 6, 59.75) == 1
+
+
+def test_a_daemon_that_somebody_kills_again_and_again_has_not_crashed(rig: KeeperRig) -> None:
+    rig.serving()
+    assert {crash(rig, pid, 0.5, signal=9) for pid in range(1, 301)} == {0}
+    assert crash(rig, 301, 0.5) == 0
+    assert crash(rig, 302, 0.5, signal=9) == 0
+    assert crash(rig, 303, 0.5) == 1
+
+
+def test_one_that_is_killed_at_its_start_has(rig: KeeperRig) -> None:
+    """The kernel also sends SIGKILL to a process that needs more memory than there is."""
+    rig.serving()
+    crash(rig, 1, 0.5, signal=9)
+    for pid in range(2, 7):
+        assert rig.keeper.exit_status is None
+        rig.ends(pid, signal=9)
+        rig.passes(rig.keeper.wait_s() or 0.0)
+    assert rig.keeper.exit_status == 137
+    assert "signal 9 at its start" in rig.lines[-1]
+
+
+def test_an_ending_is_a_status_or_a_signal() -> None:
+    endings = {"import os; os.kill(os.getpid(), 9)": "signal 9", "raise SystemExit(70)": "status 70", "": "status 0"}
+    for code, text in endings.items():
+        process = subprocess.Popen([sys.executable, "-S", "-c", code])
+        ending = Ending.from_wait(os.waitpid(process.pid, 0)[1])
+        process.returncode = 0
+        assert str(ending) == text
 
 
 def test_before_its_time_nothing_starts(rig: KeeperRig) -> None:
@@ -93,11 +144,13 @@ def test_before_its_time_nothing_starts(rig: KeeperRig) -> None:
     assert len(rig.children.all) == 3
 
 
-@pytest.mark.parametrize("status", [0, 2, 78])
-def test_a_daemon_that_ends_for_good_ends_the_keeper(rig: KeeperRig, status: int) -> None:
-    rig.serving()
-    rig.ends(1, status=status)
-    assert rig.keeper.exit_status == status
+def test_a_daemon_that_ends_for_good_ends_the_keeper() -> None:
+    for status in (0, 2, 78):
+        rig = KeeperRig()
+        rig.serving()
+        rig.ends(1, status=status)
+        assert rig.keeper.exit_status == status
+        rig.close()
 
 
 def test_a_first_start_that_is_refused_ends_the_keeper(rig: KeeperRig) -> None:
@@ -138,9 +191,10 @@ def test_without_memory_for_a_process_it_tries_again(rig: KeeperRig) -> None:
     rig.ends(1, signal=9)
     rig.children.fails = OSError(errno.ENOMEM, "no memory")
     rig.passes(0)
-    assert rig.keeper.wait_s() == RETRY_S
+    wait_s = rig.keeper.wait_s()
+    assert wait_s
     rig.children.fails = None
-    rig.passes(RETRY_S)
+    rig.passes(wait_s)
     assert rig.children.all[2].environ["KVSERVICE_RESTARTS"] == "1"
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
-from kvservice.keeper.log import Log
+from kvservice.keeper import Log
 
 
 def lines_of(log_level: str, log_format: str) -> list[str]:
@@ -33,9 +31,9 @@ def test_json_is_one_object_a_line() -> None:
     assert entry == {"level": "WARNING", "logger": "kvservice.keeper", "message": "second\nline"}
 
 
-@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 3), ("warning", 2), ("error", 1)])
-def test_lower_levels_are_left_out(level: str, count: int) -> None:
-    assert len(lines_of(level, "text")) == count
+def test_lower_levels_are_left_out() -> None:
+    counts = {"debug": 3, "info": 3, "warning": 2, "error": 1}
+    assert {level: len(lines_of(level, "text")) for level in counts} == counts
 
 
 def test_a_closed_stderr_ends_nothing() -> None:

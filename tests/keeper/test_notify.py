@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from each_row import each_row
 from small_manager import SmallManager, memory_file
 
-from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
+from kvservice.keeper import HANDOVER, READY, Notifier, taken_descriptors
 
 
-@pytest.fixture(params=["path", "abstract"])
-def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallManager]:
-    address = str(tmp_path / "notify") if request.param == "path" else f"@kvservice-test-{os.urandom(8).hex()}"
-    with SmallManager(address) as serving:
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[SmallManager]:
+    with SmallManager(str(tmp_path / "notify")) as serving:
         yield serving
 
 
@@ -36,10 +36,16 @@ def test_without_a_manager_there_is_no_notifier() -> None:
     assert Notifier.from_environment({"NOTIFY_SOCKET": ""}) is None
 
 
-@pytest.mark.parametrize("address", ["relative", "@", "/", "vsock:2:1", "/a\0b"])
-def test_an_address_of_another_kind_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is neither a path nor @ and a name"):
-        Notifier(address)
+def test_an_address_is_a_path_or_an_abstract_name() -> None:
+    with SmallManager(f"@kvservice-test-{os.urandom(8).hex()}") as manager:
+        notifier = Notifier(manager.address)
+        notifier.send(READY)
+        assert manager.receive().lines == ("READY=1",)
+        notifier.close()
+    with each_row() as row:
+        for address in ("relative", "@", "/", "vsock:2:1", "/a\0b"):
+            with row(address), pytest.raises(ValueError, match="is neither a path nor @ and a name"):
+                Notifier(address)
 
 
 def test_a_manager_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -75,20 +81,21 @@ def test_a_name_is_removed(manager: SmallManager, notifier: Notifier) -> None:
     assert manager.is_empty()
 
 
-@pytest.mark.parametrize("name", ["", "a:b", "a\nb", "ä", "\x7f", "x" * 256])
-def test_what_systemd_takes_for_no_name_is_refused(manager: SmallManager, notifier: Notifier, name: str) -> None:
-    for use in (notifier.remove, lambda name: notifier.store(name, 0)):
-        with pytest.raises(ValueError, match="is no name for a descriptor"):
-            use(name)
+def test_what_systemd_takes_for_no_name_is_refused(manager: SmallManager, notifier: Notifier) -> None:
+    with each_row() as row:
+        for name in ("", "a:b", "a\nb", "ä", "\x7f", "x" * 256):
+            for use in (notifier.remove, lambda name: notifier.store(name, 0)):
+                with row(name), pytest.raises(ValueError, match="is no name for a descriptor"):
+                    use(name)
     notifier.remove("x" * 255)
     manager.receive()
     assert manager.is_empty()
 
 
-@pytest.mark.parametrize("text", ["STATUS=a\nREADY=1", "STATUS=" + "x" * 4096])
-def test_what_is_no_line_is_refused(manager: SmallManager, notifier: Notifier, text: str) -> None:
-    with pytest.raises(ValueError, match="notification"):
-        notifier.send(text)
+def test_what_is_no_line_is_refused(manager: SmallManager, notifier: Notifier) -> None:
+    for text in ("STATUS=a\nREADY=1", "STATUS=" + "x" * 4096):
+        with pytest.raises(ValueError, match="notification"):
+            notifier.send(text)
     assert manager.is_empty()
 
 
@@ -122,7 +129,7 @@ def test_after_the_manager_is_gone_messages_are_errors(tmp_path: Path) -> None:
 
 TAKING = """
 import json, os, sys
-from kvservice.keeper.notify import taken_descriptors
+from kvservice.keeper import taken_descriptors
 try:
     taken = taken_descriptors()
 except ValueError as error:

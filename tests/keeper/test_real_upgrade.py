@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ import waiting
 from click.testing import CliRunner
 from small_keeper import SmallKeeper
 
-from kvservice.commands.upgrade import upgrade
-from kvservice.keeper.control import MAX_CONNECTIONS, ControlSocketError, ask
+from kvservice.cli import main
+from kvservice.keeper import ControlSocketError, ask
 
+# Connections that a keeper serves at once.
+MAX_CONNECTIONS = 8
 OLD = ["store pool keys", "ready", "serve"]
 
 
@@ -28,7 +28,11 @@ def socket_of(keeper: SmallKeeper) -> str:
 
 def command(keeper: SmallKeeper) -> Any:
     """Run `kvservice upgrade` and return its result."""
-    return CliRunner().invoke(upgrade, ["--unix-socket", socket_of(keeper)])
+    return upgrade(socket_of(keeper))
+
+
+def upgrade(unix_socket: str) -> Any:
+    return CliRunner().invoke(main, ["upgrade", "--unix-socket", unix_socket])
 
 
 def test_a_new_process_takes_over(tmp_path: Path) -> None:
@@ -122,16 +126,16 @@ def test_a_client_that_leaves_does_not_stop_the_upgrade(tmp_path: Path) -> None:
 # ---- the control socket
 
 
-@pytest.mark.parametrize("request_bytes", [b"{}", b"[" * 1024, b'"upgrade"', b"\xff", b'{"command": "x"}', b""])
-def test_what_is_no_request_ends_the_connection(tmp_path: Path, request_bytes: bytes) -> None:
+def test_what_is_no_request_ends_the_connection(tmp_path: Path) -> None:
     with SmallKeeper(tmp_path, {}) as keeper:
         pid = keeper.started()["pid"]
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(keeper.control_path)
-            client.sendall(request_bytes)
-            client.shutdown(socket.SHUT_WR)
-            assert client.recv(100) == b""
-        assert keeper.status()["pid"] == pid
+        for request in (b"{}", b"[" * 1024, b'"upgrade"', b"\xff", b'{"command": "x"}', b""):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(keeper.control_path)
+                client.sendall(request)
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(100) == b"", request
+            assert keeper.status()["pid"] == pid, request
 
 
 def test_connections_have_a_limit(tmp_path: Path) -> None:
@@ -188,10 +192,10 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_without_a_keeper_the_command_says_so(tmp_path: Path) -> None:
-    done = CliRunner().invoke(upgrade, ["--unix-socket", str(tmp_path / "k.sock")])
+    done = upgrade(str(tmp_path / "k.sock"))
     assert done.exit_code == 1
     assert f"Error: no keeper at {tmp_path}/k.sock.keeper: No such file or directory" in done.stderr
-    done = CliRunner().invoke(upgrade, ["--unix-socket", ""])
+    done = upgrade("")
     assert "send SIGHUP to it instead" in done.stderr
 
 
@@ -202,14 +206,3 @@ def test_a_keeper_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
         silent.listen(1)
         with pytest.raises(ControlSocketError, match=r"no answer for 0\.01 s"):
             list(ask(path, "status", 0.01))
-
-
-def test_the_command_is_one_of_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "kvservice", "upgrade", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "Replace the running daemon by a process of the installed version" in done.stdout

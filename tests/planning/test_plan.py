@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from each_row import each_row
 
 from kvservice.cli import main
 from kvservice.config import ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
-from kvservice.model_shape import pool_options
-from kvservice.planning.command import GIB
-from kvservice.planning.gpus import GPUS, Gpu, find_gpu
-from kvservice.planning.parameters import count_parameters
-from kvservice.planning.plan import PlanOptions, make_plan
-from kvservice.planning.report import short
-from kvservice.planning.trace import ConversationLoad, Trace, TracedRequest, synthetic_trace
+from kvservice.planning import (
+    ConversationLoad,
+    Gpu,
+    PlanOptions,
+    Trace,
+    TracedRequest,
+    find_gpu,
+    make_plan,
+    synthetic_trace,
+)
 
+GIB = 1 << 30
+TIERS = ("host store", "disk")
+GPUS = ("a100", "b200", "h100", "h200", "l40s")
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
@@ -63,16 +70,22 @@ def test_llama_3_8b(model: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "in_layers_b", "total_b"),
-    [(LLAMA_3_8B, 6.98, 8.03), (MIXTRAL, 12.6, 46.7), (GPT2 | {"tie_word_embeddings": True}, 0.085, 0.124)],
-)
-def test_parameters_are_those_that_models_are_known_for(
-    config: dict[str, Any], in_layers_b: float, total_b: float
-) -> None:
-    found = count_parameters(config, pool_options(config), None)
-    assert found.in_layers == pytest.approx(in_layers_b * 1e9, rel=0.01)
-    assert found.total == pytest.approx(total_b * 1e9, rel=0.01)
+def test_parameters_are_those_that_models_are_known_for(tmp_path: Path) -> None:
+    """The weights have all parameters, and a token meets those in layers."""
+    gpu = Gpu("large", 1000.0, 1000.0, 50.0)
+    models = (
+        ("Llama 3 8B", LLAMA_3_8B, 6.98, 8.03, 2),
+        ("Mixtral", MIXTRAL, 12.6, 46.7, 2),
+        ("GPT-2", GPT2 | {"tie_word_embeddings": True}, 0.085, 0.124, 4),
+    )
+    with each_row() as row:
+        for name, config, in_layers_b, total_b, item_bytes in models:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with row(name):
+                plan = make_plan(PlanOptions(tmp_path, gpu, prompt_tokens=1, efficiency=1.0), None)
+                in_layers = 1000e12 / plan.prefill_tokens_per_s / 2
+                assert in_layers == pytest.approx(in_layers_b * 1e9, rel=0.01)
+                assert plan.weights_gib * GIB / item_bytes == pytest.approx(total_b * 1e9, rel=0.01)
 
 
 def test_measured_figures_replace_estimates(model: Path) -> None:
@@ -116,42 +129,47 @@ def test_a_trace_says_what_each_capacity_finds(model: Path) -> None:
     assert [tier.gained_share for tier in plan.tiers] == [0.0, 0.9, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"num_gpus": 3}, "num_gpus"),
-        ({"store_gib": 0.0, "disk_gib": 1.0}, "disk_gib"),
-        ({"store_gib": 0.0, "shared_gib": 1.0}, "shared_gib"),
-        ({"weights_gib": 90.0}, "weights_gib"),
-        ({"store_gib": 0.001}, "store_gib"),
-        ({"store_gib": 0.01}, "store_gib"),
-        ({"store_gib": 65537.0}, "store_gib"),
-        ({"num_gpus": 8, "disk_gib": 1.0, "disk_gb_per_s": 100.0}, "disk_gib"),
-        ({"shared_gib": 0.001}, "shared_gib"),
-        ({"block_size": 7}, "block_size"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
-        ({"model": Path("absent")}, "model"),
-    ],
-)
-def test_impossible_plans_name_the_option(model: Path, changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        make_plan(replace(PlanOptions(model, OWN), **changes), None)
-    assert caught.value.field == field
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"num_gpus": 3}, "num_gpus"),
+    ({"store_gib": 0.0, "disk_gib": 1.0}, "disk_gib"),
+    ({"store_gib": 0.0, "shared_gib": 1.0}, "shared_gib"),
+    ({"weights_gib": 90.0}, "weights_gib"),
+    ({"store_gib": 0.001}, "store_gib"),
+    ({"store_gib": 0.01}, "store_gib"),
+    ({"store_gib": 65537.0}, "store_gib"),
+    ({"num_gpus": 8, "disk_gib": 1.0, "disk_gb_per_s": 100.0}, "disk_gib"),
+    ({"shared_gib": 0.001}, "shared_gib"),
+    ({"block_size": 7}, "block_size"),
+    ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+    ({"model": Path("absent")}, "model"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"kv_lora_rank": 512}, "latent attention"), ({"torch_dtype": "int8"}, "int8"), ({"head_dim": 16}, "head_size"),
-        ({"num_hidden_layers": 10**400}, "num_layers"), ({"hidden_size": 0}, "hidden_size"),
-        ({"layer_types": ["mamba"] * 32}, "mamba"),
-    ],
-)  # fmt: skip
-def test_models_without_a_pool_are_refused_with_the_reason(model: Path, changes: dict[str, Any], said: str) -> None:
-    (model / "config.json").write_text(json.dumps(LLAMA_3_8B | changes))
-    with pytest.raises(InvalidArgumentError, match=said) as caught:
-        make_plan(PlanOptions(model, OWN), None)
-    assert caught.value.field == "model"
+def test_impossible_plans_name_the_option(model: Path) -> None:
+    with each_row() as row:
+        for changes, field in IMPOSSIBLE:
+            with row(changes):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    make_plan(replace(PlanOptions(model, OWN), **changes), None)
+                assert caught.value.field == field
+
+
+def test_models_without_a_pool_are_refused_with_the_reason(model: Path) -> None:
+    refused: dict[str, dict[str, Any]] = {
+        "latent attention": {"kv_lora_rank": 512},
+        "int8": {"torch_dtype": "int8"},
+        "head_size": {"head_dim": 16},
+        "num_layers": {"num_hidden_layers": 10**400},
+        "hidden_size": {"hidden_size": 0},
+        "mamba": {"layer_types": ["mamba"] * 32},
+    }
+    with each_row() as row:
+        for said, changes in refused.items():
+            (model / "config.json").write_text(json.dumps(LLAMA_3_8B | changes))
+            with row(said):
+                with pytest.raises(InvalidArgumentError, match=said) as caught:
+                    make_plan(PlanOptions(model, OWN), None)
+                assert caught.value.field == "model"
 
 
 def test_numbers_beyond_all_models_are_not_used(model: Path) -> None:
@@ -183,17 +201,13 @@ def test_a_model_without_a_feed_forward_width_needs_its_parameters(tmp_path: Pat
 
 
 def test_gpus_of_the_table_and_others() -> None:
-    assert find_gpu("h200") == find_gpu("H200") == GPUS["h200"]
+    assert find_gpu("h200") == find_gpu("H200") == Gpu("h200", 140.4, 989.0, 55.0)
     assert find_gpu("h200", tflops=700.0).tflops == 700.0
     assert find_gpu(None, 24.0, 100.0, 20.0) == Gpu("own", 24.0, 100.0, 20.0)
     for arguments, field in [(("h300",), "gpu"), ((None, 24.0, 100.0), "host_gbps"), ((None,), "gpu_memory_gib")]:
         with pytest.raises(InvalidArgumentError) as caught:
             find_gpu(*arguments)  # type: ignore[arg-type]
         assert caught.value.field == field
-
-
-def test_numbers_are_short() -> None:
-    assert [short(n) for n in (0.5, 64.0, 9999, 57_000, 16.4e6, 2e9)] == ["0.5", "64", "9999", "57k", "16.4M", "2G"]
 
 
 # ---- the command
@@ -211,6 +225,15 @@ def test_the_command_prints_tables(model: Path) -> None:
         assert part in output
 
 
+def test_numbers_are_short(model: Path) -> None:
+    _, output = invoke("--model", model, "--gpu", "h200", "--store-gib", 0.5, "--disk-gib", 250_000)
+    store, disk = (
+        next(line.split() for line in output.splitlines() if line.strip().startswith(name)) for name in TIERS
+    )
+    assert store[2:5] == ["0.5", "256", "4096"]
+    assert disk[1:4] == ["250k", "128M", "2.05G"]
+
+
 def test_the_command_prints_json(model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n' * 2)
@@ -221,36 +244,36 @@ def test_the_command_prints_json(model: Path, tmp_path: Path) -> None:
     assert [tier["hit_share"] for tier in plan["tiers"]] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("option", "least", "most"),
-    [
-        ("--efficiency", 0.001, 1),
-        ("--gpu-memory-utilization", 0.2, 1),
-        ("--num-gpus", 1, 8),
-        ("--store-gib", 0, 1 << 16),
-        ("--disk-gbps", 0.001, 1e6),
-        ("--prompt-tokens", 1, 1 << 24),
-    ],
-)
-def test_both_ends_of_options(model: Path, option: str, least: float, most: float) -> None:
-    for value in (least, most):
-        assert invoke("--model", model, "--gpu", "h200", option, value)[0] == 0
+def test_both_ends_of_options(model: Path) -> None:
+    ends = {
+        "--efficiency": (0.001, 1),
+        "--gpu-memory-utilization": (0.2, 1),
+        "--num-gpus": (1, 8),
+        "--store-gib": (0, 1 << 16),
+        "--disk-gbps": (0.001, 1e6),
+        "--prompt-tokens": (1, 1 << 24),
+    }
+    with each_row() as row:
+        for option, values in ends.items():
+            for value in values:
+                with row((option, value)):
+                    assert invoke("--model", model, "--gpu", "h200", option, value)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--efficiency", 0), ("--efficiency", 1.1), ("--efficiency", "nan"), ("--gpu-memory-utilization", 1.1),
-        ("--num-gpus", 0), ("--num-gpus", 65), ("--num-gpus", 3), ("--store-gib", -1),
-        ("--store-gib", 65537), ("--disk-gib", 0.1), ("--disk-gbps", 0),
-        ("--prompt-tokens", 0), ("--gpu", "h300"), ("--trace", "absent"), ("--model", "absent"), ("--block-size", 7),
-        ("--weights-gib", 1000), ("--parameters-b", 0), ("--kv-cache-dtype", "int3"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_named(model: Path, option: str, value: Any) -> None:
-    code, output = invoke("--model", model, "--gpu", "h200", option, value)
-    assert code == 2
-    assert option in output
+def test_wrong_options_are_named(model: Path) -> None:
+    wrong: dict[str, tuple[Any, ...]] = {
+        "--efficiency": (0, 1.1, "nan"), "--gpu-memory-utilization": (1.1,), "--num-gpus": (0, 65, 3),
+        "--store-gib": (-1, 65537), "--disk-gib": (0.1,), "--disk-gbps": (0,), "--prompt-tokens": (0,),
+        "--gpu": ("h300",), "--trace": ("absent",), "--model": ("absent",), "--block-size": (7,),
+        "--weights-gib": (1000,), "--parameters-b": (0,), "--kv-cache-dtype": ("int3",),
+    }  # fmt: skip
+    with each_row() as row:
+        for option, values in wrong.items():
+            for value in values:
+                with row((option, value)):
+                    code, output = invoke("--model", model, "--gpu", "h200", option, value)
+                    assert code == 2
+                    assert option in output
 
 
 def daemon_of(command: str) -> ServeConfig:
@@ -290,14 +313,14 @@ def test_a_tier_that_finds_nothing_is_not_in_the_command(
     assert daemon.weights == ("NAME" if daemon.disk else "")
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_weights_of_a_snapshot_have_its_name(tmp_path: Path, num_gpus: int) -> None:
+def test_weights_of_a_snapshot_have_its_name(tmp_path: Path) -> None:
     directory = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "abc"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    plan = make_plan(PlanOptions(directory, OWN, num_gpus=num_gpus, disk_gib=500.0, disk_gb_per_s=50.0), None)
-    assert ("--weights" in plan.commands[0]) == (num_gpus == 2)
-    assert daemon_of(plan.commands[0]).weights == "meta-llama/Llama-3-8B@abc"
+    for num_gpus in (1, 2):
+        plan = make_plan(PlanOptions(directory, OWN, num_gpus=num_gpus, disk_gib=500.0, disk_gb_per_s=50.0), None)
+        assert ("--weights" in plan.commands[0]) == (num_gpus == 2)
+        assert daemon_of(plan.commands[0]).weights == "meta-llama/Llama-3-8B@abc"
 
 
 def test_the_path_of_a_model_may_have_spaces(tmp_path: Path) -> None:
@@ -325,7 +348,7 @@ def random_options(rng: random.Random, model: Path) -> PlanOptions:
 
     return PlanOptions(
         model,
-        find_gpu(rng.choice(list(GPUS)), memory_gib=rng.choice([None, 10 ** rng.uniform(-3, 4.8)])),
+        find_gpu(rng.choice(GPUS), memory_gib=rng.choice([None, 10 ** rng.uniform(-3, 4.8)])),
         num_gpus=rng.choice([1, 2, 3, 8, 64]),
         gpu_memory_utilization=rng.uniform(0.01, 1.0),
         kv_cache_dtype=rng.choice(["auto", "fp8_e4m3", "fp8_e5m2"]),

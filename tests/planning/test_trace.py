@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.planning.trace import MAX_TOKENS, ConversationLoad, read_trace, synthetic_trace
+from kvservice.planning import ConversationLoad, read_trace, synthetic_trace
 
+MAX_TOKENS, MAX_LINES, MAX_LINE_BYTES = 1 << 24, 1_000_000, 16 << 20
 LINE: dict[str, Any] = {"timestamp": 1500, "input_length": 1025, "output_length": 7, "hash_ids": [3, 4, 5]}
 
 
@@ -39,49 +41,46 @@ def test_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
     assert trace.duration_s == 1.5
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{", "[]", "7", "{}", LINE | {"timestamp": -1}, LINE | {"timestamp": float("nan")}, LINE | {"input_length": -1},
-        LINE | {"input_length": MAX_TOKENS + 1}, LINE | {"output_length": 1.5}, LINE | {"hash_ids": [3]},
-        LINE | {"hash_ids": [3, 4, 5, 6]}, LINE | {"hash_ids": [3, 3, 4]}, LINE | {"hash_ids": ["a", "b"]},
-        LINE | {"hash_ids": None}, LINE | {"input_length": True}, "[" * 100_000, LINE | {"timestamp": 10**400},
-        LINE | {"timestamp": "7"}, LINE | {"hash_ids": [3, 4, 1 << 63]}, "[" + "1" * 5000 + "]",
-    ],
-)  # fmt: skip
-def test_a_line_that_is_no_request_is_refused_by_number(tmp_path: Path, line: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="line 2") as caught:
-        read_trace(written(tmp_path, LINE, line))
-    assert caught.value.field == "trace"
+NO_REQUESTS: list[Any] = [
+    "{", "[]", "7", "{}", LINE | {"timestamp": -1}, LINE | {"timestamp": float("nan")}, LINE | {"input_length": -1},
+    LINE | {"input_length": MAX_TOKENS + 1}, LINE | {"output_length": 1.5}, LINE | {"hash_ids": [3]},
+    LINE | {"hash_ids": [3, 4, 5, 6]}, LINE | {"hash_ids": [3, 3, 4]}, LINE | {"hash_ids": ["a", "b"]},
+    LINE | {"hash_ids": None}, LINE | {"input_length": True}, "[" * 100_000, LINE | {"timestamp": 10**400},
+    LINE | {"timestamp": "7"}, LINE | {"hash_ids": [3, 4, 1 << 63]}, "[" + "1" * 5000 + "]",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_line_that_is_no_request_is_refused_by_number(tmp_path: Path) -> None:
+    with each_row() as row:
+        for line in NO_REQUESTS:
+            with row(str(line)[:60]):
+                with pytest.raises(InvalidArgumentError, match="line 2") as caught:
+                    read_trace(written(tmp_path, LINE, line))
+                assert caught.value.field == "trace"
+
+
+def test_the_message_says_what_is_wrong(tmp_path: Path) -> None:
+    lines: list[tuple[Any, str]] = [
         ("nonsense", "is not JSON"), ("[1]", "is not a JSON object"), ("{}", "has no timestamp and no input_length"),
         (LINE | {"timestamp": None}, "timestamp: must be"), (LINE | {"hash_ids": [1, 1, 1]}, "is there twice"),
         (LINE | {"input_length": 16}, "3 for 16 tokens in blocks of 512"),
-    ],
-)  # fmt: skip
-def test_the_message_says_what_is_wrong(tmp_path: Path, line: Any, said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
-        read_trace(written(tmp_path, line))
+    ]  # fmt: skip
+    with each_row() as row:
+        for line, said in lines:
+            with row(said), pytest.raises(InvalidArgumentError, match=said):
+                read_trace(written(tmp_path, line))
 
 
-@pytest.mark.parametrize(
-    ("limit", "enough", "said"),
-    [("MAX_BLOCKS", 10, "9 full blocks"), ("MAX_REQUESTS", 5, "4 lines"), ("MAX_LINE_BYTES", 100, "99 bytes")],
-)
-def test_the_size_of_a_file_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, enough: int, said: str
-) -> None:
-    lines = [LINE] * 4 + [json.dumps(LINE).ljust(99)]
-    path = written(tmp_path, *lines)
-    monkeypatch.setattr(f"kvservice.planning.trace.{limit}", enough)
-    assert len(read_trace(path).requests) == 5
-    monkeypatch.setattr(f"kvservice.planning.trace.{limit}", enough - 1)
-    with pytest.raises(InvalidArgumentError, match=said):
-        read_trace(path)
+def test_the_size_of_a_file_is_limited(tmp_path: Path) -> None:
+    lines = [LINE] * 4 + [json.dumps(LINE).ljust(MAX_LINE_BYTES - 1)]
+    assert len(read_trace(written(tmp_path, *lines), max_blocks=10).requests) == 5
+    with pytest.raises(InvalidArgumentError, match="9 full blocks"):
+        read_trace(written(tmp_path, *lines), max_blocks=9)
+    with pytest.raises(InvalidArgumentError, match="line 5: is longer than 16,777,216 bytes"):
+        read_trace(written(tmp_path, *lines[:4], f"{lines[4]} "))
+    assert len(read_trace(written(tmp_path, *[""] * (MAX_LINES - 1), LINE)).requests) == 1
+    with pytest.raises(InvalidArgumentError, match="has more than 1,000,000 lines"):
+        read_trace(written(tmp_path, *[""] * MAX_LINES, LINE))
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:

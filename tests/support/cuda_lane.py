@@ -15,8 +15,9 @@ import numpy as np
 from gpu_peer import download, wait
 
 from kvservice import _cuda, _ext, ops
-from kvservice.ops.device_array import DTYPE_NUMBERS
 
+# The numbers of dtypes in csrc/pool.h.
+DTYPE_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CACHES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 # Relative errors that rounding causes.

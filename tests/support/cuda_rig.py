@@ -16,8 +16,8 @@ from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
-from kvservice.pool.layout import TENSOR_DTYPES
 
+TENSOR_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ON_GPU: dict[str, Any] = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 # The dtype of tensors, and the dtype of the pool.
 TYPES = [

@@ -59,9 +59,9 @@ class GraphToy:
     def __init__(self, toy: Toy, max_sequences: int, max_tokens: int = MAX_TOKENS) -> None:
         self.toy, self.graph = toy, DecodeGraph(toy.kv, max_sequences, max_tokens)
         self.tokens = torch.zeros(max_sequences, dtype=torch.int64, device=toy.device)
-        self.graph.capture(self._step)
+        self.graph.capture(self.run_step)
 
-    def _step(self) -> Any:
+    def run_step(self) -> Any:
         graph, outputs = self.graph, []
         for layer in range(self.toy.num_layers):
             outputs.append(graph.attend(layer, *self.toy.tensors(self.tokens, graph.positions, layer)))

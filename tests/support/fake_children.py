@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvservice.keeper.keeper import Keeper
-from kvservice.keeper.log import Log
-from kvservice.keeper.notifications import Notification
-from kvservice.keeper.restarts import Ending
-from kvservice.keeper.settings import KeeperSettings
+from kvservice.keeper import Ending, Keeper, KeeperSettings, Log, Notification
 
 
 @dataclass

@@ -11,14 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvservice.keeper.control import ask
-from kvservice.keeper.settings import KeeperSettings
+from kvservice.keeper import KeeperSettings, ask
 
 # Runs the steps of its plan: those of "standby" in a standby process, else those of the number of restarts before it.
 CHILD = """
 import json, os, signal, socket, sys
-from kvservice.keeper.notify import HANDOVER, READY, Notifier, report_version, taken_descriptors
-from kvservice.keeper.standby import Standby
+from kvservice.keeper import HANDOVER, READY, Notifier, Standby, report_version, taken_descriptors
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -108,7 +108,7 @@ def test_a_step_that_cannot_be_captured_leaves_the_graph_usable(client: KVClient
         graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
 
         def fails_in_the_capture() -> None:
-            graph._step()
+            graph.run_step()
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("refused")
 
@@ -116,7 +116,7 @@ def test_a_step_that_cannot_be_captured_leaves_the_graph_usable(client: KVClient
             graph.graph.capture(fails_in_the_capture)
         with pytest.raises(FailedPreconditionError, match="capture"):
             graph.graph.begin(sequences)
-        graph.graph.capture(graph._step)
+        graph.graph.capture(graph.run_step)
         graph.graph.begin(sequences)
         graph.replay([1])
         graph.graph.written([1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ from kv_model import POOL
 from kvservice import _ext
 from kvservice.config import ServeConfig
 from kvservice.devices import cuda_host_copies, open_device
-from kvservice.devices.base import PoolName
 from kvservice.kept import KeptState
 
 pytest.importorskip("kvservice._cuda", reason="kvservice was built without CUDA")
 
+PoolName = Literal["pool", "swap"]
 # Blocks of 1 MiB, so that 40 of them pass the staging memory several times.
 SHAPE = {"num_layers": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "float16", "block_size": 16}
 BLOCK_BYTES = 1 << 20

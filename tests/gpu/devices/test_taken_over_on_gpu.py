@@ -48,6 +48,7 @@ def test_the_end_of_copies_is_noticed_when_idle() -> None:
     device.close()
 
 
+@pytest.mark.alone
 def test_the_memory_is_free_when_no_process_has_the_descriptor() -> None:
     left = []
     for num_processes in (1, 3):

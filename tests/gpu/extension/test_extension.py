@@ -44,6 +44,7 @@ def test_device_memory_holds_what_is_written() -> None:
     assert np.array_equal(download(memory.pointer, data.nbytes), data)
 
 
+@pytest.mark.alone
 def test_device_memory_is_given_back() -> None:
     _cuda.DeviceMemory(0, MIB).close()
     before = _cuda.memory_info(0)[0]

@@ -134,6 +134,7 @@ def test_a_handle_with_any_bit_changed_reaches_nobody_elses_memory(other: Peer) 
     assert_the_device_works()
 
 
+@pytest.mark.alone
 def test_memory_of_a_killed_process_stays_until_it_is_closed(other: Peer) -> None:
     assert_the_device_works()
     handle = other.run(gpu_peer.allocate, "memory", 16 * GIB, 5)
@@ -166,6 +167,7 @@ def test_a_process_killed_while_its_memory_is_written_harms_nobody(other: Peer) 
     assert download(memory.pointer + 4 * GIB - 1, 1)[0] == 199
 
 
+@pytest.mark.alone
 def test_memory_comes_and_goes(other: Peer) -> None:
     """Memory is opened and closed many times, as by many clients, and nothing leaks."""
     for _ in range(3):

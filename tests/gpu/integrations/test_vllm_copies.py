@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,9 @@ from kvservice.client import KVClient, PutStatus, Store
 from kvservice.errors import InternalError, InvalidArgumentError
 from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.gpu_blocks import GpuBlocks
-from kvservice.integrations.vllm.layout import BlockLayout, block_layout
+from kvservice.integrations.vllm.layout import block_layout
 from kvservice.integrations.vllm.mapped_copies import MappedCopier
-from kvservice.integrations.vllm.transfers import BlockCopier, StagedCopier
+from kvservice.integrations.vllm.transfers import StagedCopier
 from kvservice.launch import Daemon
 from kvservice.ops.block_pieces import page_lock
 
@@ -33,12 +35,12 @@ class Rig:
     def __init__(self, layout: str = "FlashAttention, K and V first") -> None:
         self.tensors = LAYOUTS[layout](MODEL, NUM_BLOCKS)
         self.before = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        self.layout: BlockLayout = block_layout(self.tensors, NUM_BLOCKS)
+        self.layout = block_layout(self.tensors, NUM_BLOCKS)
 
     def open(self, client: KVClient) -> Store:
         return client.store(new_namespace(self.layout.block_bytes), timeout_s=30.0)
 
-    def copier(self) -> BlockCopier:
+    def copier(self) -> Any:
         return block_copier(self.layout)
 
     def clear(self) -> None:

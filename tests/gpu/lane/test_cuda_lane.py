@@ -291,6 +291,7 @@ def test_a_client_in_another_process_with_its_own_memory(lane: CudaLane) -> None
         lane.check_pool()
 
 
+@pytest.mark.alone
 def test_a_client_killed_with_calls_in_flight_harms_nobody(lane: CudaLane) -> None:
     _, honest = lane.open_lane()
     before = int(_cuda.memory_info(0)[0])

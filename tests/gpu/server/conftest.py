@@ -1,10 +1,8 @@
-"""Runs the CPU's daemon tests with a pool on the GPU. It adds their directory to the path and replaces the daemon."""
+"""Runs the CPU's daemon tests with a pool on the GPU: it replaces the daemon."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from raw_wire import raw, raw_session, wire
@@ -13,8 +11,6 @@ from small_pool import SMALL_POOL
 from kvservice.launch import Daemon
 
 __all__ = ["raw", "raw_session", "wire"]
-
-sys.path.append(str(Path(__file__).parents[2] / "server"))
 
 
 @pytest.fixture(scope="session")

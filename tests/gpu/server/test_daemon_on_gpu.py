@@ -6,23 +6,26 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cpu_tests import load
 from kv_model import POOL, reference_attention
-from test_bad_input import *  # noqa: F403
-from test_killed_client import (
-    test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next,
-    test_killed_clients_leave_nothing_behind,
-)
-from test_state_machine import test_daemon
 
 from kvservice.client import BlockSparse, KVClient
 from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 
-__all__ = [
-    "test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next",
-    "test_daemon",
-    "test_killed_clients_leave_nothing_behind",
-]
+bad_input = load("server/test_bad_input.py")
+killed_client = load("server/test_killed_client.py")
+scene = bad_input.scene
+test_is_refused_and_changes_nothing = bad_input.test_is_refused_and_changes_nothing
+test_who_has_not_mapped_the_pool_for_writing_commits_nothing = (
+    bad_input.test_who_has_not_mapped_the_pool_for_writing_commits_nothing
+)
+test_cases_are_as_many_as_they_should_be = bad_input.test_cases_are_as_many_as_they_should_be
+test_killed_clients_leave_nothing_behind = killed_client.test_killed_clients_leave_nothing_behind
+test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next = (
+    killed_client.test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next
+)
+test_daemon = load("server/test_state_machine.py").test_daemon
 
 
 @pytest.fixture(scope="module")

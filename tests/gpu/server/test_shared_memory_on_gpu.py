@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,39 +213,44 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> None:
+def register_request(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> Any:
+    return shared_memory_pb2.CudaSharedMemoryRegisterRequest(
+        name=name, raw_handle=raw_handle, device_id=device, byte_size=num_bytes
+    )
+
+
+def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon, raw: Any) -> None:
     with KVClient(shared.address, transport="lane") as client, client.session() as kv, peer() as other:
         handle = other.run(allocate, "memory", 4 << 20, 6)
+        wire = raw.Wire(shared.address)
+        session = raw.RawSession(wire)
 
-        def register(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> Any:
-            request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(
-                name=name, raw_handle=raw_handle, device_id=device, byte_size=num_bytes
-            )
-            return finish(kv, "cuda_shared_memory_register", request)
+        def refused(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> str:
+            answer = session.call("cuda_shared_memory_register", register_request(name, raw_handle, num_bytes, device))
+            assert isinstance(answer, raw.Refusal)
+            assert answer.code == "INVALID_ARGUMENT" or answer.reason == RegionNotOpenedError.reason
+            return str(answer.field)
 
-        register("good", handle, 4 << 20)
+        session.ok("cuda_shared_memory_register", register_request("good", handle, 4 << 20))
         for field, wrong in (
             ("raw_handle", ("again", handle, 4 << 20)),
             ("raw_handle", ("short", handle[:63], 4 << 20)),
             ("raw_handle", ("random", os.urandom(64), 4 << 20)),
             ("device_id", ("device", handle, 4 << 20, 1)),
         ):
-            with pytest.raises((InvalidArgumentError, RegionNotOpenedError)) as caught:
-                register(*wrong)
-            assert caught.value.field == field
+            assert refused(*wrong) == field
         request = shared_memory_pb2.CudaSharedMemoryUnregisterRequest(name="good")
-        finish(kv, "cuda_shared_memory_unregister", request)
+        session.ok("cuda_shared_memory_unregister", request)
         for wrong_size in (0, (4 << 20) + 1, 1 << 63, (1 << 64) - 1):
-            with pytest.raises(InvalidArgumentError) as refused:
-                register("size", handle, wrong_size)
-            assert refused.value.field == "byte_size"
+            assert refused("size", handle, wrong_size) == "byte_size"
         other.kill()
-        with pytest.raises((InvalidArgumentError, RegionNotOpenedError)):
-            register("stale", handle, 4 << 20)
+        refused("stale", handle, 4 << 20)
         attend_all(kv, "cuda:0")
+        session.close()
+        wire.close()
 
 
-def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
+def test_memory_of_a_gpu_is_taken_from_those_who_are_known(raw: Any) -> None:
     """If other users can connect, GPU memory is accepted only from clients that the daemon has identified."""
     with (
         Daemon(**POOL | {"unix_socket_mode": "0666"}) as daemon,
@@ -253,20 +258,15 @@ def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
         client.session() as kv,
         peer() as other,
     ):
-        handle = other.run(allocate, "memory", 4 << 20, 6)
-        request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(
-            name="theirs", raw_handle=handle, device_id=0, byte_size=4 << 20
-        )
-        with pytest.raises(RegionsNotAllowedError):
-            finish(kv, "cuda_shared_memory_register", request)
+        request = register_request("theirs", other.run(allocate, "memory", 4 << 20, 6), 4 << 20)
+        wire = raw.Wire(daemon.address)
+        session = raw.RawSession(wire)
+        answer = session.call("cuda_shared_memory_register", request)
+        assert (type(answer), answer.reason) == (raw.Refusal, RegionsNotAllowedError.reason)
+        session.close()
+        wire.close()
         kv.create_region(4096)  # first proves to the daemon who owns the session
-        finish(kv, "cuda_shared_memory_register", request)
-
-
-def finish(kv: Session, method: str, request: Any) -> Any:
-    from kvservice.client.threads import finish as run
-
-    return run(cast(Any, kv._core).call(method, request))
+        kv.create_region(4 << 20, device=0)
 
 
 CLIENT = """
@@ -292,6 +292,7 @@ with KVClient(sys.argv[1], transport="lane") as client, client.session() as kv:
 """
 
 
+@pytest.mark.alone
 def test_the_memory_of_killed_clients_comes_back(shared: Daemon) -> None:
     with KVClient(shared.address) as client, client.session() as kv:
         attend_all(kv, "cuda:0")

@@ -50,6 +50,7 @@ def test_what_cannot_be_served_is_one_clear_line(tmp_path: Path, arguments: tupl
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.alone
 def test_the_pool_takes_its_share_of_the_memory() -> None:
     with (
         Daemon(device="cuda:0", gpu_memory_utilization=0.25, log_level="info") as daemon,
