@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, encrypted
-from table_rows import table
+from each_row import each_row
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.errors import InvalidArgumentError
@@ -62,9 +62,9 @@ BAD: dict[str, tuple[str, bytes | None, str, str]] = {
 
 
 def test_what_cannot_be_used_is_refused_and_later_kept_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with table() as rows:
+    with each_row() as row:
         for case, (name, content, field, said) in BAD.items():
-            with rows[case]:
+            with row(case):
                 (tmp_path / case).mkdir()
                 files = written(tmp_path / case)
                 reloading = Reloading(files.paths, lambda files=files: Certificates.read(files))  # type: ignore[misc]

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from table_rows import table
+from each_row import each_row
 
 from kvservice.auth import UNNAMED, Identity, Tokens, add_token, new_token, remove_token
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
@@ -56,9 +56,9 @@ def test_a_missing_token_is_distinguished_from_a_wrong_one() -> None:
 def test_what_is_cut_short_is_no_token(file: Path) -> None:
     token = add_token(file, "alice")
     known = Tokens.read(file)
-    with table() as rows:
+    with each_row() as row:
         for wrong in (token[:-1], token + "A", "", token[4:], token * 999):
-            with rows[wrong[:100]]:
+            with row(wrong[:100]):
                 with pytest.raises(UnauthenticatedError, match="cut short") as caught:
                     known.identify(wrong)
                 assert caught.value.metadata == {"cause": "malformed"}
@@ -95,9 +95,9 @@ def test_a_wrong_line_is_named(file: Path) -> None:
         (b"\xff\xfe\n", "is not UTF-8 text"),
         ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
     ]
-    with table() as rows:
+    with each_row() as row:
         for text, message in wrong:
-            with rows[message]:
+            with row(message):
                 with pytest.raises(InvalidArgumentError, match=message) as caught:
                     Tokens.read(written(file, text))
                 assert caught.value.field == "auth_tokens"
@@ -105,12 +105,12 @@ def test_a_wrong_line_is_named(file: Path) -> None:
 
 
 def test_the_group_may_read_and_others_may_not_use_the_file(file: Path) -> None:
-    with table() as rows:
+    with each_row() as row:
         for mode in (0o604, 0o602, 0o601, 0o620, 0o666):
-            with rows[oct(mode)], pytest.raises(InvalidArgumentError, match=f"mode {mode:04o}.*chmod 0600"):
+            with row(oct(mode)), pytest.raises(InvalidArgumentError, match=f"mode {mode:04o}.*chmod 0600"):
                 Tokens.read(written(file, f"alice {HASH}\n", mode))
         for mode in (0o400, 0o600, 0o440, 0o640):
-            with rows[oct(mode)]:
+            with row(oct(mode)):
                 assert len(Tokens.read(written(file, f"alice {HASH}\n", mode))) == 1
 
 
@@ -130,9 +130,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path, file: Path) -> None:
 
 
 def test_a_name_that_the_file_cannot_hold_is_refused(file: Path) -> None:
-    with table() as rows:
+    with each_row() as row:
         for name in ("", "a b", "a\nb", "#a", "é", "a" * 65):
-            with rows[name]:
+            with row(name):
                 with pytest.raises(InvalidArgumentError, match="name:"):
                     add_token(file, name)
                 assert not file.exists()

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import COMPUTED_TOKENS, AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -139,9 +139,9 @@ ENDING_OPERATIONS: dict[str, Callable[[BlockManager, SessionNamespace], Any]] = 
 
 
 def test_another_operation_ends_it(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for name, operation in ENDING_OPERATIONS.items():
-            with rows.row(name):
+            with row(name):
                 manager, space = make()
                 add(manager, space, 1, range(6))
                 add(manager, space, 2, range(50, 53))
@@ -198,9 +198,9 @@ BAD_STEPS: list[tuple[Any, ...]] = [
 
 
 def test_what_cannot_be_opened_changes_nothing(make: Make, snapshot: Snapshot) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for ids, num_steps, error, field in BAD_STEPS:
-            with rows.row(ids, num_steps, error, field):
+            with row((ids, num_steps, error, field)):
                 manager, space = make(max_request_tokens=64, num_blocks=128)
                 add(manager, space, 1, range(6))
                 add(manager, space, 2, range(50, 53))
@@ -237,9 +237,9 @@ BAD_COMMITS: list[tuple[Any, ...]] = [
 
 
 def test_what_cannot_be_committed_changes_nothing(make: Make, snapshot: Snapshot) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for tokens, counts, num_steps, error, field in BAD_COMMITS:
-            with rows.row(tokens, counts, num_steps, error, field):
+            with row((tokens, counts, num_steps, error, field)):
                 manager, space = make(num_blocks=12)
                 add(manager, space, 1, range(6))
                 add(manager, space, 2, range(50, 53))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace, chain_hashes
 from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
@@ -41,9 +41,9 @@ MESSAGES: list[tuple[Any, ...]] = [
 
 
 def test_the_error_says_how_many_blocks_the_watermark_keeps(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for watermark, num_tokens, said in MESSAGES:
-            with rows.row(watermark, num_tokens, said):
+            with row((watermark, num_tokens, said)):
                 manager, space = make(watermark=watermark)
                 manager.allocate(space, [request(1, range(16))])
                 with pytest.raises(OutOfBlocksError) as caught:
@@ -63,9 +63,9 @@ WATERMARKS: list[tuple[Any, ...]] = [
 
 def test_the_watermark(make: Make) -> None:
     """Return a manager with 32 blocks, 4 of them in use, and a watermark of 4."""
-    with TableRows() as rows:
+    with each_row() as row:
         for num_tokens, lookahead, status in WATERMARKS:
-            with rows.row(num_tokens, lookahead, status):
+            with row((num_tokens, lookahead, status)):
                 manager, space = make(watermark=0.125)
                 manager.allocate(space, [request(1, range(16))])
                 batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
@@ -169,9 +169,9 @@ OTHER_KEYS: list[tuple[Any, ...]] = [
 
 
 def test_extra_keys_separate_from_their_block_on(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for theirs, hit in OTHER_KEYS:
-            with rows.row(theirs, hit):
+            with row((theirs, hit)):
                 manager, space = make()
                 manager.allocate(space, [request(1, range(10), extra_keys=((0, b"tenant"),))])
                 compute(manager, space, 1)
@@ -230,9 +230,9 @@ def test_a_sequence_of_another_space_is_neither_known_nor_a_duplicate(make: Make
 
 
 def test_duplicate_ids(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for ids in ((1, 9), (9, 9)):
-            with rows.row(ids):
+            with row(ids):
                 manager, space = make()
                 manager.allocate(space, [request(1, range(5))])
                 before = snapshot(manager)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace, extra_keys_by_block
 from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
@@ -60,9 +60,9 @@ def pool(make: Make) -> tuple[BlockManager, SessionNamespace]:
 
 
 def test_sequence_ids(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for name in CALLS:
-            with rows.row(name):
+            with row(name):
                 manager, space = pool
                 before = snapshot(manager)
                 for ids, error, field in BAD_IDS:
@@ -97,9 +97,9 @@ BAD_APPENDS: list[tuple[Any, ...]] = [
 
 
 def test_append(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for arguments, field in BAD_APPENDS:
-            with rows.row(arguments, field):
+            with row((arguments, field)):
                 manager, space = pool
                 before = snapshot(manager)
                 with pytest.raises(InvalidArgumentError) as caught:
@@ -132,9 +132,9 @@ BAD_REQUESTS: list[tuple[Any, ...]] = [
 
 
 def test_allocate(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for request_fields, field in BAD_REQUESTS:
-            with rows.row(request_fields, field):
+            with row((request_fields, field)):
                 manager, space = pool
                 before = snapshot(manager)
                 good, bad = (
@@ -169,9 +169,9 @@ BAD_CONFIGS: list[Any] = [
 
 
 def test_config() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for change in BAD_CONFIGS:
-            with rows.row(change):
+            with row(change):
                 with pytest.raises(InvalidArgumentError) as caught:
                     BlocksConfig(**{"num_blocks": 8, **change})
                 assert caught.value.field == next(iter(change))

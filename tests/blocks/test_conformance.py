@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig
 
@@ -126,10 +126,10 @@ def test_replay() -> None:
     """Replay.perform fails if an answer or a block table differs from the trace. Our answers are exact where v0's were
     conservative: over all traces, several appends that v0 refused have enough blocks here."""
     yes_where_v0_said_no = 0
-    with TableRows() as rows:
+    with each_row() as row:
         for trace in load_traces():
             config = trace["config"]
-            with rows.row(config["block_size"], config["num_gpu_blocks"]):
+            with row((config["block_size"], config["num_gpu_blocks"])):
                 replay = Replay(config)
                 for op in trace["ops"]:
                     replay.perform(op)

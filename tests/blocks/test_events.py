@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from each_row import each_row
 from event_replica import EventReplica
-from table_rows import TableRows
 
 from kvservice.blocks import (
     AllocationRequest,
@@ -124,9 +124,9 @@ def test_a_reset_that_pins_survive_removes_the_others() -> None:
 
 
 def test_what_comes_back_from_swap_is_stored_again_with_its_parents() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for salt in (b"", b"tenant"):
-            with rows.row(salt):
+            with row(salt):
                 pool = Pool(4)
                 replica = EventReplica(pool.journal)
                 pool.compute(1, [1, 2, 3, 4], salt)

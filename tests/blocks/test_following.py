@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from event_replica import EventReplica
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SessionNamespace, StepPlan
 from kvservice.errors import (
@@ -90,9 +90,9 @@ def test_a_token_that_is_not_known_is_no_token_of_its_sequence(make: Make) -> No
 
 def test_it_commits_after_the_followed_step_and_with_its_tokens(make: Make) -> None:
     """In any order of: the layers of the first step, those of the second, and the tokens."""
-    with TableRows() as rows:
+    with each_row() as row:
         for order in ("fst", "fts", "sft", "stf", "tfs", "tsf"):
-            with rows.row(order):
+            with row(order):
                 manager, space = make()
                 first, second = pair(manager, space)
                 before, after_first = [(8, 7), (8, 7), (8, 7), (10, 0)], [(8, 8), (8, 8), (8, 7), (10, 6)]
@@ -209,10 +209,10 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def test_an_operation_on_a_sequence_of_one_step_ends_both(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for how, operation in OPERATIONS.items():
             for name in (BOTH, FIRST, SECOND, CHUNKED):
-                with rows.row(how, name):
+                with row((how, name)):
                     manager, space = make()
                     ended: list[int] = []
                     space.on_step_end = ended.append
@@ -239,9 +239,9 @@ def test_an_operation_on_a_sequence_of_one_step_ends_both(make: Make) -> None:
 
 def test_a_complete_step_ends_alone_where_its_follower_goes_on_without_the_sequence(make: Make) -> None:
     """A request that ends, or is forked, with the report of the followed step."""
-    with TableRows() as rows:
+    with each_row() as row:
         for how, operation in OPERATIONS.items():
-            with rows.row(how):
+            with row(how):
                 manager, space = make()
                 first, second = pair(manager, space)
                 manager.mark_all_layers(space, first.step_id)

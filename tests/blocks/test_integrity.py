@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from constants import set_constants
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.blocks import (
     NAMESPACE,
@@ -183,10 +183,10 @@ CORRUPTIONS: dict[str, Corruption] = {
 
 
 def test_each_corruption_is_found_in_slices_of_any_size(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for what, corrupt in CORRUPTIONS.items():
             for size in (1, 3, 8192):
-                with rows.row(what, size):
+                with row((what, size)):
                     manager, space = corruptible(make)
                     corrupt(manager.state, space)
                     with pytest.raises(InternalError, match=r"^integrity: "):

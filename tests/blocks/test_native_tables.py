@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
@@ -31,9 +31,9 @@ def random_ranges(rng: np.random.Generator, stop: int) -> tuple[Any, Any, Any]:
 
 
 def test_slots_and_shared_entries() -> None:
-    with TableRows() as table:
+    with each_row() as row:
         for seed in range(40):
-            with table.row(seed):
+            with row(seed):
                 rng = np.random.default_rng(seed)
                 shift = int(rng.integers(0, 6))
                 size, width = 1 << shift, int(rng.integers(1, 40))
@@ -65,9 +65,9 @@ def test_slots_and_shared_entries() -> None:
 
 
 def test_new_sequences_and_references() -> None:
-    with TableRows() as table:
+    with each_row() as row:
         for seed in range(20):
-            with table.row(seed):
+            with row(seed):
                 rng = np.random.default_rng(seed)
                 size = 1 << int(rng.integers(0, 5))
                 tables, token_ids = random_tables(rng, 12), rng.integers(0, 9, (200, size), dtype=np.int32)
@@ -103,9 +103,9 @@ def test_new_sequences_and_references() -> None:
 
 
 def test_hashes_are_matched_up_to_the_first_miss() -> None:
-    with TableRows() as table:
+    with each_row() as row:
         for seed in range(10):
-            with table.row(seed):
+            with row(seed):
                 rng = np.random.default_rng(seed)
                 hashes = [rng.bytes(32) for _ in range(int(rng.integers(1, 30)))]
                 blocks = rng.permutation(NUM_BLOCKS)[: len(hashes)].tolist()
@@ -144,9 +144,9 @@ RANGES_OUTSIDE: list[tuple[Any, ...]] = [
 
 
 def test_ranges_outside_the_tables_are_refused() -> None:
-    with TableRows() as table:
+    with each_row() as row:
         for rows, starts, counts, field in RANGES_OUTSIDE:
-            with table.row(rows, starts, counts, field):
+            with row((rows, starts, counts, field)):
                 tables = np.zeros((2, 3), np.int32)
                 with pytest.raises(InvalidArgumentError) as caught:
                     _ext.slot_mapping(tables, rows, starts, counts, 2)

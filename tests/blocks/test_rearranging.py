@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -110,9 +110,9 @@ BAD_ORDERS: list[tuple[Any, ...]] = [
 
 
 def test_refused_rearrangements(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for ids, parents, error, field in BAD_ORDERS:
-            with rows.row(ids, parents, error, field):
+            with row((ids, parents, error, field)):
                 manager, space = make(num_swap_blocks=8)
                 for name in (1, 2, 3):
                     add(manager, space, name, range(100 * name, 100 * name + 5))

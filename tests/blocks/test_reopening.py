@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import InvalidArgumentError, KVServiceError, OutOfBlocksError, UnknownSequenceError
@@ -67,9 +67,9 @@ REFUSED: list[tuple[Any, ...]] = [
 
 
 def test_refused(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for ids, starts, counts, error, field in REFUSED:
-            with rows.row(ids, starts, counts, error, field):
+            with row((ids, starts, counts, error, field)):
                 manager, space = make()
                 add(manager, space, 1, range(8))
                 add(manager, space, 2, range(100, 105))

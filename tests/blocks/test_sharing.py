@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -74,9 +74,9 @@ BAD_FORKS: list[tuple[Any, ...]] = [
 
 
 def test_refused_forks(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for parents, children, error, field in BAD_FORKS:
-            with rows.row(parents, children, error, field):
+            with row((parents, children, error, field)):
                 manager, space = make()
                 add(manager, space, 1, range(10))
                 before = snapshot(manager)
@@ -87,9 +87,9 @@ def test_refused_forks(make: Make, snapshot: Callable[..., Any]) -> None:
 
 
 def test_truncate_gives_blocks_back(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for length, num_blocks in ((10, 3), (9, 3), (8, 2), (5, 2), (1, 1), (0, 0)):
-            with rows.row(length, num_blocks):
+            with row((length, num_blocks)):
                 manager, space = make()
                 add(manager, space, 1, range(10))
                 manager.append(space, [1], [10], lookahead=4)

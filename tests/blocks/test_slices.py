@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.blocks import (
     SLICE_SEQUENCES,
@@ -218,9 +218,9 @@ ABOVE: dict[str, tuple[Callable[[BlockManager, SessionNamespace], object], str, 
 
 
 def test_what_goes_through_too_much_is_refused(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for case in ABOVE:
-            with rows.row(case):
+            with row(case):
                 call, field, option = ABOVE[case]
                 manager, space = limited(make)
                 before = snapshot(manager)

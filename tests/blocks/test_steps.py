@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, StepPlan
 from kvservice.errors import (
@@ -99,9 +99,9 @@ def test_pending_tokens_are_part_of_the_next_step(make: Make) -> None:
 
 
 def test_chunks_lie_within_the_pending_tokens(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for num_tokens, field in (([0], "num_tokens[0]"), ([7], "num_tokens[0]"), ([1, 1], "num_tokens")):
-            with rows.row(num_tokens, field):
+            with row((num_tokens, field)):
                 manager, space = make()
                 allocate(manager, space, 6, computed=False)
                 with pytest.raises(InvalidArgumentError) as caught:
@@ -313,9 +313,9 @@ def outdating(manager: BlockManager, space: SessionNamespace) -> dict[str, Calla
 
 
 def test_an_operation_on_one_sequence_makes_its_whole_step_stale(make: Make) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for operation in ("append", "open_step", "truncate", "fork", "swap_out", "free"):
-            with rows.row(operation):
+            with row(operation):
                 manager, space = make()
                 allocate(manager, space, 6, 6)
                 step = manager.append(space, [0, 1], [1, 2])
@@ -361,9 +361,9 @@ def append_again(manager: BlockManager, space: SessionNamespace, **changes: Any)
 
 
 def test_a_repeated_append_gets_its_step_again(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for written in ("nothing", "a layer", "everything"):
-            with rows.row(written):
+            with row(written):
                 manager, space = make()
                 allocate(manager, space, 6, 8)
                 manager.fork(space, [0], [5])
@@ -392,9 +392,9 @@ MISMATCHES: list[Any] = [
 
 
 def test_anything_but_a_repetition_is_a_mismatch(make: Make, snapshot: Callable[..., Any]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for changes in MISMATCHES:
-            with rows.row(changes):
+            with row(changes):
                 manager, space = make()
                 allocate(manager, space, 6, 8)
                 append_again(manager, space)
@@ -520,9 +520,9 @@ BAD_ADVANCES: list[tuple[Any, ...]] = [
 
 
 def test_a_bad_advance_changes_nothing(make: Make, snapshot: Callable[[BlockManager], dict[str, Any]]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for tokens, num_tokens, field in BAD_ADVANCES:
-            with rows.row(tokens, num_tokens, field):
+            with row((tokens, num_tokens, field)):
                 manager, space = make()
                 allocate(manager, space, 3)
                 manager.allocate(space, [AllocationRequest(1, np.arange(500, 506))])

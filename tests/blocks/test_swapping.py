@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_row import each_row
 from listed import listed
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -135,9 +135,9 @@ WATERMARKS: list[tuple[Any, ...]] = [
 
 def test_the_watermark_on_the_way_in(make: Make) -> None:
     """8 blocks, watermark 2; another sequence has `taken` tokens; 2 blocks and the lookahead are swapped in."""
-    with TableRows() as rows:
+    with each_row() as row:
         for taken, lookahead, status in WATERMARKS:
-            with rows.row(taken, lookahead, status):
+            with row((taken, lookahead, status)):
                 manager, space = make(num_blocks=8, watermark=0.25, enable_prefix_caching=False)
                 add(manager, space, 1, range(7))
                 manager.swap_out(space, [1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from both_faces import Face, session_of
-from rows import rows
+from each_row import each_row
 from small_daemons import OpenDaemon
 
 from kvservice import ops
@@ -144,7 +144,7 @@ def test_the_same_tokens_as_with_an_append_for_each(kv: Session) -> None:
 def test_a_step_is_used_while_it_is_committed(kv: Session) -> None:
     """The tables of the next step, of any size, take the place of those of the committed one in the daemon's memory."""
     pool = kv.map_pool(writable=True)
-    with rows() as row:
+    with each_row() as row:
         for num_steps in (2, 7, 40):
             with row(num_steps):
                 check_use_while_committing(kv, pool, num_steps)
@@ -237,7 +237,7 @@ ENDS: dict[str, Callable[[Session, Sequence], Any]] = {
 
 def test_what_ends_it(address: str) -> None:
     """Its tables, and its commit, raise StaleStepError after that."""
-    with rows() as row:
+    with each_row() as row:
         for name, end in ENDS.items():
             with row(name), KVClient(address, transport="mapped") as client, client.session() as kv:
                 check_end(kv, end)
@@ -259,7 +259,7 @@ def check_end(kv: Session, end: Callable[[Session, Sequence], Any]) -> None:
 
 def test_a_step_lasts_until_the_end_of_those_that_follow_it(address: str) -> None:
     """Its tables are valid until then, although its place has the tables of others."""
-    with rows() as row:
+    with each_row() as row:
         for name, end in ENDS.items():
             with row(name), KVClient(address, transport="mapped") as client, client.session() as kv:
                 check_steps_that_follow(kv, end)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from both_faces import Awaitable
 from cutting_proxy import CuttingProxy
-from rows import rows
+from each_row import each_row
 
 from kvservice.client import (
     AsyncKVClient,
@@ -155,7 +155,7 @@ def test_both_faces_have_the_same_methods() -> None:
         return {name: found for name, found in inspect.getmembers(of, inspect.isfunction) if name[0] != "_"}
 
     pairs: tuple[tuple[type, type], ...] = (Session, AsyncSession), (Step, AsyncStep), (KVScheduler, AsyncKVScheduler)
-    with rows() as row:
+    with each_row() as row:
         for blocking, asynchronous in pairs:
             awaited = methods(asynchronous)
             awaited.pop("call", None)  # it is not part of the API

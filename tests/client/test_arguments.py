@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rows import rows
+from each_row import each_row
 
 from kvservice.client import AsyncKVClient, BlockSparse, KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
@@ -68,7 +68,7 @@ WRONG: tuple[tuple[Call, str], ...] = (
 
 
 def test_the_field_is_named_and_the_session_goes_on(kv: Session) -> None:
-    with rows() as row:
+    with each_row() as row:
         for number, (call, field) in enumerate(WRONG):
             with row(f"{number}: {field}"):
                 step = prompt_step(kv)
@@ -91,7 +91,7 @@ def test_a_message_over_the_limit_is_not_sent(kv: Session) -> None:
         "write": lambda kv, tokens: prompt_step(kv).write(*(np.ones((2, 4096, 2, 32), np.float32),) * 2),
     }
     tokens = [7] * LIMIT_TOKENS
-    with rows() as row:
+    with each_row() as row:
         for name, call in calls.items():
             with row(name):
                 with pytest.raises(MessageTooLargeError):

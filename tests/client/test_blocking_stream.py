@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
+from each_row import each_row
 from google.rpc import code_pb2
 from grpc_status import rpc_status
-from rows import rows
 from scripted_daemon import ScriptedDaemon, serving
 from waiting import PATIENCE_S, until
 
@@ -296,7 +296,7 @@ def test_the_error_of_an_ended_stream() -> None:
     def error_of(ended: Any) -> KVServiceError | None:
         return BlockingStream(ended, (), lambda _: None, False).error
 
-    with rows() as row:
+    with each_row() as row:
         for name, (ended, kind, text) in ENDS.items():
             with row(name):
                 error = error_of(ended)

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 from certificates import Authority, Signed
+from each_row import each_row
 from ports import free_port
-from rows import rows
 from small_pool import SMALL_POOL
 
 from kvservice.client import AsyncKVClient, KVClient, TLSConfig
@@ -109,7 +109,7 @@ def tls_config(directory: Path, ca: Path, *, client: Signed | None = None, serve
 
 @pytest.mark.parametrize("face", FACES)
 def test_what_is_not_agreed_on_is_said_at_once(tmp_path: Path, ca: Path, face: str) -> None:
-    with rows() as row:
+    with each_row() as row:
         for case, (served, client, message) in DISAGREEMENTS.items():
             expected = pytest.raises(TLSHandshakeError, match=f"TLS handshake failed: .*{message}")
             with row(case), peer(**served) as (address, _), expected:
@@ -138,7 +138,7 @@ def test_what_is_agreed_on(tmp_path: Path, ca: Path) -> None:
         "name": ({"signed": AUTHORITY.sign("daemon", hosts=("kv.example",))}, {"server_name": "kv.example"}),
         "client certificate": ({"client_ca": AUTHORITY}, {"client": CLIENT}),
     }
-    with rows() as row:
+    with each_row() as row:
         for case, (served, client) in agreements.items():
             for face in FACES:
                 with row(f"{case}, {face}"), peer(**served) as (address, answers):
@@ -150,7 +150,7 @@ def test_what_is_agreed_on(tmp_path: Path, ca: Path) -> None:
 def test_tls_is_1_2_at_least(tmp_path: Path, ca: Path) -> None:
     cert, key = DAEMON.write(tmp_path, "tls")
     tcp_address = f"127.0.0.1:{free_port()}"
-    with rows() as row, Daemon(**SMALL_POOL, tcp_address=tcp_address, tls_cert=cert, tls_key=key):
+    with each_row() as row, Daemon(**SMALL_POOL, tcp_address=tcp_address, tls_cert=cert, tls_key=key):
         for version, accepted in (("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
             context = ssl.create_default_context(cafile=str(ca))
             context.set_ciphers("ALL:@SECLEVEL=0")

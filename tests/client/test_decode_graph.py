@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from decode_rig import MAX_TOKENS, GraphToy, Toy, check_random_runs, check_tables, state_of  # noqa: E402  torch may be missing
+from each_row import each_row  # noqa: E402
 from kept_daemon import next_process  # noqa: E402
-from rows import rows  # noqa: E402
 from small_daemons import OpenDaemon  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 
@@ -207,7 +207,7 @@ def end_the_mapping(kv: Session, _: Any) -> None:
 
 def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy) -> None:
     """Every method of the graph raises StaleStepError."""
-    with rows() as row:
+    with each_row() as row:
         for end in (end_by_append, end_by_free, end_the_mapping):
             with row(end.__name__):
                 check_end(kv, toy, end)
@@ -303,7 +303,7 @@ def lose_answers(kv: Session, monkeypatch: pytest.MonkeyPatch, lost: set[int], *
 
 def test_commits_without_an_answer_are_made_again(kv: Session, toy: Toy) -> None:
     """They are executed once. The run goes on."""
-    with rows() as row:
+    with each_row() as row:
         for num_steps in (2, 3, 5):
             for executed in (False, True):
                 with row(f"{num_steps} steps, executed: {executed}"), pytest.MonkeyPatch.context() as patch:
@@ -439,7 +439,7 @@ def test_wrong_tokens_are_refused_at_once(kv: Session, toy: Toy) -> None:
     graph.graph.begin(sequences, 2)
     graph.replay([4])
     wrong: Any
-    with rows() as row:
+    with each_row() as row:
         for wrong in ([1.5], [-1], [2**31], ["a"], [None], [2**70], [[1]], None, 5):
             with row(wrong):
                 with pytest.raises(InvalidArgumentError) as raised:

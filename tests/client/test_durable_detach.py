@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 from small_pool import SMALL_POOL
 
 from kvservice.client import AsyncKVClient, KVClient, Sequence
@@ -51,7 +51,7 @@ def compute(kv: Any, seed: int = 0) -> tuple[Any, Any]:
 def test_sessions_come_back_after_the_end_of_all_memory(disk: str) -> None:
     """The first daemon ends in order, the next one is killed."""
     tokens: dict[str, tuple[bytes, Any]] = {}
-    with rows() as row:
+    with each_row() as row:
         for seed, end in enumerate((signal.SIGTERM, signal.SIGKILL, None)):
             with daemon_with(disk) as daemon:
                 for number, transport in enumerate(("lane", "inline")):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cutting_proxy import CuttingProxy
-from rows import rows
+from each_row import each_row
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient, Session
@@ -95,7 +95,7 @@ def test_it_goes_on(tmp_path: Path, share_pool: str, transports: tuple[str, ...]
         proxy.cut(stay_down=True)
         time.sleep(2 * GRACE_S + 0.5)  # the daemon has released the shared memory by then
         proxy.up()
-        with rows() as row:
+        with each_row() as row:
             for (transport, kind), (kv, walked) in walks.items():
                 with row(f"{transport}, {kind}"):
                     for found, wanted in zip(end(walked), expected[kind], strict=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cutting_proxy import CuttingProxy
-from rows import rows
+from each_row import each_row
 from waiting import until
 
 from kvservice.client import KVClient, Session, Step
@@ -71,7 +71,7 @@ def check_contents(kv: Session, step: Step) -> None:
 def test_a_step_goes_on_with_the_next_process(kv: Session, daemon: Daemon) -> None:
     """`before`: how many layers are written when the process changes."""
     outputs = expected(daemon)
-    with rows() as row:
+    with each_row() as row:
         for before in (0, 1):
             for attends in (True, False):
                 step = kv.open_step([kv.allocate(PROMPT)])

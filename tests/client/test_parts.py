@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.threads import finish
@@ -170,7 +170,7 @@ def test_how_tokens_are_cut(address: str) -> None:
     with KVClient(address, transport="inline") as client, client.session() as kv:
         per_token = (HEADS + 2 * KV_HEADS) * HEAD_SIZE * 4
         whole = kv.info.max_message_bytes // per_token
-        with rows() as row:
+        with each_row() as row:
             for num_tokens in (*range(whole - 2, whole + 3), *range(2 * whole - 3, 2 * whole + 3), 3 * whole + 1):
                 sequence = kv.allocate(range(num_tokens), extra_keys=[(0, b"%d" % num_tokens)])
                 with row(num_tokens):

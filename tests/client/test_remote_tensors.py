@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 from waiting import PATIENCE_S, until
 
 from kvservice import _ext
@@ -198,7 +198,7 @@ def test_parts_that_cannot_travel_take_messages_in_order(rig: Rig) -> None:
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
 def test_what_follows_a_failure_takes_messages(face: str) -> None:
     """The region is given up once, when nobody copies."""
-    with rows() as row:
+    with each_row() as row:
         for way in ("write", "read"):
             for nth in range(4):
                 with row(f"{way} {nth}"):

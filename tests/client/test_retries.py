@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from rows import rows
+from each_row import each_row
 from scripted_daemon import ScriptedDaemon, serving
 
 from kvservice.client import KVClient
@@ -46,7 +46,7 @@ CALLS: dict[str, Callable[[KVClient], object]] = {
 
 def test_a_call_is_sent_twice_at_most(tmp_path: Path) -> None:
     """A client that waits for a daemon that is away makes its calls again itself: this one does not wait."""
-    with rows() as row:
+    with each_row() as row:
         for number, (name, call) in enumerate(CALLS.items()):
             breaking = Breaking(2)
             with (

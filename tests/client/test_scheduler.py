@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from both_faces import Face, session_of
-from rows import rows
+from each_row import each_row
 from small_daemons import TRANSPORTS, OpenDaemon
 from toy_engine import ToyEngine
 
@@ -57,7 +57,7 @@ def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str) -> None
             last = engine.batches[-1]
             assert (last.waiting, last.running, last.swapped, last.step) == (0, 0, 0, None)
 
-    with rows() as row:
+    with each_row() as row:
         faces: tuple[Face, ...] = ("blocking", "asyncio")
         for face in faces:
             with row(face):
@@ -171,7 +171,7 @@ BAD_REQUESTS: tuple[tuple[dict[str, Any], type[KVServiceError], str], ...] = (
 
 def test_of_requests_with_a_bad_one_none_is_added(client: KVClient) -> None:
     """The error names the field, and the next batch has the requests from before alone."""
-    with rows() as row:
+    with each_row() as row:
         for change, error, field in BAD_REQUESTS:
             with row(change):
                 check_bad_request(client, change, error, field)
@@ -222,7 +222,7 @@ BAD_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def test_bad_settings_open_nothing(client: KVClient) -> None:
-    with rows() as row:
+    with each_row() as row:
         for settings, field in BAD_SETTINGS:
             with row(settings), client.session() as kv:
                 with pytest.raises((InvalidArgumentError, QuotaExceededError)) as caught:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
@@ -150,7 +150,7 @@ def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon) -> None:
     """The mappings go away although the session object still exists, because the daemon's limit counts them."""
     gc.disable()
     try:
-        with rows() as row:
+        with each_row() as row:
             for wanted in EVERY:
                 with row(wanted), KVClient(daemon.address, transport=wanted) as client:
                     with client.session() as kv:

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from both_faces import Face, session_of
+from each_row import each_row
 from kept_daemon import next_process
 from ports import free_port
-from rows import rows
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
 from waiting import until
 
@@ -319,7 +319,7 @@ async def test_tensors_of_wrong_shapes_are_refused(daemon: tuple[Daemon, Address
     ]
     async with session("blocking", daemon[1]) as kv:
         sequence, step = await opened(kv)
-        with rows() as row:
+        with each_row() as row:
             for key_shape, value_shape, error in wrong:
                 with row(f"{key_shape}, {value_shape}"), pytest.raises(error):
                     await step.write(np.zeros(key_shape, np.float32), np.zeros(value_shape, np.float32))

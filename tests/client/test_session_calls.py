@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rows import rows
+from each_row import each_row
 
 from kvservice.client import AsyncStep, StepInfo
 from kvservice.client.session_calls import SessionCalls
@@ -120,7 +120,7 @@ def lost() -> KVServiceError:
 
 
 def test_lost_memory_is_opened_again_and_the_call_repeated() -> None:
-    with rows() as row:
+    with each_row() as row:
         for name, call in CALLS.items():
             with row(name):
                 session = Session(lost())
@@ -134,7 +134,7 @@ def test_lost_memory_is_opened_again_and_the_call_repeated() -> None:
 
 
 def test_no_other_error_is_repeated() -> None:
-    with rows() as row:
+    with each_row() as row:
         for name, call in CALLS.items():
             for error in (InvalidArgumentError("bad"), ConnectionLostError("gone")):
                 with row(f"{name}, {error}"):
@@ -145,7 +145,7 @@ def test_no_other_error_is_repeated() -> None:
 
 
 def test_memory_of_an_earlier_process_is_opened_again_before_a_call() -> None:
-    with rows() as row:
+    with each_row() as row:
         for name, call in CALLS.items():
             with row(name):
                 session = Session()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 from small_daemons import TRANSPORTS, OpenDaemon
 
 from kvservice.client import KVClient, Session
@@ -150,7 +150,7 @@ END_A_STEP: dict[str, Callable[[Session, Any], Any]] = {
 
 def test_a_step_that_has_ended_is_stale(kv: Session) -> None:
     query, key, value = tensors()
-    with rows() as row:
+    with each_row() as row:
         for name, end in END_A_STEP.items():
             for begun in (False, True):
                 sequence = kv.allocate(range(NUM_TOKENS))

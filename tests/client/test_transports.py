@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from both_faces import Face, session_of
-from rows import rows
+from each_row import each_row
 from small_daemons import TRANSPORTS, OpenDaemon
 
 from kvservice.client import KVClient, Session, SharedRegion
@@ -148,7 +148,7 @@ def test_the_results_are_those_of_messages(
     transport, share_pool = VARIANTS[name]
     daemon = open_daemon(dtype, share_pool)
     faces: tuple[Face, ...] = ("blocking", "asyncio")
-    with rows() as row:
+    with each_row() as row:
         for face in faces:
             for given in (False, True):
                 with row(f"{face}, results given: {given}"):
@@ -162,7 +162,7 @@ def test_tensors_in_a_region_give_the_same(
 ) -> None:
     transport, share_pool = VARIANTS[name]
     daemon = open_daemon("float32", share_pool)
-    with rows() as row:
+    with each_row() as row:
         for region in ("made", shm_object):
             with row(region):
                 found = run_walk("blocking", daemon, transport, "float32", given=True, shared=region)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 
 from kvservice.client import AsyncKVClient, KVClient, Session
 from kvservice.errors import CallTimeoutError, ConnectionLostError
@@ -74,7 +74,7 @@ def kv(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Session]:
 )
 def test_a_call_that_is_executed_late_finds_its_own_tensors(kv: Session, method: str) -> None:
     """The K/V of both calls are read and compared."""
-    with rows() as row:
+    with each_row() as row:
         for interruption in INTERRUPTIONS:
             with row(type(interruption).__name__):
                 check_late_call(kv, method, interruption)

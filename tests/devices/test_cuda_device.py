@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from constants import set_constants
 from cuda_rig import TYPES, check_types
+from each_row import each_row
 from fake_cuda import DeadlockError, FakeCuda
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
-from table_rows import TableRows
 
 from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.blocks import AllocationRequest
@@ -103,9 +103,9 @@ TOO_MUCH: list[tuple[Any, ...]] = [
 
 
 def test_more_than_there_is_is_refused_with_the_numbers(fake: FakeCuda) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for changes, field in TOO_MUCH:
-            with rows.row(changes, field):
+            with row((changes, field)):
                 with pytest.raises(ResourceExhaustedError) as refused:
                     open_device(config_of(**changes))
                 assert refused.value.field == field
@@ -353,9 +353,9 @@ BAD_PATTERNS: list[tuple[Any, ...]] = [
 
 
 def test_sparse_patterns_that_cannot_be(rig: Rig) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for changes, field in BAD_PATTERNS:
-            with rows.row(changes, field):
+            with row((changes, field)):
                 sparse = BlockSparse(**({"vert_stride": 2, "local_blocks": 1, "block_size": 8} | changes))
                 with pytest.raises(InvalidArgumentError) as refused:
                     rig.engine.check_options(AttentionOptions(block_sparse=sparse), 4)
@@ -375,9 +375,9 @@ def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
 
 
 def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for tail in (1, 3, 4):
-            with rows.row(tail):
+            with row(tail):
                 block_size = rig.engine.layout.block_size
                 rig.allocate(0, 4 * block_size + tail)
                 rig.compute(0)

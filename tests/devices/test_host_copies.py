@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from constants import set_constants
+from each_row import each_row
 from fake_cuda import FakeCuda
 from host_memory import NUM_BLOCKS, Memory, save_after_copies
-from table_rows import TableRows
 
 from kvservice import _ext
 from kvservice.devices import PoolName
@@ -49,12 +49,12 @@ def test_blocks_are_saved_and_loaded_byte_by_byte(
 ) -> None:
     """In threads and on the loop, with staging memory of one block, of three and of all."""
     seed = itertools.count()
-    with TableRows() as rows:
+    with each_row() as row:
         for short_bytes, staging_bytes in itertools.product((0, 1 << 30), (1, 3 * 4096, 8 << 20)):
             values = {"SHORT_BYTES": short_bytes, "STAGING_BYTES": staging_bytes}
             set_constants(monkeypatch, "kvservice.devices", **values)
             for name in ("pool", "swap"):
-                with rows.row(short_bytes, staging_bytes, name):
+                with row((short_bytes, staging_bytes, name)):
                     save_and_load(open_memory(next(seed)), name)
 
 
@@ -77,9 +77,9 @@ def save_and_load(memory: Memory, name: Any) -> None:
 
 
 def test_every_dtype_and_odd_sizes(open_memory: Callable[..., Memory]) -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for dtype in ("float32", "float16", "bfloat16"):
-            with rows.row(dtype):
+            with row(dtype):
                 memory = open_memory(dtype=dtype, num_layers=3, num_kv_heads=1, block_size=8)
                 ids = memory.ids("pool", 5)
                 before = memory.blocks("pool").copy()

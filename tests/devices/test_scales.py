@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_rig import Rig
+from each_row import each_row
 from fake_cuda import FakeCuda
 from kv_model import HEAD_SIZE
-from table_rows import TableRows
 
 from kvservice.errors import InvalidArgumentError
 
@@ -54,9 +54,9 @@ def scales_of(rig: Rig, fake: FakeCuda) -> Any:
 
 def test_one_for_all_for_each_layer_or_for_each_head(tmp_path: Path, fake: FakeCuda) -> None:
     file = tmp_path / "scales.json"
-    with TableRows() as rows:
+    with each_row() as row:
         for value, expected in ((0.25, [[0.25] * 3] * 2), ([0.5, 2.0], [[0.5] * 3, [2.0] * 3]), (EACH, EACH)):
-            with rows.row(value):
+            with row(value):
                 file.write_text(json.dumps({"v_scale": value}))
                 assert scales_of(opened(file), fake) == [[[1.0] * 3] * 2, expected]
 
@@ -68,9 +68,9 @@ def test_no_file_is_one(fake: FakeCuda) -> None:
 @pytest.mark.usefixtures("fake")
 def test_what_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "scales.json"
-    with TableRows() as rows:
+    with each_row() as row:
         for text in REFUSED:
-            with rows.row(text):
+            with row(text):
                 file.write_text(text)
                 with pytest.raises(InvalidArgumentError) as refused:
                     opened(file)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from lane_rig import OK, LaneRig, lane, mapped, memory_file
 from lane_ring import (
     CAPACITY,
@@ -21,7 +22,6 @@ from lane_ring import (
     SUBMITTED,
 )
 from option_vectors import BLOCK_SIZE, INVALID
-from rows import rows
 
 from kvservice import _ext
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, ResourceExhaustedError
@@ -101,7 +101,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def test_a_bad_entry_is_answered_with_an_error() -> None:
     # It spins long enough, because raw entries do not wake a sleeping server.
-    with rows() as row, lane(spin_us=5000.0) as shared:
+    with each_row() as row, lane(spin_us=5000.0) as shared:
         for name, (changes, reason, field) in BAD.items():
             with row(name), lane(spin_us=5000.0, shared_with=shared) as rig:
                 step = rig.publish(1, (2, 0) if name == "several tokens" else (1, 1), (5, 9))
@@ -129,7 +129,7 @@ def test_reserved_room_must_be_empty() -> None:
 
 
 def test_an_option_is_refused_as_everywhere() -> None:
-    with rows() as row, lane(spin_us=5000.0, block_size=BLOCK_SIZE) as rig:
+    with each_row() as row, lane(spin_us=5000.0, block_size=BLOCK_SIZE) as rig:
         rig.publish(1, (1, 1), (5, 9))
         for vector in INVALID:
             with row(vector):
@@ -252,7 +252,7 @@ def test_regions_go_and_their_numbers_do_not_come_back() -> None:
 
 
 def test_an_index_that_makes_no_sense_ends_the_lane() -> None:
-    with rows() as row:
+    with each_row() as row:
         for submitted in (CAPACITY + 1, 2**63, 2**64 - 1):
             with row(submitted), lane(spin_us=0.0) as rig, lane(shared_with=rig) as other:
                 rig.word(SUBMITTED)[0] = submitted
@@ -264,7 +264,7 @@ def test_an_index_that_makes_no_sense_ends_the_lane() -> None:
 
 
 def test_nobody_reads_what_was_not_written() -> None:
-    with rows() as row:
+    with each_row() as row:
         for consumed in (CAPACITY + 1, 2**64 - 1):
             with row(consumed), lane() as rig:
                 for _ in range(CAPACITY):
@@ -350,7 +350,7 @@ def test_what_does_not_fit_an_entry_is_refused() -> None:
         ({"alibi_slopes": (-1, 0)}, "options.alibi_slopes"),
         ({"block_sparse": (1, 2, 3, 4)}, "options.block_sparse"),
     ]
-    with rows() as row, lane() as rig:
+    with each_row() as row, lane() as rig:
         for changes, field in wrong:
             with row(changes):
                 with pytest.raises(InvalidArgumentError) as caught:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from lane_rig import DTYPES, OK, LaneRig, StepArrays, lane
-from rows import rows
 
 from kvservice import _ext
 
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calls_are_computed_as_by_the_operations(dtype: str) -> None:
     """The outputs are compared with those of kvservice.ops."""
-    with rows() as row:
+    with each_row() as row:
         for name, options in OPTIONS.items():
             with row(name), lane(dtype=dtype) as rig:
                 step = rig.publish(1, (1, 1, 1), (9, 30, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from constants import set_constants
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
@@ -21,9 +21,9 @@ LAYOUT = PoolLayout(num_layers=3, num_kv_heads=2, head_size=32, block_size=4, dt
 
 
 def test_shape_and_bytes_follow_the_layout() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for dtype in DTYPES:
-            with rows.row(dtype):
+            with row(dtype):
                 layout = PoolLayout(3, 2, 32, 4, dtype)
                 pool = CpuPool(layout, 5)
                 assert pool.blocks.shape == (5, 3, 2, 2, 32 * 4)

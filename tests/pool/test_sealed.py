@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from constants import set_constants
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.pool import SealedMemory, await_children
 
@@ -35,9 +35,9 @@ def reopened(memory: SealedMemory) -> int:
 
 
 def test_its_size_is_for_good() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for read_only in (False, True):
-            with rows.row(read_only):
+            with row(read_only):
                 memory = SealedMemory("test", NUM_BYTES, read_only=read_only)
                 descriptor = reopened(memory)
                 for size in (0, NUM_BYTES - 1, NUM_BYTES + 1):

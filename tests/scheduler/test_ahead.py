@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, make_rig
-from table_rows import TableRows
 
 from kvservice.errors import DuplicateSequenceError, FailedPreconditionError, InvalidArgumentError
 from kvservice.scheduler import PreemptionMode, QueueOrder, Report, check_integrity
@@ -24,10 +24,10 @@ def sizes(rig: EngineRig) -> list[tuple[int, int]]:
 
 def test_decodes_go_on_before_their_tokens_are_reported() -> None:
     """The tokens are those of a run without it, and no step is lost between the decodes."""
-    with TableRows() as rows:
+    with each_row() as row:
         for late in (False, True):
             for lookahead in (0, 3):
-                with rows.row(late, lookahead):
+                with row((late, lookahead)):
                     rig = filled(make_rig(lookahead=lookahead), 3, max_tokens=10)
                     rig.late = late
                     rig.run_ahead()
@@ -141,9 +141,9 @@ def test_samples_start_after_the_report_of_their_prompt() -> None:
 
 def test_nothing_is_preempted_while_a_batch_is_in_flight() -> None:
     """A batch ahead that would need it has no step, and the batch after the report preempts."""
-    with TableRows() as rows:
+    with each_row() as row:
         for preemption in PreemptionMode:
-            with rows.row(preemption):
+            with row(preemption):
                 rig = filled(
                     make_rig(7, {"num_swap_blocks": 8}, preemption=preemption, max_stalled_fraction=0.0),
                     3,
@@ -198,9 +198,9 @@ def test_a_description_has_the_reported_tokens_only() -> None:
 
 def test_a_retry_takes_the_batch_ahead_back() -> None:
     """The oldest batch is opened again, whether the lost steps were computed or not."""
-    with TableRows() as rows:
+    with each_row() as row:
         for late in (False, True):
-            with rows.row(late):
+            with row(late):
                 rig = filled(make_rig(max_step_tokens=9), 2, max_tokens=8)
                 rig.late = late
                 rig.add(7, range(700, 720), max_tokens=4)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import make_manager, make_rig, open_rig
-from table_rows import TableRows
 
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -33,9 +33,9 @@ BAD_REQUESTS: list[tuple[Any, ...]] = [
 
 
 def test_a_bad_request_is_refused() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for request_, field in BAD_REQUESTS:
-            with rows.row(request_, field):
+            with row((request_, field)):
                 rig = make_rig(1000)
                 with pytest.raises(InvalidArgumentError) as refused:
                     rig.engine.add(request_)
@@ -106,9 +106,9 @@ BAD_REPORTS: list[tuple[Any, ...]] = [
 
 
 def test_a_bad_report_changes_nothing() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for tokens, finished, field in BAD_REPORTS:
-            with rows.row(tokens, finished, field):
+            with row((tokens, finished, field)):
                 rig = make_rig()
                 rig.add(1, 4)
                 rig.add(2, range(50, 54))
@@ -143,9 +143,9 @@ BUDGETS_ARE_CHECKED: list[Any] = [{"max_step_tokens": 0}, {"max_step_tokens": 1 
 
 
 def test_budgets_are_checked() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for budget in BUDGETS_ARE_CHECKED:
-            with rows.row(budget):
+            with row(budget):
                 with pytest.raises(InvalidArgumentError) as refused:
                     make_rig().engine.schedule(**budget)
                 assert refused.value.field in budget
@@ -166,18 +166,18 @@ BAD_CONFIGURATIONS: list[tuple[Any, ...]] = [
 
 
 def test_a_bad_configuration_is_refused() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for field, value in BAD_CONFIGURATIONS:
-            with rows.row(field, value):
+            with row((field, value)):
                 with pytest.raises(InvalidArgumentError) as refused:
                     SchedulerConfig(**{field: value})
                 assert refused.value.field == field
 
 
 def test_weights_are_positive_numbers() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for weight in (0, -1, True, float("inf"), float("nan"), "1"):
-            with rows.row(weight):
+            with row(weight):
                 manager = make_manager()
                 with pytest.raises(InvalidArgumentError) as refused:
                     open_rig(Scheduler(manager), manager, weight)

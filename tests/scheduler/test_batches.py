@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, alone, make_rig
-from table_rows import TableRows
 
 from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Request
@@ -276,9 +276,9 @@ PREEMPTIONS: list[tuple[Any, ...]] = [
 
 
 def test_preemption_swaps_or_recomputes_by_what_costs_less() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for mode, swap_block_s, swap_blocks, swapped in PREEMPTIONS:
-            with rows.row(mode, swap_block_s, swap_blocks, swapped):
+            with row((mode, swap_block_s, swap_blocks, swapped)):
                 rig = make_rig(
                     8,
                     {"num_swap_blocks": swap_blocks},

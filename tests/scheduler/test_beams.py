@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, beams_alone, make_rig
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
@@ -51,9 +51,9 @@ def test_a_beam_that_ends_leaves_the_others() -> None:
 
 
 def test_beams_are_preempted_and_come_back_together() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for mode, swapped in ((PreemptionMode.RECOMPUTE, False), (PreemptionMode.SWAP, True)):
-            with rows.row(mode, swapped):
+            with row((mode, swapped)):
                 rig = make_rig(
                     16,
                     {"num_swap_blocks": 20},
@@ -168,9 +168,9 @@ BAD_PARENTS: list[tuple[Any, ...]] = [
 
 
 def test_bad_parents_change_nothing() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for parents, field in BAD_PARENTS:
-            with rows.row(parents, field):
+            with row((parents, field)):
                 rig, batch = beams_in_batch()
                 with pytest.raises(InvalidArgumentError) as refused:
                     rig.engine.update(Report(batch.number, [0] * 6, parents=parents))

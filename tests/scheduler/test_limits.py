@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, make_rig
-from table_rows import TableRows
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.scheduler import Request
@@ -61,9 +61,9 @@ LIMITED: list[tuple[Any, ...]] = [
 
 
 def test_requests_beyond_the_limits_of_an_operation_are_refused() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for options, limit in LIMITED:
-            with rows.row(options, limit):
+            with row((options, limit)):
                 rig = rig_of(LIMITS | options, **SETTINGS)
                 rig.engine.add(Request(1, range(80), 16))
                 with pytest.raises(QuotaExceededError) as caught:
@@ -82,9 +82,9 @@ def test_a_prompt_leaves_room_for_the_lookahead() -> None:
 
 
 def test_budgets_beyond_the_limits_of_an_operation_are_refused() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for settings in ({"max_step_tokens": 151}, {"max_running": 24}):
-            with rows.row(settings):
+            with row(settings):
                 with pytest.raises(QuotaExceededError) as caught:
                     rig_of(LIMITS, **SETTINGS | settings)
                 assert caught.value.field == next(iter(settings))

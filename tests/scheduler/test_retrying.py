@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, make_rig
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import FailedPreconditionError, StaleStepError
@@ -92,9 +92,9 @@ def test_a_batch_of_computed_chunks_needs_no_retry() -> None:
 
 def test_a_retry_without_blocks_for_its_copies_preempts() -> None:
     """Others share the last blocks meanwhile, which are full. So they are copied before they are written again."""
-    with TableRows() as rows:
+    with each_row() as row:
         for shared, left, preempted in (((1,), [1], [2]), ((1, 2), [], [2, 1])):
-            with rows.row(shared, left, preempted):
+            with row((shared, left, preempted)):
                 rig = make_rig(4 + len(shared), reserve_steps=0)
                 rig.add(1, range(100, 108), max_tokens=3)
                 rig.add(2, range(200, 208), max_tokens=3)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, make_rig
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
@@ -137,9 +137,9 @@ BAD_SAMPLES: list[tuple[Any, ...]] = [
 
 
 def test_bad_samples_are_refused() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for options, field in BAD_SAMPLES:
-            with rows.row(options, field):
+            with row((options, field)):
                 rig = make_rig(max_running=5)
                 with pytest.raises(InvalidArgumentError) as refused:
                     rig.engine.add(Request(**{"request_id": 1, "token_ids": [1, 2, 3, 4], "max_tokens": 5, **options}))

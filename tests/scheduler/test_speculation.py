@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, alone, make_rig
-from table_rows import TableRows
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import InvalidArgumentError
@@ -33,10 +33,10 @@ def report(rig: EngineRig, tokens: list[int], proposals: list[int], **options: A
 
 
 def test_the_tokens_are_those_without_proposals() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for lookahead in (1, 2, 5):
             for ahead in (False, True):
-                with rows.row(lookahead, ahead):
+                with row((lookahead, ahead)):
                     rig = make_rig(lookahead=lookahead)
                     rig.random = random.Random(lookahead)
                     for i in range(4):
@@ -54,9 +54,9 @@ def test_the_tokens_are_those_without_proposals() -> None:
 
 
 def test_right_proposals_stay_and_others_are_removed() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for right in range(4):
-            with rows.row(right):
+            with row(right):
                 rig, tokens = begun()
                 proposals = [*tokens[1 : 1 + right], 999, 999, 999][:3]
                 report(rig, tokens[:1], proposals)
@@ -89,9 +89,9 @@ def test_blocks_with_rejected_tokens_are_written_again() -> None:
 
 def test_a_rejected_block_that_others_use_is_copied() -> None:
     """Another client shares or pins it between the step and the report."""
-    with TableRows() as rows:
+    with each_row() as row:
         for pinned in (False, True):
-            with rows.row(pinned):
+            with row(pinned):
                 rig, tokens = begun(num_blocks=8, blocks={"max_pinned_fraction": 0.5})
                 report(rig, tokens[:1], [997, 998, 999])
                 rig.begin()
@@ -175,9 +175,9 @@ BAD_REPORTS: list[tuple[Any, ...]] = [
 
 
 def test_a_bad_report_changes_nothing() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for bad, field in BAD_REPORTS:
-            with rows.row(bad, field):
+            with row((bad, field)):
                 rig, tokens = begun()
                 report(rig, tokens[:1], tokens[1:4])
                 batch = rig.begin()

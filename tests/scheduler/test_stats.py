@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_row import each_row
 from schedule_rig import EngineRig, make_manager, make_rig, open_rig
-from table_rows import TableRows
 
 from kvservice.bench.pressure import make_trace, replay
 from kvservice.errors import KVServiceError
@@ -127,11 +127,11 @@ CONFIGS: list[dict[str, Any]] = [
 
 def test_figures_say_what_was_done() -> None:
     """check_figures fails if one differs."""
-    with TableRows() as rows:
+    with each_row() as row:
         for config in CONFIGS:
             for max_width in (1, MAX_WIDTH):
                 for ahead in (False, True):
-                    with rows.row(config, max_width, ahead):
+                    with row((config, max_width, ahead)):
                         check_figures(config, max_width, ahead)
 
 

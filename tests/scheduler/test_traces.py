@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from table_rows import TableRows
+from each_row import each_row
 
 from kvservice.bench.pressure import PressureResult, PressureTrace, make_trace, replay
 from kvservice.scheduler import (
@@ -48,9 +48,9 @@ def under_pressure(name: str, requests: int, every: int) -> PressureResult:
 
 
 def test_hundreds_of_requests_end_and_no_invariant_breaks() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for name in POLICIES:
-            with rows.row(name):
+            with row(name):
                 result = under_pressure(name, requests=150, every=17)
                 assert result.steps < 600
                 assert result.wait_max < 400
@@ -65,9 +65,9 @@ def test_thousands_of_requests_end_and_no_invariant_breaks(name: str) -> None:
 
 
 def test_the_same_trace_gives_the_same_answer() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for name in ("chunked", "swap"):
-            with rows.row(name):
+            with row(name):
                 assert under_pressure(name, 200, 1000) == under_pressure(name, 200, 1000)
 
 
@@ -83,9 +83,9 @@ def test_a_pool_under_pressure_recomputes_little_and_makes_nobody_wait_longer() 
 
 
 def test_other_seeds_and_rates_recompute_little_too() -> None:
-    with TableRows() as rows:
+    with each_row() as row:
         for seed, arrivals_per_step in ((1, 1.0), (3, 0.5), (4, 2.0)):
-            with rows.row(seed, arrivals_per_step):
+            with row((seed, arrivals_per_step)):
                 trace = make_trace(seed, arrivals_per_step=arrivals_per_step)
                 result = replay(trace)
                 assert result.recomputed_tokens < 0.04 * trace.needed_tokens  # vLLM's scheduler: 9 to 12 %

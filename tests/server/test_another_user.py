@@ -14,11 +14,11 @@ from typing import Any, cast
 import fd_socket
 import pytest
 from daemon_lives import Life
+from each_row import each_row
 from kept_files import HeldFiles
 from manual_clock import ManualClock
 from other_user import as_user, run_as
 from small_pool import SMALL_POOL
-from table_rows import table
 
 from kvservice.client import KVClient
 from kvservice.errors import KVServiceError
@@ -265,12 +265,12 @@ def test_who_may_have_regions_and_the_pool(clock: ManualClock) -> None:
     create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
 
     async def scenario() -> None:
-        with table() as rows:
+        with each_row() as row:
             for option, may in regions.items():
                 for shared in ("off", "read"):
                     with life(clock, allow_client_shm=option, share_pool=shared) as daemon:
                         for peer in (None, OWN, TRUSTED, STRANGER):
-                            with rows[option, shared, peer]:
+                            with row((option, shared, peer)):
                                 session = daemon.open()
                                 assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
                                 if peer is not None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
+from each_row import each_row
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from scraping import scrape_until, value
 from secure_daemon import Secured, WithToken, secured, with_token
-from table_rows import table
 from v1_services import SERVICES
 from waiting import until
 
@@ -119,10 +119,10 @@ def wires(encrypted: Secured, channel: grpc.Channel, raw: Any) -> Iterator[dict[
 
 
 def test_a_session_is_its_owners(wires: dict[str, Any]) -> None:
-    with table() as rows:
+    with each_row() as row:
         for owner in ("alice", ""):
             for other in ("alice", "bob", ""):
-                with rows[owner, other]:
+                with row((owner, other)):
                     assert_access(wires, owner, other)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from table_rows import table
+from each_row import each_row
 
 from kvservice.client import KVClient, Session
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, SequenceNotSwappedError
@@ -34,9 +34,9 @@ def kv(daemon: Daemon) -> Iterator[Session]:
 
 
 def test_an_append_fits_if_the_check_says_so(kv: Session) -> None:
-    with table() as rows:
+    with each_row() as row:
         for num_tokens, lookahead, fits in ((4, 0, True), (3, 1, True), (5, 0, False), (4, 1, False)):
-            with rows[num_tokens, lookahead]:
+            with row((num_tokens, lookahead)):
                 one = kv.allocate(range(BLOCK_SIZE))
                 other = kv.allocate(range(BLOCK_SIZE * (NUM_BLOCKS - 2)))  # one block is left
                 before = kv.describe(token_ids=True, block_ids=True)
@@ -54,9 +54,9 @@ def test_an_append_fits_if_the_check_says_so(kv: Session) -> None:
 
 
 def test_swapping_out_fits_if_the_check_says_so(kv: Session) -> None:
-    with table() as rows:
+    with each_row() as row:
         for num_blocks, fits in ((4, True), (5, False)):
-            with rows[num_blocks]:
+            with row(num_blocks):
                 sequence = kv.allocate(range(BLOCK_SIZE * num_blocks))
                 before = kv.describe(block_ids=True)
                 assert kv.can_swap_out([sequence]) is fits

@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from daemon_lives import Life, end_stream
+from each_row import each_row
 from kept_files import HeldFiles, at_every_line
 from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle
-from table_rows import table
 
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -100,9 +100,9 @@ def test_random_sequences_come_back_byte_by_byte(start: Start, tmp_path: Path) -
         assert swapped_files(disk) == []
         life.manager.check_integrity()
 
-    with table() as rows:
+    with each_row() as row:
         for seed in range(8):
-            with rows[seed]:
+            with row(seed):
                 run(scenario(seed))
 
 

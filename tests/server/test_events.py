@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import grpc
 import numpy as np
 import pytest
-from table_rows import table
+from each_row import each_row
 
 from kvservice.chain_hash import block_hash, root_hash
 from kvservice.client import (
@@ -279,9 +279,9 @@ def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault() -> None:
             await handler.unary_stream(events_pb2.SubscribeRequest(start_number=1), LeavingContext(outcome))
         assert streams.count == 0
 
-    with table() as rows:
+    with each_row() as row:
         for outcome in (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.CancelledError):
-            with rows[outcome.__name__]:
+            with row(outcome.__name__):
                 asyncio.run(subscribe(outcome))
 
 

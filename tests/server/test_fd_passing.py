@@ -16,9 +16,9 @@ from typing import Any
 import fd_socket
 import manual_loop
 import pytest
+from each_row import each_row
 from manual_clock import ManualClock
 from small_pool import SMALL_POOL
-from table_rows import table
 
 from kvservice.client import KVClient
 from kvservice.errors import ConnectionLostError, QuotaExceededError
@@ -185,9 +185,9 @@ def test_what_is_withdrawn_is_not_handed_over(scenario: Scenario) -> None:
 
 def test_a_wrong_token_gets_nothing_and_costs_no_one(scenario: Scenario) -> None:
     async def body(fd_server: FdServer, where: str) -> None:
-        with table() as rows:
+        with each_row() as row:
             for sent in (b"", b"\0" * 15, b"\0" * 16, b"\xff" * 1000):
-                with rows[sent[:20], len(sent)]:
+                with row((sent[:20], len(sent))):
                     token = fd_server.offer([memory_file(b"mine")], Owner())
                     assert await asyncio.to_thread(fd_socket.ask, where, sent, 1, 8) == (b"", [])
                     (got,) = await fetch(where, token)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from each_row import each_row
 from grpc_health.v1 import health_pb2
-from table_rows import table
 
 from kvservice.server.health import Health, note_of
 from kvservice.tiers import TierStats
@@ -83,10 +83,10 @@ class _Context:
 
 
 def test_a_check_says_why_and_what_is_missing() -> None:
-    with table() as rows:
+    with each_row() as row:
         for reason in ("", "it drains"):
             for note in ("", "the tier disk is suspended"):
-                with rows[reason, note]:
+                with row((reason, note)):
                     health = Health(lambda note=note: note)  # type: ignore[misc]
                     health.set("", reason=reason)
                     context = _Context()

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from each_row import each_row
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from table_rows import table
 from v1_services import SERVICES
 
 from kvservice.client import KVClient
@@ -37,9 +37,9 @@ def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
 def test_check_and_watch_say_that_every_service_serves(channel: grpc.Channel) -> None:
     stub: Any = health_pb2_grpc.HealthStub(channel)
     assert len(NAMES) > 10
-    with table() as rows:
+    with each_row() as row:
         for name in ("", *NAMES):
-            with rows[name]:
+            with row(name):
                 request = health_pb2.HealthCheckRequest(service=name)
                 assert stub.Check(request, timeout=TIMEOUT_S).status == STATUS.SERVING
                 watch = stub.Watch(request, timeout=TIMEOUT_S)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from daemon_lives import Life
+from each_row import each_row
 from kept_files import HeldFiles, at_every_line
 from manual_clock import ManualClock
 from sleeping import FEW
-from table_rows import table
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.kept import KeptArrays, KeptState
@@ -75,9 +75,9 @@ def test_a_reply_that_does_not_fit_is_forgotten_and_its_request_is_not(arrays: K
 def test_the_ring_never_returns_another_replys_bytes() -> None:
     """Replies of random sizes, also by rings that were taken over in between. What is found of a reply is the reply,
     and the newest ones are found as long as they fit together."""
-    with table() as rows:
+    with each_row() as row:
         for seed in range(20):
-            with rows[seed]:
+            with row(seed):
                 check_random_replies(KeptState.fresh().arrays, seed)
 
 

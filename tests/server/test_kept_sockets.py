@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import waiting
 from click.testing import CliRunner
+from each_row import each_row
 from footprint import children
 from small_pool import SMALL_POOL
-from table_rows import table
 
 from kvservice.cli import main
 from kvservice.client import KVClient
@@ -78,17 +78,17 @@ def test_an_address_that_means_the_same_is_the_same(keeper: FakeKeeper) -> None:
     with keeper.process() as (kept, cleanup):
         port = listen_http("127.0.0.1:0", kept, cleanup).getsockname()[1]
     before = dict(keeper.kept)
-    with table() as rows:
+    with each_row() as row:
         for address in (f"localhost:{port}", f"127.0.0.1:{port}", "127.0.0.1:0"):
-            with rows[address], keeper.process() as (kept, cleanup):
+            with row(address), keeper.process() as (kept, cleanup):
                 assert listen_http(address, kept, cleanup).getsockname() == ("127.0.0.1", port)
                 assert keeper.kept == before
 
 
 def test_another_address_gets_a_socket_of_its_own(keeper: FakeKeeper, free_port: int) -> None:
-    with table() as rows:
+    with each_row() as row:
         for address in (f"127.0.0.1:{free_port}", "127.0.0.2:0", "0.0.0.0:0"):
-            with rows[address]:
+            with row(address):
                 keeper.remove(HTTP)
                 with keeper.process() as (kept, cleanup):
                     port = listen_http("127.0.0.1:0", kept, cleanup).getsockname()[1]

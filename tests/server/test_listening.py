@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from each_row import each_row
 from scraping import scrape, value
 from small_pool import SMALL_POOL
-from table_rows import table
 
 from kvservice.config import ServeConfig
 from kvservice.health import check
@@ -29,18 +29,18 @@ def test_other_hosts_need_tls_and_a_name() -> None:
         ({"auth_tokens": "t"}, "set tls_cert and tls_key;"),
     ]
     served: list[dict[str, Any]] = [TLS | {"auth_tokens": "t"}, TLS | {"tls_client_ca": "a"}, {"insecure": True}]
-    with table() as rows:
+    with each_row() as row:
         for address in EXPOSED:
             for options, missing in refused:
-                with rows[address, [*options]]:
+                with row((address, [*options])):
                     with pytest.raises(ConfigError, match=missing) as caught:
                         check_addresses(ServeConfig(tcp_address=address, **options))
                     assert caught.value.field == "tcp_address"
             for options in served:
-                with rows[address, [*options]]:
+                with row((address, [*options])):
                     check_addresses(ServeConfig(tcp_address=address, **options))
         for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", ""):
-            with rows[address, "loopback"]:
+            with row((address, "loopback")):
                 check_addresses(ServeConfig(tcp_address=address, unix_socket="s"))
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from each_row import each_row
 from footprint import children, open_files
 from grpc_status import rpc_status
 from raw_wire import refusal
 from scraping import POOL, compute, exposition, scrape, scrape_until, value
 from small_pool import SMALL_POOL
-from table_rows import table
 from waiting import PATIENCE_S, until
 
 from kvservice.client import KVClient, Session
@@ -104,9 +104,9 @@ WRONG_ARGUMENTS: list[tuple[str, Any]] = [
 def test_the_observer_is_started_when_somebody_asks_for_what_it_can_answer() -> None:
     with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session("engine", tenant="acme") as kv:
         client.stats()
-        with table() as rows:
+        with each_row() as row:
             for field, wrong in WRONG_ARGUMENTS:
-                with rows[f"{field}={str(wrong)[:20]}"]:
+                with row(f"{field}={str(wrong)[:20]}"):
                     with pytest.raises(grpc.RpcError) as refused:
                         get_snapshot(daemon, **{field: wrong})
                     told = refusal_of(refused.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from rows import rows
+from each_row import each_row
 
 from kvservice.v1 import attention_pb2, session_pb2, store_pb2, tensor_pb2
 from kvservice.wire import Encoded, encode_tensor, fields_of, put_tensor
@@ -15,7 +15,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((1,), (3, 4), (2, 3, 4), (0, 5), (40, 8, 
 
 
 def test_a_tensor_is_what_protobuf_makes_of_it() -> None:
-    with rows() as row:
+    with each_row() as row:
         for dtype in DTYPES:
             for shape in SHAPES:
                 with row(f"{np.dtype(dtype)}{list(shape)}"):
@@ -36,7 +36,7 @@ def test_elements_in_another_order_are_put_in_row_major_order() -> None:
 
 def test_fields_of_fields() -> None:
     """Sizes with any number of varint bytes work."""
-    with rows() as row:
+    with each_row() as row:
         for num_elements in (1, 31, 32, 4000, 4096, 600_000):
             with row(num_elements):
                 output, lse = np.ones(num_elements, np.float32), np.full(3, 2.0, np.float32)
@@ -56,7 +56,7 @@ def test_a_message_without_fields() -> None:
 
 
 def test_fields_are_those_that_protobuf_has_written() -> None:
-    with rows() as row:
+    with each_row() as row:
         for num_bytes in (0, 1, 127, 128, 16_384, 3_000_000):
             with row(num_bytes):
                 data = np.random.default_rng(0).bytes(num_bytes)
@@ -66,7 +66,7 @@ def test_fields_are_those_that_protobuf_has_written() -> None:
 
 
 def test_what_is_no_such_message_is_refused() -> None:
-    with rows() as row:
+    with each_row() as row:
         for broken in (b"\x0d\x01\x02\x03\x04", b"\x0a", b"\x0a\x05abc", b"\xff"):
             with row(broken), pytest.raises((ValueError, IndexError)):
                 fields_of(memoryview(broken))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
+from each_row import each_row
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
-from rows import rows
 
 from kvservice import errors
 from kvservice.errors import KVServiceError, OutOfBlocksError, QuotaExceededError
@@ -30,7 +30,7 @@ def make(kind: type[KVServiceError], field: str = "a.b[3]") -> KVServiceError:
 def test_there_and_back() -> None:
     kinds = list(tree())
     assert len(kinds) > 40
-    with rows() as row:
+    with each_row() as row:
         for kind in kinds:
             for field in ("", "a.b[3]"):
                 with row(f"{kind.__name__} {field}"):
@@ -89,7 +89,7 @@ def test_a_status_that_is_not_ours_is_the_nearest() -> None:
         "UNAVAILABLE": errors.ConnectionLostError,
         "DATA_LOSS": errors.InternalError,
     }
-    with rows() as row:
+    with each_row() as row:
         for code, kind in nearest.items():
             with row(code):
                 status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="what")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import rows
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.v1 import blocks_pb2, tensor_pb2
@@ -24,7 +24,7 @@ def to_tensor(array: np.ndarray) -> tensor_pb2.Tensor:
 
 def test_there_and_back() -> None:
     shapes: tuple[tuple[int, ...], ...] = ((0,), (3,), (2, 3, 4), (1,) * 8)
-    with rows() as row:
+    with each_row() as row:
         for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
             for shape in shapes:
                 with row(f"{np.dtype(dtype)}{list(shape)}"):
@@ -68,7 +68,7 @@ def test_any_message_is_an_array_or_a_refusal(shape: list[int], data: bytes, dat
 
 
 def test_no_elements_past_what_can_be_addressed() -> None:
-    with rows() as row:
+    with each_row() as row:
         for shape in ([0, 2**62, 2**62], [2**62, 2**62, 0], [2**63 - 1] * 7 + [0]):
             with row(shape):
                 with pytest.raises(InvalidArgumentError) as caught:
@@ -95,7 +95,7 @@ def test_a_place_of_another_size_is_not_read() -> None:
     def read(*_: object) -> np.ndarray:
         raise AssertionError("read")
 
-    with rows() as row:
+    with each_row() as row:
         for byte_size in (0, 23, 25, 2**64 - 1):
             with row(byte_size):
                 with pytest.raises(InvalidArgumentError) as caught:
@@ -121,7 +121,7 @@ def test_token_ids_as_an_array() -> None:
     """Any number of tokens, with any other fields before and after them."""
     keys = [blocks_pb2.ExtraKey(position=1, key=b"x" * 300)]
     unknown = b"\xc5\x3e1234\xc1\x3e12345678\xc0\x3e\xff\xff\x03"
-    with rows() as row:
+    with each_row() as row:
         for count in (0, 1, 255, 256, 5000):
             tokens = [(7919 * i) % (1 << 32) - (1 << 31) for i in range(count)]
             messages = [
