@@ -64,8 +64,8 @@ COUNTER_BYTES = 1 << 16
 
 # Completes a message about code that is missing.
 HOW_TO_BUILD = (
-    "`KVSERVICE_CUDA=on pip install .` in its source builds the kernels, for all GPUs or those in CUDAARCHS, where nvcc "
-    "of CUDA 12.4 or later is on the PATH"
+    "`KVSERVICE_CUDA=on pip install .` in its source builds the kernels, for all GPUs or those in CUDAARCHS; it needs the "
+    "nvcc of CUDA 12.4 or later"
 )
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
