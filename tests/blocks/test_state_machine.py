@@ -15,10 +15,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class TestShortly(BlockManagerMachine.TestCase):
+class TestShortly(BlockManagerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=60, **SETTINGS)
 
 
 @pytest.mark.slow
-class TestBlockManager(BlockManagerMachine.TestCase):
+class TestBlockManager(BlockManagerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=250, **SETTINGS)

@@ -36,7 +36,7 @@ def environment(tmp_path: Path, *capabilities: tuple[int, int], result: int = 0)
 
 def found(environment: dict[str, str]) -> str:
     """Return the architectures that are compiled for, or what is missing."""
-    command = [sys.executable, ROOT / "csrc/cuda/find_gpus.py"]
+    command = [sys.executable, str(ROOT / "csrc/cuda/find_gpus.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == bool(done.stdout), done.stderr
     return (done.stdout or done.stderr).strip()
@@ -61,7 +61,7 @@ def test_cuda_is_built_where_it_can_run(tmp_path: Path) -> None:
     def configured(environment: dict[str, str]) -> str:
         folder = tmp_path / "build"
         shutil.rmtree(folder, ignore_errors=True)
-        command = ["cmake", "-S", ROOT / "csrc", "-B", folder, f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+        command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         lines = (done.stdout + done.stderr).splitlines()
         return next(line.removeprefix("-- ") for line in lines if "kvservice: building" in line)

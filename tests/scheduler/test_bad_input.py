@@ -176,7 +176,8 @@ def test_a_bad_configuration_is_refused() -> None:
 
 def test_weights_are_positive_numbers() -> None:
     with each_row() as row:
-        for weight in (0, -1, True, float("inf"), float("nan"), "1"):
+        weights: tuple[Any, ...] = (0, -1, True, float("inf"), float("nan"), "1")
+        for weight in weights:
             with row(weight):
                 manager = make_manager()
                 with pytest.raises(InvalidArgumentError) as refused:

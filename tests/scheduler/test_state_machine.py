@@ -158,10 +158,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class TestShortly(SchedulerMachine.TestCase):
+class TestShortly(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=10, **SETTINGS)
 
 
 @pytest.mark.slow
-class TestScheduler(SchedulerMachine.TestCase):
+class TestScheduler(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=40, **SETTINGS)

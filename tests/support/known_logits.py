@@ -52,7 +52,7 @@ class Scripted(LogitsProcessor):
     def __init__(self, prompt_length: int, token_ids: Sequence[int]) -> None:
         self.prompt_length, self.token_ids = prompt_length, list(token_ids)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         only = torch.full_like(scores, -torch.inf)
         only[:, self.token_ids[input_ids.shape[1] - self.prompt_length]] = 0.0
         return only

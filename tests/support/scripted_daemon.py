@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -75,12 +75,12 @@ class ScriptedDaemon(session_pb2_grpc.SessionServiceServicer, pool_pb2_grpc.Pool
 
 @contextlib.contextmanager
 def serving(
-    servicer: ScriptedDaemon, address: str, interceptors: Sequence[grpc.ServerInterceptor] = ()
+    servicer: ScriptedDaemon, address: str, interceptors: Iterable[grpc.ServerInterceptor] = ()
 ) -> Iterator[str]:
     """Serve at this address, of which a port may be 0. Yields the address for clients."""
-    server = grpc.server(futures.ThreadPoolExecutor(4), interceptors=interceptors)
-    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    pool_pb2_grpc.add_PoolServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    server = grpc.server(futures.ThreadPoolExecutor(4), interceptors=list(interceptors))
+    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)
+    pool_pb2_grpc.add_PoolServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port(address)
     server.start()
     try:
