@@ -21,7 +21,8 @@ from kvservice.launch import Daemon
 
 # Their pools have the same shape. They have rotary positions, sliding windows, soft caps, and biases by distance.
 FAMILIES = ("llama", "qwen2", "gemma2", "bloom")
-# Versions of the library make tensors from numbers on the host in each pass of these, which torch refuses to capture.
+# Some versions of the library make tensors from numbers on the host in each pass of these, which torch refuses to
+# capture.
 NOT_CAPTURED = {"bloom"}
 
 
@@ -79,13 +80,13 @@ def test_the_tokens_of_generate(client: KVClient, family: str, mode: Any, monkey
                     (found,) = kv.describe([sequence], token_ids=True)
                     begin = tokens.shape[1] - 1 - found.length
                     assert list(found.token_ids) == tokens[row, begin:-1].tolist()
-        assert len(replayed) == (family not in NOT_CAPTURED)
+        assert len(replayed) == 1 or family in NOT_CAPTURED
         # Batches of one row have a graph of their own.
         first = {name: tensor[:1] for name, tensor in prompts().items()}
         with KVServiceCache(kv, graphs=graphs) as cache:
             tokens = model.generate(**first, max_new_tokens=40, do_sample=False, **cached(cache))
         assert torch.equal(tokens, expected[:1])
-        assert len(replayed) == (0 if family in NOT_CAPTURED else 2)
+        assert len(replayed) == 2 or family in NOT_CAPTURED
 
 
 def test_logits_are_the_callers(client: KVClient) -> None:
