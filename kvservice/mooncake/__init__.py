@@ -3,3 +3,43 @@
 The library is imported in these processes only: whatever it does, the daemon goes on. kvservice.tiers.mooncake is the
 daemon's side.
 """
+
+from kvservice.mooncake.listening import (
+    NOWHERE,
+    PRELOADED,
+    ListeningError,
+    check_listening,
+    listening_environment,
+    numeric_address,
+)
+from kvservice.mooncake.messages import (
+    FRAME_BYTES,
+    LENGTH,
+    STAGED_BYTES,
+    MooncakeReply,
+    MooncakeRequest,
+    Operation,
+    Outcome,
+    Status,
+    values_in_request,
+)
+from kvservice.mooncake.options import MooncakeOptions
+
+__all__ = [
+    "FRAME_BYTES",
+    "LENGTH",
+    "NOWHERE",
+    "PRELOADED",
+    "STAGED_BYTES",
+    "ListeningError",
+    "MooncakeOptions",
+    "MooncakeReply",
+    "MooncakeRequest",
+    "Operation",
+    "Outcome",
+    "Status",
+    "check_listening",
+    "listening_environment",
+    "numeric_address",
+    "values_in_request",
+]

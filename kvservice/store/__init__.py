@@ -16,23 +16,30 @@ index        KeyIndex: what the native class does
 """
 
 from kvservice.store.figures import ModelFigures
-from kvservice.store.index import KeyIndex
+from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
 from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
 from kvservice.store.recovery import StoreRecovery, recover
-from kvservice.store.session import SessionStore
-from kvservice.store.store import BlockStore
+from kvservice.store.session import Reservation, SessionStore
+from kvservice.store.store import BlockStore, check_keys
 from kvservice.store.table import StoreConfig
 
 __all__ = [
+    "BEING_WRITTEN",
+    "DONE",
+    "KEY_BYTES",
+    "NO_ROOM",
+    "PRESENT",
+    "WORD_BYTES",
     "BlockStore",
     "KeyIndex",
     "LeaseClock",
     "ModelFigures",
     "NamespaceIdentity",
     "Quarantine",
+    "Reservation",
     "SessionStore",
     "StoreConfig",
     "StoreRecords",
@@ -40,5 +47,6 @@ __all__ = [
     "StoreSections",
     "StoredNamespace",
     "WriterRecord",
+    "check_keys",
     "recover",
 ]

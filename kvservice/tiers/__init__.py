@@ -10,26 +10,35 @@ removals     Removals: values that are being removed from a tier, and the writes
 reads        Reads: values on their way from a tier into memory
 late         LateTier: a tier that is opened when that succeeds
 disk         DiskTier: files on a disk
+mooncake     MooncakeTier: a Mooncake Store that several hosts share
 measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
 breaker, speed, waiting
 protocol     LowerTier, the interface of a tier
 errors       TierError
 """
 
+from kvservice.tiers.admission import AdmissionRule, AdmitAll, AdmitReused
 from kvservice.tiers.chain import TierChain
 from kvservice.tiers.disk import DiskOptions, DiskTier
 from kvservice.tiers.errors import TierError
 from kvservice.tiers.late import LateTier
 from kvservice.tiers.links import WritePolicy
+from kvservice.tiers.mooncake import MooncakeTier
 from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values, space_of
+from kvservice.tiers.speed import Speed
 
 __all__ = [
+    "AdmissionRule",
+    "AdmitAll",
+    "AdmitReused",
     "DiskOptions",
     "DiskTier",
     "GetResult",
     "LateTier",
     "LowerTier",
+    "MooncakeTier",
     "Space",
+    "Speed",
     "TierChain",
     "TierError",
     "TierStats",

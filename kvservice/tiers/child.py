@@ -21,7 +21,7 @@ from kvservice.tiers.errors import TierError
 
 logger = logging.getLogger(__name__)
 
-# A child that is not ready by then is killed.
+# The seconds that a child has to get ready.
 START_S: Final = 30.0
 # The pause before the next child. It doubles with each child that lived for less than STEADY_S.
 BACKOFF_MIN_S, BACKOFF_MAX_S, STEADY_S = 0.5, 30.0, 60.0
@@ -152,9 +152,12 @@ class ChildKeeper:
         start: Callable[[], Child],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
+        start_s: float = START_S,
     ) -> None:
-        """`name` is for the log. `clock` returns seconds."""
+        """`name` is for the log. `clock` returns seconds. A child that is not ready after `start_s` seconds is
+        killed."""
         self._name, self._start, self._sleep, self._clock = name, start, sleep, clock
+        self._start_s = start_s
         self._child: Child | None = None
         self._reason = "is starting"
         self._logged = ""
@@ -205,7 +208,9 @@ class ChildKeeper:
             child = self._start()
         except OSError as error:
             return f"cannot be started: {error}"
-        limit = asyncio.get_running_loop().call_later(START_S, child.kill, f"was not ready within {START_S:g} s")
+        limit = asyncio.get_running_loop().call_later(
+            self._start_s, child.kill, f"was not ready within {self._start_s:g} s"
+        )
         try:
             child.ready.add_done_callback(lambda ready: self._on_ready(child, ready, limit))
             return await child.ended()

@@ -30,13 +30,15 @@ CHECK_S: Final = 30.0
 @dataclass(frozen=True)
 class DiskOptions:
     """The directory of a disk tier and its limits. A value has at most `slab_bytes` bytes. A directory with files keeps
-    their size of slabs. `max_queued` limits the values in each of the queues of reads and writes."""
+    their size of slabs. `max_queued` limits the values in each of the queues of reads and writes. A write looks whether
+    the directory is still there if nobody has looked for `check_s` seconds."""
 
     directory: Path
     capacity_bytes: int
     num_threads: int = 16
     slab_bytes: int = 64 << 20
     max_queued: int = 1 << 16
+    check_s: float = CHECK_S
 
 
 class _Completed(NamedTuple):
@@ -113,7 +115,7 @@ class DiskTier:
 
     async def put(self, space: Space, values: Values) -> bytes:
         self._check()
-        if time.monotonic() >= self._checked_s + CHECK_S:
+        if time.monotonic() >= self._checked_s + self._options.check_s:
             await self._look_at_directory()
             self._check()
         operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from random import Random
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 from both_faces import Face
 from cluster_rig import BLOCK_SIZE, CLUSTER_POOL, AnyCluster, cluster_of, daemons
+from each_row import each_row
 from waiting import PATIENCE_S
 
 from kvservice.client import AsyncCluster, Cluster, KVClient, Sequence, Session, StoreNamespace
@@ -19,6 +21,8 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError, NoDa
 from kvservice.launch import Daemon
 
 BOTH = pytest.mark.parametrize("face", get_args(Face))
+# For tests that start daemons of their own.
+ONE_OF_BOTH = pytest.mark.parametrize("face", ["blocking", pytest.param("asyncio", marks=pytest.mark.slow)])
 NAMESPACE = StoreNamespace("model", block_bytes=4096, weights="w", dtype="float32", layout="l")
 
 
@@ -108,12 +112,12 @@ def test_what_was_cached_before_the_cluster_came_is_known(face: Face, shared: li
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_killed_daemon_is_left_out(face: Face) -> None:
     async def run() -> None:
         with daemons(2) as running:
             gone, left = running
-            async with cluster_of(face, running) as cluster:
+            async with cluster_of(face, running, wait_s=1.0) as cluster:
                 fill(gone, [1] * 40)
                 await known(cluster, running, 10)
                 gone.process.kill()
@@ -121,7 +125,8 @@ def test_a_killed_daemon_is_left_out(face: Face) -> None:
                 assert await cluster.placed_at([1] * 40) == left.address
                 assert not cluster.of(gone).is_up
                 assert cluster.of(gone).reason
-                left.stop()
+                left.process.kill()
+                left.process.wait()
                 with pytest.raises(NoDaemonError, match=gone.address.removeprefix("unix://")) as caught:
                     async with cluster.session([1] * 40):
                         pass
@@ -134,7 +139,7 @@ def test_a_killed_daemon_is_left_out(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_draining_daemon_gets_no_sessions(face: Face) -> None:
     async def run() -> None:
         with daemons(2, num_layers=2, drain_timeout_s=100.0, drain_stall_s=100.0) as running:
@@ -154,7 +159,7 @@ def test_a_draining_daemon_gets_no_sessions(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_frozen_daemon_is_left_out_and_used_again(face: Face) -> None:
     async def run() -> None:
         with daemons(2) as running:
@@ -176,7 +181,7 @@ def test_a_frozen_daemon_is_left_out_and_used_again(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_cluster_closes_while_a_daemon_is_frozen(face: Face) -> None:
     """Otherwise it waits for the daemon, and the test times out."""
 
@@ -190,7 +195,7 @@ def test_a_cluster_closes_while_a_daemon_is_frozen(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_daemon_that_restarts_is_found_again_and_corrected(face: Face) -> None:
     """It begins empty, at the same address: what the cluster knew of it is refuted by MatchPrefix."""
 
@@ -215,7 +220,7 @@ def test_a_daemon_that_restarts_is_found_again_and_corrected(face: Face) -> None
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_lost_events_are_made_up_for_by_asking(face: Face) -> None:
     """The window of events is two blocks. The cluster comes later, and is told only the last two blocks of a chain.
     There is no store, whose events would fill the window."""
@@ -232,7 +237,7 @@ def test_lost_events_are_made_up_for_by_asking(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_daemons_without_events_are_placed_by_load(face: Face) -> None:
     async def run() -> None:
         with daemons(2, event_window=0) as running:
@@ -246,7 +251,7 @@ def test_daemons_without_events_are_placed_by_load(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_daemon_without_room_for_sessions_is_passed_over(face: Face) -> None:
     async def run() -> None:
         with daemons(2, max_sessions=1) as running, KVClient(running[0].address) as client, client.session():
@@ -259,7 +264,7 @@ def test_a_daemon_without_room_for_sessions_is_passed_over(face: Face) -> None:
     asyncio.run(run())
 
 
-@BOTH
+@ONE_OF_BOTH
 def test_a_daemon_of_another_shape_is_left_out(face: Face, shared: list[Daemon]) -> None:
     async def run() -> None:
         with daemons(1, block_size=2 * BLOCK_SIZE) as (other,):
@@ -284,27 +289,65 @@ def test_a_key_has_its_store(face: Face, shared: list[Daemon]) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("addresses", "options", "field"),
-    [
-        ([], {}, "addresses"),
-        ("unix:a", {}, "addresses"),
-        (["unix:a", "unix:a"], {}, "addresses"),
-        ([f"unix:{n}" for n in range(257)], {}, "addresses"),
-        ([7], {}, "addresses"),
-        (["unix:a"], {"probe_interval_s": 0}, "probe_interval_s"),
-        (["unix:a"], {"probe_timeout_s": -1}, "probe_timeout_s"),
-        (["unix:a"], {"open_timeout_s": 2e9}, "open_timeout_s"),
-        (["unix:a"], {"wait_s": float("nan")}, "wait_s"),
-        (["unix:a"], {"connect_timeout_s": "soon"}, "connect_timeout_s"),
-        (["unix:a"], {"timeout_s": 0}, "timeout_s"),
-    ],
-)
-@pytest.mark.parametrize("kind", [Cluster, AsyncCluster])
-def test_wrong_arguments_are_refused(kind: type, addresses: list[str], options: dict[str, float], field: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        kind(addresses, **options)
-    assert caught.value.field == field
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "addresses"),
+    ("unix:a", {}, "addresses"),
+    (["unix:a", "unix:a"], {}, "addresses"),
+    ([f"unix:{n}" for n in range(257)], {}, "addresses"),
+    ([7], {}, "addresses"),
+    (["unix:a"], {"probe_interval_s": 0}, "probe_interval_s"),
+    (["unix:a"], {"probe_timeout_s": -1}, "probe_timeout_s"),
+    (["unix:a"], {"open_timeout_s": 2e9}, "open_timeout_s"),
+    (["unix:a"], {"wait_s": float("nan")}, "wait_s"),
+    (["unix:a"], {"connect_timeout_s": "soon"}, "connect_timeout_s"),
+    (["unix:a"], {"timeout_s": 0}, "timeout_s"),
+]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    kinds: list[Any] = [Cluster, AsyncCluster]
+    with each_row() as row:
+        for kind in kinds:
+            for addresses, options, field in WRONG:
+                with row((kind.__name__, addresses[:2], options)):
+                    with pytest.raises(InvalidArgumentError) as caught:
+                        kind(addresses, **options)
+                    assert caught.value.field == field
+
+
+def test_wrong_prompts_are_refused(shared: list[Daemon]) -> None:
+    wrong: list[Any] = [[-1], [2**31], [1.5], ["a"], [2**70]]
+    with Cluster([shared[0].address]) as cluster, each_row() as row:
+        for tokens in wrong:
+            with row(tokens), pytest.raises(InvalidArgumentError, match="token_ids"):
+                cluster.choose(tokens)
+        for position in (-1, 1.5):
+            with row(position), pytest.raises(InvalidArgumentError, match="extra_keys"):
+                cluster.choose([1], extra_keys=[(position, b"key")])  # type: ignore[list-item]
+
+
+def test_hashes_are_the_daemons(shared: list[Daemon]) -> None:
+    """The cluster finds every full block of random prompts with extra keys that a daemon has, and knows it without
+    asking."""
+
+    async def run() -> None:
+        random = Random(0)
+        prompts = []
+        for _ in range(12):
+            tokens = [random.randrange(2**31) for _ in range(random.randint(BLOCK_SIZE, 5 * BLOCK_SIZE))]
+            keys = [(random.randrange(len(tokens)), random.randbytes(random.randint(1, 9))) for _ in range(3)]
+            prompts.append((tokens, keys))
+            fill(shared[1], tokens, extra_keys=keys)
+        num_blocks = sum(len(tokens) // BLOCK_SIZE for tokens, _ in prompts)
+        assert num_blocks < CLUSTER_POOL["num_blocks"], "none is evicted"
+        async with cluster_of("blocking", shared) as cluster:
+            await known(cluster, shared, num_blocks)
+            for tokens, keys in prompts:
+                chosen = await cluster.choose([*tokens, 1], extra_keys=keys)
+                full = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+                assert chosen[::2] == (shared[1].address, full), (tokens, keys)
+
+    asyncio.run(run())
 
 
 def test_an_address_that_is_not_the_clusters_is_refused(shared: list[Daemon]) -> None:

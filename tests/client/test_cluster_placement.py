@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.blocks.arguments import extra_keys_by_block
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.client.cluster import HashedPrompt, Load, Placement, PlacementSettings
 from kvservice.client.cluster.availability import FIRST_PAUSE_S, MAX_PAUSE_S, Availability
-from kvservice.client.cluster.placement import HashedPrompt, Load, Placement, PlacementSettings, rendezvous
-from kvservice.client.cluster.prompts import to_prompt
-from kvservice.errors import InvalidArgumentError
 
 DAEMONS = ("a", "b", "c", "d")
 BLOCK = 16
@@ -103,15 +98,16 @@ def test_a_prompt_without_a_full_block_goes_to_the_least_loaded(placement: Place
     assert best(placement, prompt_of(tokens=3)) == "c"
 
 
-KEYS = st.lists(st.binary(min_size=1, max_size=8), min_size=1, max_size=40, unique=True)
+KEYS = st.lists(st.integers(0, 1 << 60), min_size=1, max_size=40, unique=True)
 
 
 @given(KEYS, st.sampled_from(DAEMONS))
-def test_without_one_daemon_only_its_keys_move(keys: list[bytes], gone: str) -> None:
+def test_without_one_daemon_only_its_prefixes_move(blocks: list[int], gone: str) -> None:
+    placement = Placement(DAEMONS, Clock())
     left = [daemon for daemon in DAEMONS if daemon != gone]
-    for key in keys:
-        before = max(DAEMONS, key=lambda daemon: rendezvous(key, daemon))
-        assert before == gone or max(left, key=lambda daemon: rendezvous(key, daemon)) == before
+    for block in blocks:
+        before = best(placement, prompt_of(block))
+        assert before == gone or placement.rank(prompt_of(block), left)[0].daemon == before
 
 
 @st.composite
@@ -150,32 +146,6 @@ def test_more_cached_blocks_never_cost_more(cluster: tuple[Placement, list[str]]
     after = {one.daemon: one.cost for one in placement.rank(prompt, DAEMONS)}
     assert after["a"] <= before["a"]
     assert {**after, "a": 0} == {**before, "a": 0}
-
-
-# ---- prompts
-
-
-@given(
-    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=70),
-    st.lists(st.tuples(st.integers(0, 69), st.binary(min_size=1, max_size=9)), max_size=5),
-    st.sampled_from([4, 16]),
-)
-def test_hashes_are_the_daemons(tokens: list[int], keys: list[tuple[int, bytes]], block_size: int) -> None:
-    extra = extra_keys_by_block(keys, "extra_keys", block_size, 70)
-    hashes = chain_hashes(np.array(tokens, np.int32), extra, block_size)
-    assert to_prompt(tokens, keys, block_size) == HashedPrompt(len(tokens), block_size, hashes)
-
-
-@pytest.mark.parametrize("tokens", [[-1], [2**31], [1.5], ["a"], np.ones((2, 2), np.int32), [2**70]])
-def test_wrong_tokens_are_refused(tokens: list[int]) -> None:
-    with pytest.raises(InvalidArgumentError, match="token_ids"):
-        to_prompt(tokens, (), 4)
-
-
-@pytest.mark.parametrize("position", [-1, 1.5])
-def test_wrong_extra_keys_are_refused(position: int) -> None:
-    with pytest.raises(InvalidArgumentError, match="extra_keys"):
-        to_prompt([1], [(position, b"key")], 4)
 
 
 # ---- availability

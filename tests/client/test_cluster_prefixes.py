@@ -2,57 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.client.cluster.prefixes import CachedPrefixes, Match
+from kvservice.client.cluster import Placement, PlacementSettings
+
+
+def known_prefixes(max_blocks: int) -> Any:
+    """Return what a router knows of a daemon of which it knows nothing yet."""
+    return Placement(["a"], lambda: 0.0, PlacementSettings(max_blocks=max_blocks)).prefixes("a")
 
 
 def test_a_prefix_is_matched_up_to_the_first_block_that_is_missing() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("abcd")
-    assert prefixes.match("abcd") == Match(4, 4)
-    assert prefixes.match("abxd") == Match(2, 2)
-    assert prefixes.match("x") == prefixes.match("") == Match(0, 0)
+    assert prefixes.match("abcd") == (4, 4)
+    assert prefixes.match("abxd") == (2, 2)
+    assert prefixes.match("x") == prefixes.match("") == (0, 0)
     prefixes.remove("b")
-    assert prefixes.match("abcd") == Match(1, 1)
+    assert prefixes.match("abcd") == (1, 1)
     prefixes.clear()
-    assert prefixes.match("abcd") == Match(0, 0)
+    assert prefixes.match("abcd") == (0, 0)
 
 
 def test_expected_blocks_become_cached_or_expire() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("a")
     prefixes.expect("abcd", until=10.0, placement=1)
-    assert (prefixes.match("abcd"), prefixes.num_expected) == (Match(1, 4), 3)
+    assert (prefixes.match("abcd"), prefixes.num_expected) == ((1, 4), 3)
     prefixes.store("b")
-    assert (prefixes.match("abcd"), prefixes.num_expected) == (Match(2, 4), 2)
+    assert (prefixes.match("abcd"), prefixes.num_expected) == ((2, 4), 2)
     prefixes.expire(9.9)
     assert prefixes.num_expected == 2
     prefixes.expire(10.0)
-    assert (prefixes.match("abcd"), prefixes.num_expected) == (Match(2, 2), 0)
+    assert (prefixes.match("abcd"), prefixes.num_expected) == ((2, 2), 0)
 
 
 def test_a_placement_that_ends_takes_back_what_it_alone_expects() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.expect("ab", until=10.0, placement=1)
     prefixes.expect("ac", until=11.0, placement=2)
     prefixes.give_up("ab", 1)
-    assert prefixes.match("ac") == Match(0, 2)
-    assert prefixes.match("ab") == Match(0, 1)
+    assert prefixes.match("ac") == (0, 2)
+    assert prefixes.match("ab") == (0, 1)
 
 
 def test_an_answer_of_the_daemon_corrects_what_is_known() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("abcd")
     prefixes.learn("abcd", 2)
-    assert prefixes.match("abcd") == Match(2, 2)
+    assert prefixes.match("abcd") == (2, 2)
     prefixes.learn("abcd", 4)
-    assert prefixes.match("abcd") == Match(4, 4)
+    assert prefixes.match("abcd") == (4, 4)
 
 
 def test_a_daemon_that_began_empty_is_known_by_one_answer() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("abcd")
     prefixes.store("xy")
     prefixes.doubt()
@@ -62,7 +69,7 @@ def test_a_daemon_that_began_empty_is_known_by_one_answer() -> None:
 
 
 def test_after_lost_events_the_rest_stays_if_the_daemon_still_has_some() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("abcd")
     prefixes.store("xy")
     prefixes.doubt()
@@ -71,7 +78,7 @@ def test_after_lost_events_the_rest_stays_if_the_daemon_still_has_some() -> None
 
 
 def test_after_lost_events_more_may_be_cached_than_is_known() -> None:
-    prefixes = CachedPrefixes(100)
+    prefixes = known_prefixes(100)
     prefixes.store("ab")
     assert not prefixes.misses_some("abc")
     prefixes.doubt()
@@ -82,7 +89,7 @@ def test_after_lost_events_more_may_be_cached_than_is_known() -> None:
 
 
 def test_the_memory_is_bounded_and_used_prefixes_stay() -> None:
-    prefixes = CachedPrefixes(4)
+    prefixes = known_prefixes(4)
     prefixes.store("ab")
     prefixes.store("xy")
     prefixes.expect("ab", until=10.0, placement=1)  # uses them
@@ -99,7 +106,7 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear", "le
 
 @given(OPERATIONS, BLOCKS)
 def test_it_is_a_set_of_blocks(operations: list[tuple[str, list[int], int]], chain: list[int]) -> None:
-    prefixes, model = CachedPrefixes(100), set[int]()
+    prefixes, model = known_prefixes(100), set[int]()
     for name, blocks, number in operations:
         if name == "store":
             prefixes.store(blocks)
@@ -116,5 +123,5 @@ def test_it_is_a_set_of_blocks(operations: list[tuple[str, list[int], int]], cha
             model.difference_update(blocks[number:claimed])
             model.update(blocks[:number])
         leading = next((n for n, block in enumerate(chain) if block not in model), len(chain))
-        assert prefixes.match(chain) == Match(leading, leading)
+        assert prefixes.match(chain) == (leading, leading)
         assert len(prefixes) == len(model)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from both_faces import Face
+from client_calls import failing_calls, lost_posts, seen_calls
+from each_row import each_row
 from store_daemons import (
     BLOCK_BYTES,
     SMALL_STORE,
@@ -17,7 +19,6 @@ from store_daemons import (
     OpenStore,
     blocks_of,
     keys_of,
-    link_of,
     new_namespace,
     store_of,
 )
@@ -33,10 +34,6 @@ from kvservice.client import (
     StoreLease,
     StoreReservation,
 )
-from kvservice.client.connection import SessionConnection
-from kvservice.client.store.core import StoreCore
-from kvservice.client.store.leases import LeaseCore, ReservationCore
-from kvservice.client.store.link import StoreLink
 from kvservice.errors import (
     InternalError,
     InvalidArgumentError,
@@ -44,8 +41,9 @@ from kvservice.errors import (
     StoreNotSharedError,
     StoreOffError,
 )
-from kvservice.v1 import shared_memory_pb2, store_pb2
+from kvservice.v1 import store_pb2
 
+FACES: list[Face] = ["blocking", "asyncio"]
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 MOST = SMALL_STORE["max_request_blocks"]
 Scenario = Callable[[Any], Awaitable[None]]
@@ -53,24 +51,22 @@ Scenario = Callable[[Any], Awaitable[None]]
 COUNTS = (0, 1, MOST, MOST + 1, 2 * MOST + 3)
 
 
-@pytest.fixture(params=["blocking", "asyncio"])
-def face(request: pytest.FixtureRequest) -> Face:
-    return request.param
-
-
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> tuple[str, str]:
     return WAYS[request.param]
 
 
-def run(face: Face, address: str, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a store with an empty namespace of its own."""
+def run(address: str, scenario: Scenario, block_bytes: int = BLOCK_BYTES, **options: Any) -> None:
+    """Run a scenario with each API, on a store with an empty namespace of its own."""
 
-    async def opened() -> None:
-        async with store_of(face, address, options.pop("namespace", new_namespace()), **options) as store:
+    async def opened(face: Face) -> None:
+        async with store_of(face, address, new_namespace(block_bytes), **options) as store:
             await scenario(store)
 
-    asyncio.run(opened())
+    with each_row() as row:
+        for face in FACES:
+            with row(face):
+                asyncio.run(opened(face))
 
 
 async def checked(lease: Any) -> list[bool]:
@@ -84,46 +80,37 @@ def new_out(count: int, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
     return np.full((count, block_bytes), 0xEE, np.uint8)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_what_is_put_is_got(store_daemon: OpenStore, face: Face, way: tuple[str, str], count: int) -> None:
+def test_what_is_put_is_got(store_daemon: OpenStore, way: tuple[str, str]) -> None:
     async def scenario(store: Any) -> None:
         assert store.transport == {"auto": "mapped"}.get(way[1], way[1])
-        numbers = range(count)
-        statuses = await store.put(keys_of(*numbers), blocks_of(*numbers))
-        assert statuses.tolist() == [DONE] * count
-        out = new_out(count)
-        found = await store.get(b"".join(keys_of(*numbers)), out)
-        assert found.tolist() == [True] * count
-        np.testing.assert_array_equal(out, blocks_of(*numbers))
-        assert (await store.put(keys_of(*numbers), blocks_of(*numbers) * 0)).tolist() == [PRESENT] * count
-        assert (await store.get(keys_of(*numbers), out, verify=True)).all()
-        np.testing.assert_array_equal(out, blocks_of(*numbers))
+        for count in COUNTS:
+            numbers = range(1000 * count, 1001 * count)
+            statuses = await store.put(keys_of(*numbers), blocks_of(*numbers))
+            assert statuses.tolist() == [DONE] * count
+            out = new_out(count)
+            found = await store.get(b"".join(keys_of(*numbers)), out)
+            assert found.tolist() == [True] * count
+            np.testing.assert_array_equal(out, blocks_of(*numbers))
+            assert (await store.put(keys_of(*numbers), blocks_of(*numbers) * 0)).tolist() == [PRESENT] * count
+            assert (await store.get(keys_of(*numbers), out, verify=True)).all()
+            np.testing.assert_array_equal(out, blocks_of(*numbers))
 
-    run(face, store_daemon(way[0]).address, scenario, transport=way[1])
+    run(store_daemon(way[0]).address, scenario, transport=way[1])
 
 
-def test_a_put_into_the_mapping_brings_its_checksums(
-    store_daemon: OpenStore, face: Face, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_into_the_mapping_brings_its_checksums(store_daemon: OpenStore) -> None:
     """The daemon then need not read the blocks."""
-    commits: list[store_pb2.StoreCommitRequest] = []
-    call = StoreLink.call
-
-    async def recorded(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
-        commits.extend([request] if name == "store_commit" else [])
-        return await call(link, name, request, timeout_s)
-
-    monkeypatch.setattr(StoreLink, "call", recorded)
 
     async def scenario(store: Any) -> None:
-        await store.put(keys_of(1, 2), blocks_of(1, 2))
-        assert [len(commit.checksums) for commit in commits] == [16]
+        with seen_calls() as seen:
+            await store.put(keys_of(1, 2), blocks_of(1, 2))
+        assert [len(commit.checksums) for name, commit in seen if name == "store_commit"] == [16]
         assert (await store.get(keys_of(1, 2), new_out(2), verify=True)).all()
 
-    run(face, store_daemon("write").address, scenario, transport="mapped")
+    run(store_daemon("write").address, scenario, transport="mapped")
 
 
-def test_missing_blocks_are_told(store_daemon: OpenStore, face: Face, way: tuple[str, str]) -> None:
+def test_missing_blocks_are_told(store_daemon: OpenStore, way: tuple[str, str]) -> None:
     async def scenario(store: Any) -> None:
         there = [number for number in range(3 * MOST) if number not in (5, MOST, 2 * MOST + 1)]
         await store.put(keys_of(*there), blocks_of(*there))
@@ -137,12 +124,13 @@ def test_missing_blocks_are_told(store_daemon: OpenStore, face: Face, way: tuple
         assert looked.num_leading == 5
         np.testing.assert_array_equal(looked.found, found)
         assert (await store.lookup(keys_of(*range(6, MOST)))).num_leading == MOST - 6
-        assert (await store.lookup(b"")).num_leading == 0
+        for some, num_leading in (((), 0), ((0, 1), 2), ((5, 6), 0), ((0, 5, 6), 1)):
+            assert (await store.lookup(keys_of(*some))).num_leading == num_leading
 
-    run(face, store_daemon(way[0]).address, scenario, transport=way[1])
+    run(store_daemon(way[0]).address, scenario, transport=way[1])
 
 
-def test_pieces_lie_anywhere(store_daemon: OpenStore, face: Face, way: tuple[str, str]) -> None:
+def test_pieces_lie_anywhere(store_daemon: OpenStore, way: tuple[str, str]) -> None:
     async def scenario(store: Any) -> None:
         sizes = [4096, 500, 12]
         count = MOST + 2
@@ -162,68 +150,88 @@ def test_pieces_lie_anywhere(store_daemon: OpenStore, face: Face, way: tuple[str
         np.testing.assert_array_equal(base[:, 100:4196], wanted[:, :4096])
         np.testing.assert_array_equal(base[:, 4200:4700], wanted[:, 4096:4596])
         np.testing.assert_array_equal(base[:, 4800:4812], wanted[:, 4596:])
+        # One piece each, in reverse order, so that they do not lie one after the other.
+        order = np.arange(count)[::-1, None] * BLOCK_BYTES
+        reversed_out = np.zeros((count, BLOCK_BYTES), np.uint8)
+        assert (await store.get(keys_of(*range(count)), Scatter(reversed_out, order, [BLOCK_BYTES]))).all()
+        np.testing.assert_array_equal(reversed_out[::-1], wanted)
+        keys = keys_of(*range(100, 100 + count))
+        assert (await store.put(keys, Scatter(reversed_out, order, [BLOCK_BYTES])) == DONE).all()
+        assert (await store.get(keys, out)).all()
+        np.testing.assert_array_equal(out, wanted)
         for untouched in (base[:, :100], base[:, 4196:4200], base[:, 4700:4800], base[:, 4812:]):
             assert (untouched == 0xEE).all()
 
-    run(face, store_daemon(way[0]).address, scenario, transport=way[1])
+    run(store_daemon(way[0]).address, scenario, transport=way[1])
 
 
-def test_values_in_a_region_are_copied_by_the_daemon(store_daemon: OpenStore, face: Face) -> None:
+def regions_of(seen: list[tuple[str, Any]]) -> set[str]:
+    """Return the names of the regions from which blocks were put."""
+    puts = [request.to_bytes() for name, request in seen if name == "store_batch_put"]
+    return {store_pb2.BatchPutRequest.FromString(put).region.region for put in puts}
+
+
+def test_values_in_a_region_are_copied_by_the_daemon(store_daemon: OpenStore) -> None:
+    """The last value ends with its region. Values that are only partly in the region take the session's own one."""
+
     async def scenario(store: Any) -> None:
         numbers = range(MOST + 1)
-        region = await store.create_region(len(numbers) * BLOCK_BYTES + 64)
-        values = region.array((len(numbers), BLOCK_BYTES), "uint8", 64)
-        values[...] = blocks_of(*numbers)
-        assert (await store.put(keys_of(*numbers), values) == DONE).all()
-        assert link_of(store).staging._region is None
+        with seen_calls() as seen:
+            region = await store.create_region(len(numbers) * BLOCK_BYTES + 64)
+            values = region.array((len(numbers), BLOCK_BYTES), "uint8", 64)
+            values[...] = blocks_of(*numbers)
+            assert (await store.put(keys_of(*numbers), values) == DONE).all()
+            assert [name for name, _ in seen].count("create_region") == 1
+            regions = regions_of(seen)
+            assert len(regions) == 1
         out = new_out(len(numbers))
         assert (await store.get(keys_of(*numbers), out)).all()
         np.testing.assert_array_equal(out, blocks_of(*numbers))
         assert (await store.get(keys_of(*reversed(numbers)), values)).all()
         np.testing.assert_array_equal(values, blocks_of(*reversed(numbers)))
+        outside = blocks_of(77)[0].copy()
+        halves = Scatter([values, outside], [[0, BLOCK_BYTES // 2]], [BLOCK_BYTES // 2] * 2)
+        with seen_calls() as seen:
+            assert (await store.put(keys_of(99), halves) == DONE).all()
+            assert regions.isdisjoint(regions_of(seen))
+        assert (await store.get(keys_of(99), out[:1])).all()
+        np.testing.assert_array_equal(out[0, : BLOCK_BYTES // 2], values[0, : BLOCK_BYTES // 2])
+        np.testing.assert_array_equal(out[0, BLOCK_BYTES // 2 :], outside[BLOCK_BYTES // 2 :])
 
-    run(face, store_daemon("off").address, scenario)
+    run(store_daemon("off").address, scenario)
 
 
-def test_a_region_that_cannot_be_unregistered_now_is_later(
-    store_daemon: OpenStore, face: Face, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_region_that_cannot_be_unregistered_now_is_later(store_daemon: OpenStore) -> None:
     """The session keeps one region for copies, and gives it up when a call fails."""
-    call, armed = SessionConnection.call_until, {"store_batch_get", "system_shared_memory_unregister"}
-
-    async def intercepted(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
-        if name in armed:
-            armed.remove(name)
-            raise InternalError("for this test")
-        return await call(self, deadline, name, request)
 
     async def scenario(store: Any) -> None:
         await store.put(keys_of(1), blocks_of(1))
-        monkeypatch.setattr(SessionConnection, "call_until", intercepted)
-        monkeypatch.setattr(SessionConnection, "post", lambda *_: None)
-        for _ in range(2):
-            with pytest.raises(InternalError, match="for this test"):
-                await store.get(keys_of(1), new_out(1))
-        assert not armed
-        assert (await store.get(keys_of(1), new_out(1))).all()
-        answer = await link_of(store).call(
-            "system_shared_memory_status", shared_memory_pb2.SystemSharedMemoryStatusRequest(), None
-        )
-        assert len(answer.regions) == 1
+        with seen_calls() as seen, lost_posts():
+            for lost in ("store_batch_get", "system_shared_memory_unregister"):
+                errors: dict[str, BaseException] = {lost: InternalError("for this test")}
+                with (
+                    failing_calls(errors),
+                    pytest.raises(InternalError, match="for this test"),
+                ):
+                    await store.get(keys_of(1), new_out(1))
+                assert not errors
+            assert (await store.get(keys_of(1), new_out(1))).all()
+        sent = [name for name, _ in seen if name != "store_batch_get"]
+        assert sent == ["system_shared_memory_unregister", "create_region"]
 
-    run(face, store_daemon("off").address, scenario, transport="region")
+    run(store_daemon("off").address, scenario, transport="region")
 
 
-def test_a_namespace_may_ask_for_a_smaller_quota(store_daemon: OpenStore, face: Face) -> None:
+def test_a_namespace_may_ask_for_a_smaller_quota(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         for number in range(4):
             await store.put(keys_of(number), blocks_of(number))
         assert (await store.lookup(keys_of(0, 1, 2, 3))).found.tolist() == [False, False, True, True]
 
-    run(face, store_daemon("off").address, scenario, quota_gib=2.5 * BLOCK_BYTES / (1 << 30))
+    run(store_daemon("off").address, scenario, quota_gib=2.5 * BLOCK_BYTES / (1 << 30))
 
 
-def test_touch_remove_and_clear(store_daemon: OpenStore, face: Face) -> None:
+def test_touch_remove_and_clear(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         numbers = range(2 * MOST + 3)
         keys = keys_of(*numbers)
@@ -237,10 +245,10 @@ def test_touch_remove_and_clear(store_daemon: OpenStore, face: Face) -> None:
         assert await store.clear() == 0
         assert not (await store.lookup(keys)).found.any()
 
-    run(face, store_daemon("read").address, scenario)
+    run(store_daemon("read").address, scenario)
 
 
-def test_a_lease_shows_the_blocks_themselves(store_daemon: OpenStore, face: Face) -> None:
+def test_a_lease_shows_the_blocks_themselves(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         numbers = [number for number in range(2 * MOST + 2) if number != MOST + 3]
         await store.put(keys_of(*numbers), blocks_of(*numbers))
@@ -267,10 +275,10 @@ def test_a_lease_shows_the_blocks_themselves(store_daemon: OpenStore, face: Face
         assert nothing.views == [None, None]
         assert await nothing.renew()
 
-    run(face, store_daemon("read").address, scenario)
+    run(store_daemon("read").address, scenario)
 
 
-def test_blocks_removed_under_a_lease_stay_until_it_ends(store_daemon: OpenStore, face: Face) -> None:
+def test_blocks_removed_under_a_lease_stay_until_it_ends(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         await store.put(keys_of(1, 2), blocks_of(1, 2))
         lease = await store.acquire(keys_of(1, 2))
@@ -280,10 +288,10 @@ def test_blocks_removed_under_a_lease_stay_until_it_ends(store_daemon: OpenStore
         await lease.release()
         assert await checked(lease) == [False, True]
 
-    run(face, store_daemon("read").address, scenario)
+    run(store_daemon("read").address, scenario)
 
 
-def test_without_the_mapping_a_lease_has_no_views(store_daemon: OpenStore, face: Face) -> None:
+def test_without_the_mapping_a_lease_has_no_views(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         await store.put(keys_of(1), blocks_of(1))
         lease = await store.acquire(keys_of(1, 2))
@@ -296,10 +304,10 @@ def test_without_the_mapping_a_lease_has_no_views(store_daemon: OpenStore, face:
         with pytest.raises(StoreNotSharedError):
             await store.reserve(keys_of(5))
 
-    run(face, store_daemon("off").address, scenario)
+    run(store_daemon("off").address, scenario)
 
 
-def test_reserved_blocks_are_written_in_place(store_daemon: OpenStore, face: Face) -> None:
+def test_reserved_blocks_are_written_in_place(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         numbers = range(2 * MOST + 2)
         await store.put(keys_of(3), blocks_of(3))
@@ -329,10 +337,10 @@ def test_reserved_blocks_are_written_in_place(store_daemon: OpenStore, face: Fac
         with pytest.raises(InvalidArgumentError, match="written"):
             await aborted.commit(np.ones(3, bool))
 
-    run(face, store_daemon("write").address, scenario)
+    run(store_daemon("write").address, scenario)
 
 
-def test_a_caller_may_compute_the_checksums_of_reserved_blocks(store_daemon: OpenStore, face: Face) -> None:
+def test_a_caller_may_compute_the_checksums_of_reserved_blocks(store_daemon: OpenStore) -> None:
     """Three requests; one block is there, one is not published, and one has a wrong checksum."""
 
     async def scenario(store: Any) -> None:
@@ -353,30 +361,31 @@ def test_a_caller_may_compute_the_checksums_of_reserved_blocks(store_daemon: Ope
         found = await store.get(keys_of(*numbers), new_out(len(numbers)), verify=True)
         assert np.flatnonzero(~found).tolist() == [MOST, MOST + 1]
 
-    run(face, store_daemon("write").address, scenario)
+    run(store_daemon("write").address, scenario)
 
 
-def test_namespaces_and_tenants_share_nothing(store_daemon: OpenStore, face: Face) -> None:
-    namespace = new_namespace()
+def test_namespaces_and_tenants_share_nothing(store_daemon: OpenStore) -> None:
     address = store_daemon("read").address
 
-    async def fill(store: Any) -> None:
-        await store.put(keys_of(1), blocks_of(1))
+    async def scenario(face: Face) -> None:
+        namespace = new_namespace()
+        async with store_of(face, address, namespace, tenant="a") as store:
+            await store.put(keys_of(1), blocks_of(1))
+        for found, options in (
+            (True, {"tenant": "a", "name": "other"}),
+            (False, {}),
+            (False, {"tenant": "b"}),
+            (False, {"tenant": "a", "namespace": new_namespace()}),
+        ):
+            wanted = {"namespace": namespace} | options
+            async with store_of(face, address, **wanted) as store:
+                assert (await store.lookup(keys_of(1))).found.tolist() == [found], options
 
-    async def full(store: Any) -> None:
-        assert (await store.lookup(keys_of(1))).found.all()
-
-    async def empty(store: Any) -> None:
-        assert not (await store.lookup(keys_of(1))).found.any()
-
-    run(face, address, fill, namespace=namespace, tenant="a")
-    run(face, address, full, namespace=namespace, tenant="a", name="other")
-    run(face, address, empty, namespace=namespace)
-    run(face, address, empty, namespace=namespace, tenant="b")
-    run(face, address, empty, namespace=new_namespace(), tenant="a")
+    for face in FACES:
+        asyncio.run(scenario(face))
 
 
-def test_a_full_store_says_so(store_daemon: OpenStore, face: Face, way: tuple[str, str]) -> None:
+def test_a_full_store_says_so(store_daemon: OpenStore, way: tuple[str, str]) -> None:
     """The daemon has 16 MiB: leased blocks fill it, so that there is no room for others."""
     block_bytes = 1 << 19
 
@@ -393,60 +402,39 @@ def test_a_full_store_says_so(store_daemon: OpenStore, face: Face, way: tuple[st
         await lease.release()
         await store.clear()
 
-    namespace = new_namespace(block_bytes)
-    run(face, store_daemon(way[0]).address, scenario, namespace=namespace, transport=way[1])
+    run(store_daemon(way[0]).address, scenario, block_bytes, transport=way[1])
 
 
-def test_a_block_must_fit_into_a_message(store_daemon: OpenStore, face: Face) -> None:
+def test_a_block_must_fit_into_a_message(store_daemon: OpenStore) -> None:
     async def scenario(store: Any) -> None:
         for call in (store.put, store.get):
             with pytest.raises(MessageTooLargeError):
                 await call(keys_of(1), np.zeros((1, 1 << 20), np.uint8))
         assert store.reachable
 
-    run(face, store_daemon("off").address, scenario, namespace=new_namespace(1 << 20), transport="inline")
+    run(store_daemon("off").address, scenario, 1 << 20, transport="inline")
 
 
-@pytest.mark.parametrize(
-    ("share_store", "transport", "error"),
-    [("off", "mapped", StoreNotSharedError), ("none", "auto", StoreOffError)],
-)
-def test_what_the_daemon_does_not_offer_is_refused(
-    store_daemon: OpenStore, face: Face, share_store: str, transport: str, error: type[Exception]
-) -> None:
-    async def scenario(_: Any) -> None:
-        raise AssertionError("it was opened")
+def test_what_the_daemon_does_not_offer_is_refused(store_daemon: OpenStore) -> None:
+    """A mapping, a store, and room for blocks that are larger than a slab."""
+    rows: list[tuple[str, str, int, type[Exception]]] = [
+        ("off", "mapped", BLOCK_BYTES, StoreNotSharedError),
+        ("none", "auto", BLOCK_BYTES, StoreOffError),
+        ("read", "auto", 1 << 23, InvalidArgumentError),
+    ]
 
-    with pytest.raises(error):
-        run(face, store_daemon(share_store).address, scenario, transport=transport)
+    async def opened(face: Face, share_store: str, transport: str, block_bytes: int) -> None:
+        address = store_daemon(share_store).address
+        async with store_of(face, address, new_namespace(block_bytes), transport=transport):
+            raise AssertionError("it was opened")
 
-
-def test_a_block_larger_than_a_slab_is_refused(store_daemon: OpenStore, face: Face) -> None:
-    async def scenario(_: Any) -> None:
-        raise AssertionError("it was opened")
-
-    with pytest.raises(InvalidArgumentError, match="block_bytes"):
-        run(face, store_daemon("read").address, scenario, namespace=new_namespace(1 << 23))
-
-
-@pytest.mark.parametrize("method", ["lookup", "get", "put", "acquire", "reserve", "touch", "remove"])
-def test_wrong_keys_are_refused_before_anything_is_sent(store_daemon: OpenStore, face: Face, method: str) -> None:
-    async def scenario(store: Any) -> None:
-        blocks = [np.zeros((1, BLOCK_BYTES), np.uint8)] if method in ("get", "put") else []
-        for keys in (b"\0" * 33, [b"\0" * 31]):
-            with pytest.raises(InvalidArgumentError) as error:
-                await getattr(store, method)(keys, *blocks)
-            assert error.value.field == "keys"
-        if blocks:
-            with pytest.raises(InvalidArgumentError) as error:
-                await getattr(store, method)(keys_of(1, 2), *blocks)
-            assert error.value.field == {"get": "out", "put": "values"}[method]
-        if method == "acquire":
-            with pytest.raises(InvalidArgumentError) as error:
-                await store.acquire(keys_of(1), -1.0)
-            assert error.value.field == "ttl_s"
-
-    run(face, store_daemon("write").address, scenario)
+    with each_row() as row:
+        for face in FACES:
+            for share_store, transport, block_bytes, error in rows:
+                with row((face, error)), pytest.raises(error) as refused:
+                    asyncio.run(opened(face, share_store, transport, block_bytes))
+                if error is InvalidArgumentError:
+                    assert "block_bytes" in str(refused.value)
 
 
 def public(kind: type) -> set[str]:
@@ -454,18 +442,17 @@ def public(kind: type) -> set[str]:
 
 
 def test_both_apis_have_the_same_methods() -> None:
-    for blocking, asynchronous, core in (
-        (Store, AsyncStore, StoreCore),
-        (StoreLease, AsyncStoreLease, LeaseCore),
-        (StoreReservation, AsyncStoreReservation, ReservationCore),
+    for blocking, asynchronous in (
+        (Store, AsyncStore),
+        (StoreLease, AsyncStoreLease),
+        (StoreReservation, AsyncStoreReservation),
     ):
         # The sync API has `found`, `statuses` and the like as attributes of objects.
-        assert public(core) == public(asynchronous)
-        assert public(core) - public(blocking) <= {"reserved"}
+        assert public(asynchronous) - public(blocking) <= {"reserved"}
         assert public(blocking) <= public(asynchronous)
 
 
-def test_a_get_leaves_no_lease_behind(store_daemon: OpenStore, face: Face) -> None:
+def test_a_get_leaves_no_lease_behind(store_daemon: OpenStore) -> None:
     """Its lease is released without waiting for the answer; the next call comes after that."""
 
     async def scenario(store: Any) -> None:
@@ -478,4 +465,4 @@ def test_a_get_leaves_no_lease_behind(store_daemon: OpenStore, face: Face) -> No
         await lease.release()
         assert await checked(lease) == [False] * 3  # no other lease keeps the memory of the removed blocks
 
-    run(face, store_daemon("read").address, scenario)
+    run(store_daemon("read").address, scenario)

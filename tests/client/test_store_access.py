@@ -6,16 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from fake_streams import FakeWaiting
+from each_row import each_row
+from fake_streams import FakeWaiting, finish
 
-from kvservice.client.connection import RECONNECT_WAIT_S
-from kvservice.client.store import access as access_module
-from kvservice.client.store.access import MAX_PAUSE_S, MAX_REFUSED_PAUSE_S, QUICK_PAUSE_S, StoreAccess
-from kvservice.client.store.link import ANY_HOLDER, Dialer, StoreLink, StoreOptions
-from kvservice.client.threads import finish
+from kvservice.client.store import Dialer, StoreAccess, StoreOptions
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -38,14 +35,19 @@ PASSING = [AWAY, CallTimeoutError("late"), DrainingError("stops"), FULL]
 LOSSES = [AWAY, DrainingError("stops"), UnknownSessionError("?"), UnknownNamespaceError("?")]
 
 
+# Longest pauses between attempts, in seconds: for so many seconds at first, later, and while the daemon refuses.
+QUICK_PAUSE_S, QUICK_S, MAX_PAUSE_S, MAX_REFUSED_PAUSE_S = 0.05, 10.0, 0.5, 10.0
+# Closes a session without the promise of its holder.
+ANY_HOLDER = 0
+
 STORE = "the block store at unix:///there for a-model"
 
 
 class FakeLink:
     token = b"token"
 
-    def __init__(self) -> None:
-        self.connection = SimpleNamespace(connected=True)
+    def __init__(self, connected: bool = True) -> None:
+        self.connection = SimpleNamespace(connected=connected)
         self.closed = False
         # Requests without an answer, and the errors with which attempts to settle them end.
         self.unanswered: list[str] = []
@@ -71,45 +73,50 @@ class Rig:
         self.script = list(script)
         self.opened: list[FakeLink] = []
         self.attempts: list[float] = []
+        # What happens while the next link is opened, and whether its connection is there afterwards.
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.connected = True
         self.on_break: Callable[[KVServiceError], None] | None = None
         self.closed_sessions: list[tuple[bytes, int]] = []
         dialer = cast(
             Dialer, SimpleNamespace(waiting=self.waiting, address="unix:///there", close_session=self.close_session)
         )
         options = SimpleNamespace(raises=raises, namespace=SimpleNamespace(model="a-model"))
-        self.access = StoreAccess(dialer, cast(StoreOptions, options))
+        self.access: Any = StoreAccess(dialer, cast(StoreOptions, options), self.open_link)
 
     async def close_session(self, token: bytes, holder: int) -> None:
         self.closed_sessions.append((token, holder))
 
-    async def open_link(self, _: Dialer, __: StoreOptions, on_break: Callable[[KVServiceError], None]) -> FakeLink:
+    async def open_link(self, _: Dialer, __: StoreOptions, on_break: Callable[[KVServiceError], None]) -> Any:
         self.attempts.append(self.waiting.now)
         self.on_break = on_break
         if self.script and (error := self.script.pop(0)) is not None:
             raise error
-        self.opened.append(FakeLink())
+        self.opened.append(FakeLink(self.connected))
+        self.connected = True
+        self.meanwhile()
         return self.opened[-1]
 
     def start(self) -> None:
         finish(self.access.start())
 
-    def call(self, error: KVServiceError | None = None) -> bool:
+    def call(self, error: Exception | None = None) -> bool:
         """Make a call, which fails with `error`. Returns whether it was sent and answered."""
 
-        async def work(_: StoreLink) -> None:
+        async def work(_: Any) -> None:
             if error is not None:
                 raise error
 
-        return finish(self.access.attempt(work))
+        done: bool = finish(self.access.attempt(work))
+        return done
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
+def rig() -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
 
     def make(*script: KVServiceError | None, raises: bool = False) -> Rig:
         made.append(Rig(*script, raises=raises))
-        monkeypatch.setattr(access_module, "open_link", made[-1].open_link)
         return made[-1]
 
     yield make
@@ -120,33 +127,37 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
 Make = Callable[..., Rig]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_after_the_first_failure_calls_are_answered_at_once(rig: Make, loss: KVServiceError) -> None:
-    store = rig()
-    store.start()
-    assert store.call()
-    assert store.access.reachable
-    assert not store.call(loss)
-    assert not store.access.reachable
-    before = store.waiting.now
-    assert not store.call(AssertionError("nothing is sent"))
-    assert store.waiting.now == before
-    store.waiting.work()
-    assert store.opened[0].closed
-    assert store.access.reachable
-    assert store.call()
+def test_after_the_first_failure_calls_are_answered_at_once(rig: Make) -> None:
+    with each_row() as row:
+        for loss in LOSSES:
+            with row(loss):
+                store = rig()
+                store.start()
+                assert store.call()
+                assert store.access.reachable
+                assert not store.call(loss)
+                assert not store.access.reachable
+                before = store.waiting.now
+                assert not store.call(AssertionError("nothing is sent"))
+                assert store.waiting.now == before
+                store.waiting.work()
+                assert store.opened[0].closed
+                assert store.access.reachable
+                assert store.call()
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_calls_can_raise_instead(rig: Make, loss: KVServiceError) -> None:
-    store = rig(raises=True)
-    store.start()
-    with pytest.raises(type(loss)):
-        store.call(loss)
-    with pytest.raises(DaemonAwayError):
-        store.call()
-    store.waiting.work()
-    assert store.call()
+def test_calls_can_raise_instead(rig: Make) -> None:
+    with each_row() as row:
+        for loss in LOSSES:
+            with row(loss):
+                store = rig(raises=True)
+                store.start()
+                with pytest.raises(type(loss)):
+                    store.call(loss)
+                with pytest.raises(DaemonAwayError):
+                    store.call()
+                store.waiting.work()
+                assert store.call()
 
 
 def test_a_link_without_an_answer_in_time_is_used_again_after_an_answer(rig: Make) -> None:
@@ -175,23 +186,25 @@ def test_calls_without_an_answer_can_raise(rig: Make) -> None:
     assert store.call()
 
 
-@pytest.mark.parametrize("error", [*LOSSES, LATE, InternalError("forgotten")], ids=lambda one: type(one).__name__)
-def test_a_link_that_cannot_be_settled_is_lost(rig: Make, error: KVServiceError) -> None:
-    store = rig()
-    store.start()
-    store.opened[0].script = [error]
-    assert not store.call(LATE)
-    store.waiting.work()
-    assert store.opened[0].closed
-    assert store.access.link is store.opened[1]  # type: ignore[comparison-overlap]
-    assert store.access.reachable
+def test_a_link_that_cannot_be_settled_is_lost(rig: Make) -> None:
+    with each_row() as row:
+        for error in (*LOSSES, LATE, InternalError("forgotten")):
+            with row(error):
+                store = rig()
+                store.start()
+                store.opened[0].script = [error]
+                assert not store.call(LATE)
+                store.waiting.work()
+                assert store.opened[0].closed
+                assert store.access.link is store.opened[1]
+                assert store.access.reachable
 
 
 def test_a_cancelled_call_is_settled_while_others_go_on(rig: Make) -> None:
     store = rig()
     store.start()
 
-    async def work(link: StoreLink) -> None:
+    async def work(link: Any) -> None:
         link.unanswered.append(("store_reserve", None))
         raise asyncio.CancelledError
 
@@ -223,7 +236,7 @@ def test_calls_left_while_others_are_settled_are_settled_too(rig: Make) -> None:
     assert store.access.reachable
 
 
-async def unexpected(_: StoreLink) -> None:
+async def unexpected(_: Any) -> None:
     raise AssertionError("it is sent")
 
 
@@ -256,18 +269,17 @@ def test_the_break_of_an_earlier_link_does_not_count(rig: Make) -> None:
     store.waiting.work()
     assert late is not None
     late(AWAY)
-    assert store.access.link is store.opened[1]  # type: ignore[comparison-overlap]
+    assert store.access.link is store.opened[1]
     assert not store.waiting.started
 
 
 def test_a_link_that_breaks_before_it_is_used_is_opened_again(rig: Make) -> None:
     store = rig()
-    broken = FakeLink()
-    broken.connection.connected = False
-    store.access._join(cast(StoreLink, broken))
+    store.connected = False
+    store.start()
     assert not store.access.reachable
     store.waiting.work()
-    assert broken.closed
+    assert store.opened[0].closed
     assert store.access.reachable
 
 
@@ -278,7 +290,7 @@ def test_it_goes_on_trying_with_longer_pauses(rig: Make) -> None:
     store.waiting.work()
     pauses = [later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)]
     begin = store.attempts[1]
-    soon = [pause for pause, at in zip(pauses, store.attempts[1:], strict=False) if at < begin + RECONNECT_WAIT_S]
+    soon = [pause for pause, at in zip(pauses, store.attempts[1:], strict=False) if at < begin + QUICK_S]
     assert max(soon) == pytest.approx(QUICK_PAUSE_S), "a daemon that restarts is found at once"
     assert len(soon) > 100
     assert [round(pause, 9) for pause in pauses] == sorted(round(pause, 9) for pause in pauses)
@@ -296,30 +308,36 @@ def test_the_session_of_a_lost_link_is_closed_when_the_daemon_is_back(rig: Make)
     assert store.closed_sessions == [(b"token", ANY_HOLDER)]
 
 
-@pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)
-def test_a_store_opens_while_the_daemon_is_away(rig: Make, error: KVServiceError) -> None:
-    store = rig(error)
-    store.start()
-    assert not store.access.reachable
-    assert not store.call()
-    store.waiting.work()
-    assert store.call()
+def test_a_store_opens_while_the_daemon_is_away(rig: Make) -> None:
+    with each_row() as row:
+        for error in PASSING:
+            with row(error):
+                store = rig(error)
+                store.start()
+                assert not store.access.reachable
+                assert not store.call()
+                store.waiting.work()
+                assert store.call()
 
 
-@pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)
-def test_opening_can_raise_instead(rig: Make, error: KVServiceError) -> None:
-    store = rig(error, raises=True)
-    with pytest.raises(type(error)):
-        store.start()
-    assert not store.waiting.started
+def test_opening_can_raise_instead(rig: Make) -> None:
+    with each_row() as row:
+        for error in PASSING:
+            with row(error):
+                store = rig(error, raises=True)
+                with pytest.raises(type(error)):
+                    store.start()
+                assert not store.waiting.started
 
 
-@pytest.mark.parametrize("error", [StoreOffError("off"), InvalidArgumentError("large"), TLSHandshakeError("?")])
-def test_opening_raises_what_waiting_does_not_mend(rig: Make, error: KVServiceError) -> None:
-    store = rig(error)
-    with pytest.raises(type(error)):
-        store.start()
-    assert not store.waiting.started
+def test_opening_raises_what_waiting_does_not_mend(rig: Make) -> None:
+    with each_row() as row:
+        for error in (StoreOffError("off"), InvalidArgumentError("large"), TLSHandshakeError("?")):
+            with row(error):
+                store = rig(error)
+                with pytest.raises(type(error)):
+                    store.start()
+                assert not store.waiting.started
 
 
 def test_a_daemon_that_restarts_without_a_store_counts_as_away(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,22 +351,26 @@ def test_a_daemon_that_restarts_without_a_store_counts_as_away(rig: Make, caplog
     ]
 
 
-@pytest.mark.parametrize("refusal", [StoreOffError("off"), FULL], ids=lambda one: type(one).__name__)
-def test_attempts_that_the_daemon_refuses_get_rare(rig: Make, refusal: KVServiceError) -> None:
-    store = rig(None, *[refusal] * 12, AWAY, AWAY, None)
-    store.start()
-    assert not store.call(AWAY)
-    store.waiting.work()
-    pauses = [later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)]
-    assert pauses[:12] == sorted(pauses[:12])
-    assert pauses[11] == pytest.approx(MAX_REFUSED_PAUSE_S)
-    assert pauses[12:] == [pytest.approx(MAX_PAUSE_S)] * 2, "a daemon that starts is found soon"
-    assert store.access.reachable
-    assert not store.call(AWAY)
-    num_attempts = len(store.attempts)
-    store.script = [refusal, None]
-    store.waiting.work()
-    assert store.attempts[-1] - store.attempts[num_attempts] < 0.1, "after a success it starts again"
+def test_attempts_that_the_daemon_refuses_get_rare(rig: Make) -> None:
+    with each_row() as row:
+        for refusal in (StoreOffError("off"), FULL):
+            with row(refusal):
+                store = rig(None, *[refusal] * 12, AWAY, AWAY, None)
+                store.start()
+                assert not store.call(AWAY)
+                store.waiting.work()
+                pauses = [
+                    later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)
+                ]
+                assert pauses[:12] == sorted(pauses[:12])
+                assert pauses[11] == pytest.approx(MAX_REFUSED_PAUSE_S)
+                assert pauses[12:] == [pytest.approx(MAX_PAUSE_S)] * 2, "a daemon that starts is found soon"
+                assert store.access.reachable
+                assert not store.call(AWAY)
+                num_attempts = len(store.attempts)
+                store.script = [refusal, None]
+                store.waiting.work()
+                assert store.attempts[-1] - store.attempts[num_attempts] < 0.1, "after a success it starts again"
 
 
 def test_the_log_says_once_that_the_store_is_away_and_back(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -387,7 +409,7 @@ def test_closing_stops_the_attempts(rig: Make) -> None:
     assert len(store.attempts) == 1
     with pytest.raises(ConnectionLostError, match="the store is closed"):
         store.call()
-    assert not finish(store.access.attempt_on(cast(StoreLink, store.opened[0]), unexpected))
+    assert not finish(store.access.attempt_on(store.opened[0], unexpected))
     assert store.opened[0].closed
 
 
@@ -395,7 +417,8 @@ def test_a_link_that_opens_while_the_store_is_closed_is_closed(rig: Make) -> Non
     store = rig()
     store.start()
     assert not store.call(AWAY)
-    store.access._closed = True
-    late = FakeLink()
-    assert not store.access._join(cast(StoreLink, late))
+    store.meanwhile = lambda: finish(store.access.close())
+    store.waiting.work()
+    assert len(store.opened) == 2
+    assert store.opened[1].closed
     assert not store.access.reachable

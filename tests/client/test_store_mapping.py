@@ -1,29 +1,24 @@
-"""A link asks for the mapping that the daemon allows, and the log says when descriptors or memory have run out."""
+"""A store is mapped as the daemon allows it, and the log says when descriptors or memory have run out."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import errno
 import resource
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
+from client_calls import Send, around_calls, failing_calls, seen_calls
+from cutting_proxy import CuttingProxy
+from each_row import each_row
+from store_daemons import BLOCK_BYTES, OpenStore, blocks_of, keys_of, new_namespace
+from waiting import until
 
-from kvservice.client import fd_passing
-from kvservice.client.connection import SessionConnection
-from kvservice.client.fd_passing import FdPassing
-from kvservice.client.regions import RegionTable
-from kvservice.client.store.mapping import StoreMapper
-from kvservice.client.store.memory import Geometry, MappedStore
-from kvservice.client.store.staging import StoreStaging
-from kvservice.client.threads import finish
+from kvservice.client import KVClient, PutStatus
 from kvservice.errors import (
     ConnectionLostError,
-    KVServiceError,
     QuotaExceededError,
     RegionsNotAllowedError,
     ResourceExhaustedError,
@@ -31,136 +26,158 @@ from kvservice.errors import (
 )
 
 NO_WRITER = QuotaExceededError("there are 64 writers", limit="writers", value=64)
-NO_DESCRIPTOR = ResourceExhaustedError("the daemon has no file descriptor left")
+NO_DESCRIPTOR = "this process has no file descriptor left"
 
 
-class Daemon:
-    """Maps a store as `refusals` say: by whether the mapping is for writing. `calls` are the mappings asked for."""
-
-    path: str | None = "/there.fds"
-
-    def __init__(self, **refusals: KVServiceError) -> None:
-        self.refusals = refusals
-        self.calls: list[bool] = []
-
-    def next_request_id(self) -> int:
-        return 1
-
-    async def call(self, _: str, request: Any, __: float) -> Any:
-        self.calls.append(request.writable)
-        self._refuse("write" if request.writable else "read")
-        return SimpleNamespace(handover_token=b"", num_bytes=4096)
-
-    async def introduce_once(self) -> None:
-        self._refuse("introduce")
-
-    async def fetch(self, _: bytes, __: int) -> list[int]:
-        self._refuse("fetch")
-        descriptor = os.memfd_create("store")
-        os.truncate(descriptor, 4096)
-        return [descriptor]
-
-    def map(self, shared: str) -> MappedStore:
-        geometry = Geometry(64, 4096, 64, 64)
-        mapper = StoreMapper(cast(SessionConnection, self), cast(FdPassing, self), geometry, shared, 1.0)
-        return finish(mapper.open(1))
-
-    def _refuse(self, what: str) -> None:
-        if what in self.refusals:
-            raise self.refusals[what]
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize(("shared", "writable"), [("write", True), ("read", False)])
-def test_one_call_maps_what_the_daemon_shares(shared: str, writable: bool, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = Daemon()
-    assert daemon.map(shared).writable == writable
-    assert daemon.calls == [writable]
-    assert caplog.messages == []
+def test_one_call_maps_what_the_daemon_shares(store_daemon: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
+    with each_row() as row:
+        for share_store, writable in (("write", True), ("read", False)):
+            with row(share_store), KVClient(store_daemon(share_store).address) as client, seen_calls() as seen:
+                with client.store(new_namespace()) as store:
+                    assert store.memory is not None
+                    assert store.memory.writable == writable
+                assert [one.writable for name, one in seen if name == "store_map_store"] == [writable]
+    assert warnings(caplog) == []
 
 
-def test_a_store_that_is_not_shared_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    off, refused, tcp = Daemon(), Daemon(write=StoreNotSharedError("not to this user")), Daemon()
-    tcp.path = None
-    for daemon, shared, reason in ((off, "off", "share-store off"), (refused, "write", "user"), (tcp, "write", "unix")):
-        with pytest.raises(StoreNotSharedError, match=reason):
-            daemon.map(shared)
-    assert (off.calls, refused.calls, tcp.calls) == ([], [True], [])
-    assert caplog.messages == []
+def test_a_store_that_is_not_shared_is_not_asked_for(store_daemon: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
+    with KVClient(store_daemon("off").address) as client, seen_calls() as seen:
+        with pytest.raises(StoreNotSharedError, match="share-store off"):
+            client.store(new_namespace(), transport="mapped")
+        assert "store_map_store" not in [name for name, _ in seen]
+    with KVClient(store_daemon("write").address) as client:
+        refusal = {"store_map_store": StoreNotSharedError("not to this user")}
+        with failing_calls({**refusal}), pytest.raises(StoreNotSharedError, match="user"):
+            client.store(new_namespace(), transport="mapped")
+        with failing_calls({**refusal}), client.store(new_namespace()) as store:
+            assert store.transport == "region"
+    assert warnings(caplog) == []
 
 
-def test_without_room_for_a_writer_the_store_is_mapped_to_read(caplog: pytest.LogCaptureFixture) -> None:
-    daemon = Daemon(write=NO_WRITER)
-    assert not daemon.map("write").writable
-    assert caplog.messages == ["the block store is not mapped for writing: there are 64 writers"]
+def test_a_store_is_shared_on_the_unix_socket_only(
+    store_daemon: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The proxy hands no descriptors over, as little as a connection over TCP does."""
+    with (
+        CuttingProxy(tmp_path, store_daemon("write").address) as proxy,
+        KVClient(proxy.address) as client,
+        pytest.raises(StoreNotSharedError),
+    ):
+        client.store(new_namespace(), transport="mapped")
+    assert len(warnings(caplog)) == 1
 
 
-@pytest.mark.parametrize("where", ["introduce", "read", "fetch"])
-def test_the_log_says_that_descriptors_have_run_out(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(StoreNotSharedError):
-        Daemon(**{where: NO_DESCRIPTOR}).map("read")
-    assert caplog.messages == [f"the block store is not mapped, blocks take a slower way: {NO_DESCRIPTOR}"]
+def test_without_room_for_a_writer_the_store_is_mapped_to_read(
+    store_daemon: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        KVClient(store_daemon("write").address) as client,
+        failing_calls({"store_map_store": NO_WRITER}),
+        client.store(new_namespace()) as store,
+    ):
+        assert store.memory is not None
+        assert not store.memory.writable
+    assert warnings(caplog) == ["the block store is not mapped for writing: there are 64 writers"]
 
 
-@pytest.mark.parametrize(
-    ("error", "warnings"),
-    [
-        (ResourceExhaustedError("no memory"), 1),
-        (RegionsNotAllowedError("not to you"), 0),
-        (ConnectionLostError("/there.fds: No such file or directory"), 1),
-    ],
-)
+class FullTable:
+    """Lets this process have no file descriptor left for the nth socket from now on, or for a descriptor that the
+    daemon hands over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def no_socket(self, nth: int) -> None:
+        make, numbers = socket.socket, iter(range(1000))
+
+        def made(*args: Any, **options: Any) -> socket.socket:
+            if next(numbers) == nth:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return make(*args, **options)
+
+        self._monkeypatch.setattr(socket, "socket", made)
+
+    def no_room(self) -> None:
+        receive, limit = socket.socket.recvmsg, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+        def crowded(connection: socket.socket, *args: Any) -> Any:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limit[1]))
+            try:
+                return receive(connection, *args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+        self._monkeypatch.setattr(socket.socket, "recvmsg", crowded, raising=False)
+
+
+def test_the_log_says_that_descriptors_have_run_out(store_daemon: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
+    """When the client tells the daemon who it is, when it fetches the memory, and when the daemon has none."""
+    daemon_has_none = ResourceExhaustedError("the daemon has no file descriptor left")
+    with each_row() as row:
+        for where in ("first socket", "second socket", "room", "daemon"):
+            caplog.clear()
+            with (
+                row(where),
+                KVClient(store_daemon("read").address) as client,
+                pytest.MonkeyPatch.context() as patched,
+                failing_calls({"store_map_store": daemon_has_none} if where == "daemon" else {}),
+            ):
+                if where == "room":
+                    FullTable(patched).no_room()
+                elif where != "daemon":
+                    FullTable(patched).no_socket(("first socket", "second socket").index(where))
+                with pytest.raises(StoreNotSharedError):
+                    client.store(new_namespace(), transport="mapped")
+                reason = str(daemon_has_none) if where == "daemon" else NO_DESCRIPTOR
+                assert warnings(caplog) == [f"the block store is not mapped, blocks take a slower way: {reason}"]
+
+
 def test_the_log_says_once_that_blocks_travel_in_messages(
-    error: KVServiceError, warnings: int, caplog: pytest.LogCaptureFixture
+    store_daemon: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def create(_: int, **__: Any) -> Any:
-        raise error
+    missing = ConnectionLostError("/there.fds: No such file or directory")
+    rows = (ResourceExhaustedError("no memory"), 1), (RegionsNotAllowedError("not to you"), 0), (missing, 1)
+    with each_row() as row:
+        for error, count in rows:
+            caplog.clear()
 
-    regions = cast(RegionTable, SimpleNamespace(create=create, connected=True))
-    staging = StoreStaging(regions, contextlib.nullcontext(), True)
-    for _ in range(2):
-        assert finish(staging.room(4096, 64, 1.0)) is None
-    assert caplog.messages == [f"blocks of the store travel in messages, which is slow: {error}"] * warnings
+            async def refuse(name: str, request: Any, send: Send, error: Exception = error) -> Any:  # noqa: ARG001
+                if name == "create_region":
+                    raise error
+                return await send()
 
-
-def test_a_connection_that_is_lost_is_not_taken_for_a_missing_socket() -> None:
-    async def create(_: int, **__: Any) -> Any:
-        raise ConnectionLostError("UNAVAILABLE")
-
-    regions = cast(RegionTable, SimpleNamespace(create=create, connected=False))
-    staging = StoreStaging(regions, contextlib.nullcontext(), True)
-    with pytest.raises(ConnectionLostError):
-        finish(staging.room(4096, 64, 1.0))
-    assert staging.allowed
-
-
-def fetch(path: str) -> None:
-    fd_passing.fetch(path, b"token", 1)
+            with row(error), KVClient(store_daemon("off").address) as client, around_calls(refuse):
+                with client.store(new_namespace()) as store:
+                    for number in range(2):
+                        assert store.put(keys_of(number), blocks_of(number)).tolist() == [PutStatus.DONE]
+                        assert store.get(keys_of(number), np.zeros((1, BLOCK_BYTES), np.uint8)).all()
+                    assert store.transport == ("region" if isinstance(error, ResourceExhaustedError) else "inline")
+                expected = f"blocks of the store travel in messages, which is slow: {error}"
+                assert warnings(caplog) == [expected] * count
 
 
-def introduce(path: str) -> None:
-    fd_passing.introduce(path, b"token")
-
-
-@pytest.mark.parametrize("act", [fetch, introduce])
-def test_a_process_without_descriptors_says_so(
-    act: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_connection_that_is_lost_is_not_taken_for_a_missing_socket(
+    store_daemon: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none_left(*_: Any) -> Any:
-        raise OSError(24, "Too many open files")
+    cuts = [True]
 
-    monkeypatch.setattr(socket, "socket", none_left)
-    with pytest.raises(ResourceExhaustedError, match="this process"):
-        act(str(tmp_path / "fds"))
+    async def cut(name: str, request: Any, send: Send) -> Any:  # noqa: ARG001
+        if name == "create_region" and cuts:
+            cuts.clear()
+            proxy.cut()
+        return await send()
 
-
-def test_a_process_without_room_for_a_descriptor_says_so() -> None:
-    ours, theirs = socket.socketpair()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ours, theirs:
-        socket.send_fds(theirs, [b"\0"], [0])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limit[1]))
-        try:
-            with pytest.raises(ResourceExhaustedError, match="this process"):
-                fd_passing._receive(ours, 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with (
+        CuttingProxy(tmp_path, store_daemon("off").address, handover=True) as proxy,
+        KVClient(proxy.address) as client,
+        around_calls(cut),
+        client.store(new_namespace()) as store,
+    ):
+        until(lambda: store.reachable)
+        assert not cuts
+        assert store.transport == "region"
+    assert not [line for line in warnings(caplog) if "travel in messages" in line]

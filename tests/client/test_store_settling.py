@@ -1,144 +1,158 @@
 """Leases and reservations of calls without an answer are given back. The end of a session says whether its client has
-stopped writing."""
+stopped writing.
+
+A namespace with room for one block shows whether a place is free: another block can be stored there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from both_faces import Face
-from fake_streams import FakeWaiting
-from store_daemons import OpenStore, blocks_of, keys_of, link_of, new_namespace, store_of
+from client_calls import failing_calls
+from each_row import each_row
+from fake_streams import FakeWaiting, finish
+from store_daemons import BLOCK_BYTES, OpenStore, blocks_of, keys_of, new_namespace, store_of
+from waiting import PATIENCE_S
 
+from kvservice import _ext
 from kvservice.client import PutStatus
-from kvservice.client.connection import SessionConnection
-from kvservice.client.store.access import StoreAccess
-from kvservice.client.store.link import ANY_HOLDER, WRITES_S, Dialer, StoreLink
-from kvservice.client.store.memory import MappedStore
+from kvservice.client.store import Dialer
+from kvservice.client.store.link import StoreLink
 from kvservice.client.store.writes import Writes
-from kvservice.client.threads import finish
 from kvservice.errors import CallTimeoutError, InternalError
 
-DONE, UNREACHABLE = PutStatus.DONE, PutStatus.UNREACHABLE
-HOLDER = 77
+DONE, BEING_WRITTEN, UNREACHABLE = PutStatus.DONE, PutStatus.BEING_WRITTEN, PutStatus.UNREACHABLE
+# The holder that closes a session, and the one that stands for no promise; how long the end waits for copies.
+HOLDER, ANY_HOLDER, WRITES_S = 77, 0, 10.0
 FACES: list[Face] = ["blocking", "asyncio"]
+ONE_BLOCK_GIB = BLOCK_BYTES / (1 << 30)
 
 
 class Interrupt(BaseException):
     """Stands for KeyboardInterrupt, and for the end of a task."""
 
 
-class LostAnswers:
-    """Loses the answer to the next call of a name: the call is executed, then `error` is raised."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        call = SessionConnection.call
-        self.name = ""
-        self.error: BaseException = CallTimeoutError("late")
-
-        async def intercepted(connection: SessionConnection, name: str, *arguments: Any) -> Any:
-            response = await call(connection, name, *arguments)
-            if name == self.name:
-                self.name = ""
-                raise self.error
-            return response
-
-        monkeypatch.setattr(SessionConnection, "call", intercepted)
-
-
-@pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch) -> LostAnswers:
-    return LostAnswers(monkeypatch)
-
-
-def access_of(store: Any) -> StoreAccess:
-    core = getattr(store, "_target", store)
-    access: StoreAccess = getattr(core, "_core", core)._access
-    return access
+def answer_lost(name: str, error: BaseException | None = None) -> Any:
+    """Lose the answer to the next call of a name: the call is executed, then the error is raised."""
+    return failing_calls({name: error or CallTimeoutError("late")}, executed=True)
 
 
 async def settled(store: Any) -> None:
-    access = access_of(store)
-    while access._settling is not None:
-        await asyncio.sleep(0.001)
+    """Wait until calls are answered again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not store.reachable:
+            await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("name", ["store_reserve", "store_commit"])
-def test_a_put_that_reaches_its_limit_leaves_no_reservation(
-    store_daemon: OpenStore, lost: LostAnswers, face: Face, name: str
-) -> None:
+async def stored(store: Any, number: int) -> None:
+    """Put a block until it is stored: nobody else has reserved it, or the only place, for ever."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await store.put(keys_of(number), blocks_of(number))).tolist() != [DONE]:
+            await asyncio.sleep(0.001)
+
+
+def test_a_put_that_reaches_its_limit_leaves_no_reservation(store_daemon: OpenStore) -> None:
     """And the leases of the session last."""
 
-    async def scenario() -> None:
+    async def scenario(face: Face, name: str) -> None:
         async with store_of(face, store_daemon("write").address, new_namespace()) as store:
             await store.put(keys_of(1), blocks_of(1))
             lease = await store.acquire(keys_of(1))
-            lost.name = name
-            assert (await store.put(keys_of(2), blocks_of(2))).tolist() == [UNREACHABLE]
-            assert not (await store.lookup(keys_of(1))).found.any(), "calls fail at once"
+            with answer_lost(name):
+                assert (await store.put(keys_of(2), blocks_of(2))).tolist() == [UNREACHABLE]
+                assert not (await store.lookup(keys_of(1))).found.any(), "calls fail at once"
             await settled(store)
             assert await lease.renew()
             await store.remove(keys_of(2))
             assert (await store.put(keys_of(2), blocks_of(2))).tolist() == [DONE]
 
-    asyncio.run(scenario())
+    with each_row() as row:
+        for face, name in itertools.product(FACES, ("store_reserve", "store_commit")):
+            with row((face, name)):
+                asyncio.run(scenario(face, name))
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("operation", ["put", "reserve"])
-def test_an_interrupted_call_leaves_no_reservation(
-    store_daemon: OpenStore, lost: LostAnswers, face: Face, operation: str
-) -> None:
-    async def scenario() -> None:
+def test_an_interrupted_call_leaves_no_reservation(store_daemon: OpenStore) -> None:
+    async def scenario(face: Face, operation: str) -> None:
         async with store_of(face, store_daemon("write").address, new_namespace()) as store:
-            lost.name, lost.error = "store_reserve", Interrupt()
-            with pytest.raises(Interrupt):
-                await (store.put(keys_of(2), blocks_of(2)) if operation == "put" else store.reserve(keys_of(2)))
-            assert store.reachable
-            await settled(store)
-            assert (await store.put(keys_of(2), blocks_of(2))).tolist() == [DONE]
+            with answer_lost("store_reserve", Interrupt()):
+                with pytest.raises(Interrupt):
+                    await (store.put(keys_of(2), blocks_of(2)) if operation == "put" else store.reserve(keys_of(2)))
+                assert store.reachable
+            await stored(store, 2)
 
-    asyncio.run(scenario())
+    with each_row() as row:
+        for face, operation in itertools.product(FACES, ("put", "reserve")):
+            with row((face, operation)):
+                asyncio.run(scenario(face, operation))
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("end", ["commit", "abort"])
-def test_a_reservation_can_end_while_the_daemon_does_not_answer(
-    store_daemon: OpenStore, lost: LostAnswers, face: Face, end: str
-) -> None:
-    async def scenario() -> None:
+def test_a_reservation_can_end_while_the_daemon_does_not_answer(store_daemon: OpenStore) -> None:
+    async def scenario(face: Face, end: str) -> None:
         async with store_of(face, store_daemon("write").address, new_namespace()) as store:
             reservation = await store.reserve(keys_of(2))
-            lost.name = "store_lookup"
-            assert not (await store.lookup(keys_of(1))).found.any()
+            with answer_lost("store_lookup"):
+                assert not (await store.lookup(keys_of(1))).found.any()
             await getattr(reservation, end)()
             await settled(store)
             await store.remove(keys_of(2))
             assert (await store.put(keys_of(2), blocks_of(2))).tolist() == [DONE]
 
-    asyncio.run(scenario())
+    with each_row() as row:
+        for face, end in itertools.product(FACES, ("commit", "abort")):
+            with row((face, end)):
+                asyncio.run(scenario(face, end))
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_what_an_unanswered_call_has_leased_is_released(
-    store_daemon: OpenStore, lost: LostAnswers, face: Face, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released: list[int] = []
-    monkeypatch.setattr(StoreLink, "release", lambda _, numbers: released.extend(numbers))
+def test_what_an_unanswered_call_has_leased_is_released(store_daemon: OpenStore) -> None:
+    """The block that it had leased is removed, and gives its place to another one."""
 
-    async def scenario() -> None:
-        async with store_of(face, store_daemon("write").address, new_namespace()) as store:
+    async def scenario(face: Face) -> None:
+        address = store_daemon("write").address
+        async with store_of(face, address, new_namespace(), quota_gib=ONE_BLOCK_GIB) as store:
             await store.put(keys_of(1), blocks_of(1))
-            lost.name = "store_acquire"
-            assert not (await store.acquire(keys_of(1))).found.any()
+            with answer_lost("store_acquire"):
+                assert not (await store.acquire(keys_of(1))).found.any()
             await settled(store)
+            await store.remove(keys_of(1))
+            await stored(store, 2)
 
-    asyncio.run(scenario())
-    assert len(released) == 1
-    assert released[0] > 0
+    with each_row() as row:
+        for face in FACES:
+            with row(face):
+                asyncio.run(scenario(face))
+
+
+def test_a_copy_that_fails_leaves_no_reservation(store_daemon: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the store closes with its promise, so that the place of a block that it had reserved is free at once."""
+
+    def fail(*_: object) -> None:
+        raise InternalError("the copy fails")
+
+    async def scenario(face: Face) -> None:
+        address, namespace = store_daemon("write").address, new_namespace()
+        async with store_of(face, address, namespace, quota_gib=ONE_BLOCK_GIB) as other:
+            async with store_of(face, address, namespace) as store:
+                with monkeypatch.context() as patched:
+                    patched.setattr(_ext, "store_copy_in", fail)
+                    with pytest.raises(InternalError):
+                        await store.put(keys_of(1), blocks_of(1))
+                await stored(store, 1)
+                await store.remove(keys_of(1))
+                reservation = await store.reserve(keys_of(2))
+                assert reservation.statuses.tolist() == [DONE]
+                assert (await other.put(keys_of(2), blocks_of(2))).tolist() == [BEING_WRITTEN]
+            assert (await other.put(keys_of(3), blocks_of(3))).tolist() == [DONE]
+
+    with each_row() as row:
+        for face in FACES:
+            with row(face):
+                asyncio.run(scenario(face))
 
 
 class Rig:
@@ -149,7 +163,7 @@ class Rig:
         self.dialer = cast(Dialer, SimpleNamespace(waiting=self.waiting, close_session=self._close_session))
         connection: Any = SimpleNamespace(holder=HOLDER, close=self._close)
         unused: Any = None
-        writes = Writes(self.waiting.signal())
+        writes = Writes(cast(Any, self.waiting.signal()))
         remote: Any = SimpleNamespace(close=lambda: None)
         self.link = StoreLink(unused, connection, b"", 1, 1, unused, unused, remote, unused, 1, writes)
 
@@ -160,15 +174,21 @@ class Rig:
         self.closed.append(holder)
 
 
-@pytest.mark.parametrize(("lost", "reservations", "holder"), [
-    (False, set(), HOLDER), (False, {5}, HOLDER), (True, set(), HOLDER), (True, {5}, ANY_HOLDER),
-])  # fmt: skip
-def test_a_link_ends_with_the_promise_of_its_client(lost: bool, reservations: set[int], holder: int) -> None:
+def test_a_link_ends_with_the_promise_of_its_client() -> None:
     """Not if the caller may be writing to reservations that it has not ended."""
-    rig = Rig()
-    rig.link.reservations.update(reservations)
-    finish(rig.link.close(rig.dialer, lost=lost))
-    assert rig.closed == [holder]
+    rows: list[tuple[bool, set[int], int]] = [
+        (False, set(), HOLDER),
+        (False, {5}, HOLDER),
+        (True, set(), HOLDER),
+        (True, {5}, ANY_HOLDER),
+    ]
+    with each_row() as row:
+        for lost, reservations, holder in rows:
+            with row((lost, reservations)):
+                rig = Rig()
+                rig.link.reservations.update(reservations)
+                finish(rig.link.close(rig.dialer, lost=lost))
+                assert rig.closed == [holder]
 
 
 def test_a_link_ends_after_its_copies() -> None:
@@ -193,27 +213,32 @@ def test_a_copy_that_does_not_end_does_not_hold_up_the_end() -> None:
     assert rig.closed_at == began + WRITES_S
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_copies_into_the_memory_are_counted(
-    store_daemon: OpenStore, face: Face, monkeypatch: pytest.MonkeyPatch
+def test_the_end_waits_for_a_copy_into_the_mapped_memory(
+    store_daemon: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that fails; its reservation is aborted."""
-    counts: list[int] = []
+    """While it runs, others find the block reserved."""
 
     async def scenario() -> None:
-        async with store_of(face, store_daemon("write").address, new_namespace()) as store:
-            link = link_of(store)
+        address, namespace = store_daemon("write").address, new_namespace()
+        loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        copy_in = _ext.store_copy_in
 
-            def fail(*_: object) -> None:
-                counts.append(link.writes._count)
-                raise InternalError("the copy fails")
+        def held(*args: Any) -> bytes:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(PATIENCE_S)
+            return copy_in(*args)
 
-            with monkeypatch.context() as patched:
-                patched.setattr(MappedStore, "copy_in", fail)
-                with pytest.raises(InternalError):
-                    await store.put(keys_of(1), blocks_of(1))
-            counts.append(link.writes._count)
-            assert (await store.put(keys_of(1), blocks_of(1))).tolist() == [DONE]
+        async with store_of("asyncio", address, namespace) as other:
+            async with store_of("asyncio", address, namespace) as store:
+                with monkeypatch.context() as patched:
+                    patched.setattr(_ext, "store_copy_in", held)
+                    putting = asyncio.create_task(store.put(keys_of(1), blocks_of(1)))
+                    await begun.wait()
+                closing = asyncio.create_task(store.close())
+                for _ in range(20):
+                    assert (await other.put(keys_of(1), blocks_of(1))).tolist() == [BEING_WRITTEN]
+                go_on.set()
+                await asyncio.gather(putting, closing, return_exceptions=True)
+            await stored(other, 2)
 
     asyncio.run(scenario())
-    assert counts == [1, 0]

@@ -17,6 +17,8 @@ from waiting import until
 from kvservice.client import KVClient, PutStatus, Store
 from kvservice.launch import Daemon
 
+pytestmark = pytest.mark.slow
+
 NUM_KILLS = 4
 BATCH = 4
 # Blocks of a client that are stored at a time: those of all clients have room.

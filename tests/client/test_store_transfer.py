@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import functools
+import itertools
 import os
 import random
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from both_faces import Face
+from client_calls import Send, around_calls
+from each_row import each_row
 from kept_daemon import next_process
 from ports import free_port
 from store_daemons import blocks_of, keys_of, new_namespace, store_of
 from transfer_rig import LOOPBACK, TRANSFERS, engines_of, frozen, is_gone
 from waiting import until
 
+from kvservice import _ext
 from kvservice.client import KVClient, PutStatus, Scatter, remote
-from kvservice.client.store import copies
-from kvservice.client.store.link import StoreLink
 from kvservice.errors import TransferFailedError, TransferOffError, UnknownRegionError
 from kvservice.launch import Daemon
 
@@ -66,7 +71,7 @@ def daemon() -> Iterator[tuple[Daemon, str]]:
         yield running, address
 
 
-@pytest.fixture(params=["blocking", "asyncio"])
+@pytest.fixture(params=["blocking", pytest.param("asyncio", marks=pytest.mark.slow)])
 def face(request: pytest.FixtureRequest) -> Face:
     return request.param
 
@@ -96,9 +101,16 @@ async def test_blocks_go_and_come_by_engines(face: Face, daemon: tuple[Daemon, s
         assert (store.transport, store.num_transfer_failures) == ("transfer", 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
 @in_a_loop
-async def test_random_sizes_and_pieces(seed: int, daemon: tuple[Daemon, str]) -> None:
+async def test_random_sizes_and_pieces(daemon: tuple[Daemon, str]) -> None:
+    """It fails if a byte is wrong, or if a transfer failed."""
+    with each_row() as row:
+        for seed in range(4):
+            with row(seed):
+                await check_random_sizes(seed, daemon)
+
+
+async def check_random_sizes(seed: int, daemon: tuple[Daemon, str]) -> None:
     choice = random.Random(seed)
     pieces = tuple(choice.choice((64, 4096, 4097, 40000)) for _ in range(3))
     size, count = sum(pieces), choice.randrange(30, 60)
@@ -121,28 +133,47 @@ async def test_random_sizes_and_pieces(seed: int, daemon: tuple[Daemon, str]) ->
         assert store.num_transfer_failures == 0
 
 
-def around_calls(
-    monkeypatch: pytest.MonkeyPatch, way: str, nth: int, before: Callable[[Any], object], after: Callable[[Any], object]
-) -> None:
-    """Call `before` and `after` around the nth BatchPut or BatchGet by a region, with the staging region."""
-    call, numbers = StoreLink.call, iter(range(1000))
+@contextlib.contextmanager
+def before_call(way: str, nth: int, act: Callable[[], object]) -> Iterator[None]:
+    """Act before the nth BatchPut or BatchGet."""
+    numbers = iter(range(1000))
 
-    async def hooked(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
-        wanted = name == f"store_batch_{way}" and link.remote.is_open and next(numbers) == nth
-        region = link.remote._staging
-        if wanted:
-            before(region)
-        try:
-            return await call(link, name, request, timeout_s)
-        finally:
-            if wanted:
-                after(region)
+    async def hooked(name: str, request: Any, send: Send) -> Any:  # noqa: ARG001
+        if name == f"store_batch_{way}" and next(numbers) == nth:
+            act()
+        return await send()
 
-    monkeypatch.setattr(StoreLink, "call", hooked)
+    with around_calls(hooked):
+        yield
 
 
-def nothing(_: object) -> None:
-    """Do nothing."""
+@contextlib.contextmanager
+def damaged(way: str, nth: int) -> Iterator[None]:
+    """Change a byte of the staging region between the nth copy there and back: in a put after its checksums were
+    computed, in a get when it has arrived."""
+    numbers, name = iter(range(1000)), {"put": "store_copy_in", "get": "store_copy_out"}[way]
+    copy = getattr(_ext, name)
+
+    def copied(address: int, offsets: bytes, *rest: Any) -> Any:
+        place = address + int.from_bytes(offsets[8:16], "little") + 5
+        is_chosen = next(numbers) == nth
+        if is_chosen and way == "get":
+            ctypes.c_uint8.from_address(place).value ^= 1
+        result = copy(address, offsets, *rest)
+        if is_chosen and way == "put":
+            ctypes.c_uint8.from_address(place).value ^= 1
+        return result
+
+    with patch.object(_ext, name, copied):
+        yield
+
+
+async def region_and_engine(store: Any, num_bytes: int) -> tuple[Any, int]:
+    """Create a region. Returns it and the process of its engine here."""
+    before = set(engines_of(os.getpid()))
+    region = await store.create_region(num_bytes)
+    (engine,) = set(engines_of(os.getpid())) - before
+    return region, engine
 
 
 async def both_ways(store: Any) -> None:
@@ -154,54 +185,51 @@ async def both_ways(store: Any) -> None:
     np.testing.assert_array_equal(out, content(*NUMBERS))
 
 
-@pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("way", ["put", "get"])
-@pytest.mark.parametrize("nth", [0, 2])
+# Whose engine is killed, and at which call.
+QUICK_KILLS = [("client's", "put", 0), ("daemon's", "get", 2)]
+KILLS = [
+    pytest.param(*kill, marks=() if kill in QUICK_KILLS else pytest.mark.slow)
+    for kill in itertools.product(["client's", "daemon's"], ["put", "get"], [0, 2])
+]
+
+
+@pytest.mark.parametrize(("whose", "way", "nth"), KILLS)
 @in_a_loop
 async def test_a_killed_engine_costs_no_block(
-    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, way: str, nth: int
+    face: Face, daemon: tuple[Daemon, str], whose: str, way: str, nth: int
 ) -> None:
     async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
         engine = engines(daemon)[whose]
 
-        def kill(_: object) -> None:
+        def kill() -> None:
             os.kill(engine, signal.SIGKILL)
             until(lambda: is_gone(engine))
 
-        around_calls(monkeypatch, way, nth, kill, nothing)
-        await both_ways(store)
+        with before_call(way, nth, kill):
+            await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
         until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
-@pytest.mark.parametrize("whose", ["client's", "daemon's"])
-@pytest.mark.parametrize("way", ["put", "get"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("whose", "way"), [("client's", "put"), ("daemon's", "get")])
 @in_a_loop
-async def test_a_frozen_engine_costs_no_block(
-    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, whose: str, way: str
-) -> None:
+async def test_a_frozen_engine_costs_no_block(daemon: tuple[Daemon, str], whose: str, way: str) -> None:
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
         engine = engines(daemon)[whose]
         freezing = frozen(engine)
-        around_calls(monkeypatch, way, 1, lambda _: freezing.__enter__(), nothing)
-        await both_ways(store)
+        with before_call(way, 1, freezing.__enter__):
+            await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
         until(lambda: is_gone(engine))
 
 
 @pytest.mark.parametrize("way", ["put", "get"])
 @in_a_loop
-async def test_bytes_that_change_on_the_way_are_sent_again(
-    face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """A put is damaged after its checksums were computed; a get when it has arrived."""
-
-    def damage(region: Any) -> None:
-        region.array(STAGING_BYTES, "uint8")[STAGING_BYTES // 2 + BLOCK_BYTES + 5] ^= 1  # of the second request
-
+async def test_bytes_that_change_on_the_way_are_sent_again(face: Face, daemon: tuple[Daemon, str], way: str) -> None:
     async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
-        around_calls(monkeypatch, way, 1, *((damage, nothing) if way == "put" else (nothing, damage)))
-        await both_ways(store)
+        with damaged(way, 1):
+            await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
 
 
@@ -214,8 +242,8 @@ async def test_blocks_in_a_region_are_not_copied_here(
         values = region.array((COUNT, BLOCK_BYTES), "uint8")
         out = region.array((COUNT, BLOCK_BYTES), "uint8", values.nbytes)
         values[...] = content(*NUMBERS)
-        for name in ("copy_in", "copy_out"):
-            monkeypatch.setattr(copies, name, None)
+        for name in ("store_copy_in", "store_copy_out"):
+            monkeypatch.setattr(_ext, name, None)
         assert set((await store.put(keys_of(*NUMBERS), values)).tolist()) == {DONE}
         removed = NUMBERS[5]
         await store.remove(keys_of(removed))
@@ -229,11 +257,11 @@ async def test_blocks_in_a_region_are_not_copied_here(
 @in_a_loop
 async def test_a_region_whose_engine_is_gone_is_memory_as_any_other(face: Face, daemon: tuple[Daemon, str]) -> None:
     async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
-        region = await store.create_region(COUNT * BLOCK_BYTES)
+        region, engine = await region_and_engine(store, COUNT * BLOCK_BYTES)
         values = region.array((COUNT, BLOCK_BYTES), "uint8")
         values[...] = content(*NUMBERS)
-        os.kill(region._process.pid, signal.SIGKILL)
-        until(lambda: is_gone(region._process.pid))
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: is_gone(engine))
         assert set((await store.put(keys_of(*NUMBERS), values)).tolist()) == {DONE}
         assert store.num_transfer_failures == 1
         values[...] = 0
@@ -243,34 +271,31 @@ async def test_a_region_whose_engine_is_gone_is_memory_as_any_other(face: Face, 
 
 
 @in_a_loop
-async def test_nobody_writes_to_the_region_of_a_call_that_was_given_up(
-    daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_writes_to_the_region_of_a_call_that_was_given_up(daemon: tuple[Daemon, str]) -> None:
     """A get whose answer is lost may be executed later. The client's engine is gone before the caller goes on."""
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as store:
-        region = await store.create_region(COUNT * BLOCK_BYTES)
+        region, engine = await region_and_engine(store, COUNT * BLOCK_BYTES)
         out = region.array((COUNT, BLOCK_BYTES), "uint8")
         await store.put(keys_of(*NUMBERS), content(*NUMBERS))
-        engine, call = region._process.pid, StoreLink.call
-        held: list[tuple[Any, ...]] = []
+        held: list[Send] = []
 
-        async def interrupted(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
+        async def interrupted(name: str, request: Any, send: Send) -> Any:  # noqa: ARG001
             if name == "store_batch_get" and not held:
-                held.append((link, name, request, timeout_s))
+                held.append(send)
                 raise KeyboardInterrupt
-            return await call(link, name, request, timeout_s)
+            return await send()
 
-        monkeypatch.setattr(StoreLink, "call", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with around_calls(interrupted), pytest.raises(KeyboardInterrupt):
             await store.get(keys_of(*NUMBERS), out)
         until(lambda: is_gone(engine))
         with pytest.raises((TransferFailedError, UnknownRegionError)):
-            await call(*held[0])  # it is executed now
+            await held[0]()  # it is executed now
         assert not out.any()
         assert (await store.get(keys_of(*NUMBERS), out)).all()
         np.testing.assert_array_equal(out, content(*NUMBERS))
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_another_attempt_is_made_in_the_background(
     face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
@@ -289,6 +314,7 @@ async def test_another_attempt_is_made_in_the_background(
         assert (store.transport, store.num_transfer_failures) == ("transfer", 1)
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) -> None:
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as one:
@@ -304,6 +330,7 @@ async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) 
     until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_another_process_of_the_daemon_makes_another_region(number: signal.Signals) -> None:
     address = f"{LOOPBACK}:{free_port()}"
@@ -329,6 +356,7 @@ def test_another_process_of_the_daemon_makes_another_region(number: signal.Signa
     until(lambda: not engines_of(os.getpid()))
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_messages_carry_blocks_when_the_daemon_has_no_room_for_another_region() -> None:
     address = f"{LOOPBACK}:{free_port()}"
@@ -340,6 +368,7 @@ async def test_messages_carry_blocks_when_the_daemon_has_no_room_for_another_reg
             assert other.num_transfer_failures == 1
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_messages_carry_blocks_of_daemons_without_engines() -> None:
     address = f"{LOOPBACK}:{free_port()}"

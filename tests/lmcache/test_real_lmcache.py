@@ -14,7 +14,7 @@ from small_pool import SMALL_POOL
 from kvservice.launch import Daemon
 
 # LMCache warns about devices at import.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from container_stack import MooncakeStack, running
 from kvservice.client import KVClient, StoreNamespace
 
 # Building the image takes minutes.
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 16

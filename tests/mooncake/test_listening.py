@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from each_row import each_row
 from mooncake_rig import MooncakeCluster, Process, mooncake_cluster
 from waiting import until
 
-from kvservice.mooncake import listening
-from kvservice.mooncake.listening import NOWHERE, ListeningError, check_listening, listening_environment
+from kvservice.mooncake import NOWHERE, PRELOADED, ListeningError, check_listening, listening_environment
 
 # Binds a socket to a host, listens, says where, and accepts a connection if there is one.
 LISTENER = """
@@ -29,7 +29,7 @@ try:
     listening.accept()
 except BlockingIOError:
     print(*listening.getsockname()[:2], flush=True)
-from kvservice.mooncake.listening import check_listening
+from kvservice.mooncake import check_listening
 check_listening(sys.argv[2])
 listening.setblocking(True)
 listening.settimeout(None)
@@ -62,34 +62,37 @@ def can_connect(host: str, port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("host", "told", "bound"),
-    [
-        ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
-        ("0.0.0.0", "127.0.0.2", "127.0.0.2"),
-        ("::", "127.0.0.1", "::ffff:127.0.0.1"),
-        ("::", "::1", "::1"),
-    ],
-)
-def test_the_wildcard_is_replaced_by_the_address(host: str, told: str, bound: str) -> None:
-    with listener(host, told) as process:
-        found, port = address_of(process)
-        assert found == bound
-        assert can_connect(told, port)
-        process.communicate()
-        assert process.returncode == 0
+# Where a process binds, what it was told, and where it listens then.
+REPLACED = [
+    ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
+    ("0.0.0.0", "127.0.0.2", "127.0.0.2"),
+    ("::", "127.0.0.1", "::ffff:127.0.0.1"),
+    ("::", "::1", "::1"),
+]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_nowhere_reserves_a_port_that_cannot_be_reached(host: str) -> None:
-    with listener(host, NOWHERE) as process:
-        found, port = address_of(process)
-        assert found == host
-        assert not can_connect("127.0.0.1", port)
-        with pytest.raises(OSError, match="Address already in use"), socket.socket() as another:
-            another.bind(("127.0.0.2", port))
-        process.communicate()
-        assert process.returncode == 0
+def test_the_wildcard_is_replaced_by_the_address() -> None:
+    with each_row() as row:
+        for host, told, bound in REPLACED:
+            with row((host, told)), listener(host, told) as process:
+                found, port = address_of(process)
+                assert found == bound
+                assert can_connect(told, port)
+                process.communicate()
+                assert process.returncode == 0
+
+
+def test_nowhere_reserves_a_port_that_cannot_be_reached() -> None:
+    with each_row() as row:
+        for host in ("0.0.0.0", "::"):
+            with row(host), listener(host, NOWHERE) as process:
+                found, port = address_of(process)
+                assert found == host
+                assert not can_connect("127.0.0.1", port)
+                with pytest.raises(OSError, match="Address already in use"), socket.socket() as another:
+                    another.bind(("127.0.0.2", port))
+                process.communicate()
+                assert process.returncode == 0
 
 
 def test_a_listener_of_the_other_family_is_noticed() -> None:
@@ -127,7 +130,7 @@ def test_the_check_notices_any_listener_if_there_should_be_none() -> None:
 def test_another_preloaded_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "libother.so")
     assert listening_environment("::1") == {
-        "LD_PRELOAD": f"{listening.PRELOADED}:libother.so",
+        "LD_PRELOAD": f"{PRELOADED}:libother.so",
         "KVSERVICE_LISTEN_ADDRESS": "::1",
         "MC_USE_IPV6": "1",
     }

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+from each_row import each_row
 
-from kvservice.mooncake.messages import (
+from kvservice.mooncake import (
     FRAME_BYTES,
-    KEY_BYTES,
     LENGTH,
-    REQUEST_VALUES,
-    WORD_BYTES,
     MooncakeReply,
     MooncakeRequest,
     Operation,
     Status,
+    values_in_request,
 )
-from kvservice.store.index import KEY_BYTES as STORE_KEY_BYTES
-from kvservice.store.index import WORD_BYTES as STORE_WORD_BYTES
-from kvservice.tiers import protocol
+from kvservice.store import KEY_BYTES, WORD_BYTES, NamespaceIdentity
+from kvservice.tiers import space_of
 
 
-@pytest.mark.parametrize("num_values", [0, 1, REQUEST_VALUES])
-@pytest.mark.parametrize("checksums", [False, True])
-def test_a_request_is_decoded_as_it_was_encoded(num_values: int, checksums: bool) -> None:
+def test_a_request_is_decoded_as_it_was_encoded() -> None:
+    """A request has at most as many values as one of values of a byte."""
+    with each_row() as row:
+        for num_values in (0, 1, values_in_request(1)):
+            for checksums in (False, True):
+                with row((num_values, checksums)):
+                    check_request(num_values, checksums)
+
+
+def check_request(num_values: int, checksums: bool) -> None:
     request = MooncakeRequest(
         Operation.PUT,
         1 << 40,
@@ -45,5 +49,9 @@ def test_a_reply_is_decoded_as_it_was_encoded() -> None:
 
 
 def test_sizes_are_those_of_the_store_and_of_spaces() -> None:
-    assert (KEY_BYTES, WORD_BYTES) == (STORE_KEY_BYTES, STORE_WORD_BYTES)
-    assert protocol.DIGEST_BYTES == 16
+    """Two values of a space, with its digest, are two values after the way over the link."""
+    space = space_of(NamespaceIdentity("m", "w", "bfloat16", "l", 4096, 0, 1, 0, 1, "sha256", ""))
+    keys, words = bytes(range(2 * KEY_BYTES)), bytes(range(2 * WORD_BYTES))
+    request = MooncakeRequest(Operation.PUT, 1, space.digest, space.block_bytes, keys, words, words[::-1])
+    assert request.num_values == 2
+    assert MooncakeRequest.decode(request.encode()[LENGTH.size :]) == request

@@ -7,21 +7,17 @@ import struct
 
 import numpy as np
 import pytest
+from each_row import each_row
 from mooncake_rig import BLOCK_BYTES, Blocks, keys_of
 
-from kvservice.mooncake.messages import (
-    STAGED_BYTES,
-    MooncakeRequest,
-    Operation,
-    Outcome,
-    Status,
-    values_in_request,
-)
-from kvservice.mooncake.objects import TRAILER_BYTES, object_key
+from kvservice.mooncake import STAGED_BYTES, MooncakeRequest, Operation, Outcome, Status, values_in_request
 from kvservice.mooncake.paths import SharedMemory
 from kvservice.mooncake.serving import Client
 
 DIGEST = b"digest of a name"
+# A trailer: a mark, the size of the value, its checksum, its key, and the beginning of the space's digest.
+TRAILER = struct.Struct("<8sQQ32s8s")
+TRAILER_BYTES = TRAILER.size
 
 
 class FakeStore:
@@ -104,15 +100,25 @@ class Rig:
         return body[: len(places)], struct.unpack(f"<{len(places)}Q", body[len(places) :])
 
     def key(self, number: int) -> str:
-        return object_key(DIGEST, keys_of(number))
+        return f"kvs/{DIGEST.hex()}/{keys_of(number).hex()}"
+
+
+def rig_of(block_bytes: int) -> Rig:
+    """Return a client that has put the values 0, 1 and 2."""
+    rig = Rig(block_bytes)
+    rig.blocks.fill(0, 1, 2)
+    assert rig.serve(Operation.PUT, 0, 1, 2) == (Status.OK, bytes([Outcome.DONE] * 3))
+    return rig
 
 
 @pytest.fixture(params=[BLOCK_BYTES, STAGED_BYTES + 1], ids=["staged", "direct"])
 def rig(request: pytest.FixtureRequest) -> Rig:
-    rig = Rig(request.param)
-    rig.blocks.fill(0, 1, 2)
-    assert rig.serve(Operation.PUT, 0, 1, 2) == (Status.OK, bytes([Outcome.DONE] * 3))
-    return rig
+    return rig_of(request.param)
+
+
+@pytest.fixture
+def staged() -> Rig:
+    return rig_of(BLOCK_BYTES)
 
 
 def test_values_arrive_byte_by_byte_with_their_checksums(rig: Rig) -> None:
@@ -151,35 +157,48 @@ def test_a_request_with_too_many_values_fails() -> None:
 
 
 def test_objects_are_the_value_and_its_trailer(rig: Rig) -> None:
-    found = rig.store.objects[rig.key(1)]
-    assert found[:-TRAILER_BYTES] == rig.blocks.bytes[1].tobytes()
-    assert len(found) == rig.blocks.block_bytes + TRAILER_BYTES
+    """In the format that other daemons read."""
+    for number in range(3):
+        found = rig.store.objects[rig.key(number)]
+        assert found[:-TRAILER_BYTES] == rig.blocks.bytes[number].tobytes()
+        (checksum,) = struct.unpack("<Q", rig.blocks.values(number).checksums)
+        fields = b"kvsblk\0\1", rig.blocks.block_bytes, checksum, keys_of(number), DIGEST[:8]
+        assert found[-TRAILER_BYTES:] == TRAILER.pack(*fields)
 
 
-@pytest.mark.parametrize("at", [0, 1000, -1, -TRAILER_BYTES, -TRAILER_BYTES + 16, -TRAILER_BYTES + 30])
-def test_damage_anywhere_is_noticed(rig: Rig, at: int) -> None:
-    damaged = bytearray(rig.store.objects[rig.key(1)])
-    damaged[at] ^= 1
-    rig.store.objects[rig.key(1)] = bytes(damaged)
-    outcomes, checksums = rig.get(10, 11, 12, keys=keys_of(0, 1, 2))
-    assert outcomes == bytes([Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
-    assert checksums[1] == 0
-    assert 0 not in (checksums[0], checksums[2])
+def test_damage_anywhere_is_noticed(rig: Rig) -> None:
+    """In the value, and in each field of its trailer."""
+    right = rig.store.objects[rig.key(1)]
+    with each_row() as row:
+        for at in (0, 1000, -1, *(place - TRAILER_BYTES for place in (0, 8, 16, 30, 56)), None):
+            with row(at):
+                damaged = bytearray(right)
+                if at is None:
+                    damaged[-TRAILER_BYTES:] = bytes(TRAILER_BYTES)
+                else:
+                    damaged[at] ^= 1
+                rig.store.objects[rig.key(1)] = bytes(damaged)
+                outcomes, checksums = rig.get(10, 11, 12, keys=keys_of(0, 1, 2))
+                assert outcomes == bytes([Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
+                assert checksums[1] == 0
+                assert 0 not in (checksums[0], checksums[2])
 
 
-def test_an_object_under_the_key_of_another_is_corrupt(rig: Rig) -> None:
-    rig.store.objects[rig.key(1)] = rig.store.objects[rig.key(2)]
-    assert rig.get(10, keys=keys_of(1)) == (bytes([Outcome.CORRUPT]), (0,))
+def test_an_object_under_the_key_of_another_is_corrupt(staged: Rig) -> None:
+    staged.store.objects[staged.key(1)] = staged.store.objects[staged.key(2)]
+    assert staged.get(10, keys=keys_of(1)) == (bytes([Outcome.CORRUPT]), (0,))
 
 
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [(0, Outcome.MISS), (-704, Outcome.MISS), (100, Outcome.CORRUPT), (-800, Outcome.BROKEN), (-707, Outcome.BROKEN)],
-)
-def test_objects_that_do_not_arrive(rig: Rig, code: int, outcome: Outcome) -> None:
+NOT_ARRIVED = {0: Outcome.MISS, -704: Outcome.MISS, 100: Outcome.CORRUPT, -800: Outcome.BROKEN, -707: Outcome.BROKEN}
+
+
+def test_objects_that_do_not_arrive(staged: Rig) -> None:
     """0 is Mooncake's answer for an object whose bytes it has lost."""
-    rig.store.codes[rig.key(1)] = code
-    assert rig.get(10, 11, keys=keys_of(1, 2))[0] == bytes([outcome, Outcome.DONE])
+    with each_row() as row:
+        for code, outcome in NOT_ARRIVED.items():
+            with row(code):
+                staged.store.codes[staged.key(1)] = code
+                assert staged.get(10, 11, keys=keys_of(1, 2))[0] == bytes([outcome, Outcome.DONE])
 
 
 def test_an_old_trailer_is_not_taken_for_a_new_one(rig: Rig) -> None:
@@ -192,34 +211,38 @@ def test_an_old_trailer_is_not_taken_for_a_new_one(rig: Rig) -> None:
     assert rig.get(0, keys=keys_of(0))[0] == bytes([Outcome.CORRUPT])
 
 
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [(0, Outcome.DONE), (-705, Outcome.DONE), (-200, Outcome.REFUSED), (-101, Outcome.REFUSED), (-800, Outcome.BROKEN)],
-)
-def test_values_that_are_not_stored(rig: Rig, code: int, outcome: Outcome) -> None:
-    rig.store.codes[rig.key(1)] = code
-    assert rig.serve(Operation.PUT, 1, 2) == (Status.OK, bytes([outcome, Outcome.DONE]))
+PUT = {0: Outcome.DONE, -705: Outcome.DONE, -200: Outcome.REFUSED, -101: Outcome.REFUSED, -800: Outcome.BROKEN}
 
 
-def test_lookups_and_removals(rig: Rig) -> None:
-    rig.store.codes[rig.key(2)] = -1
+def test_values_that_are_not_stored(staged: Rig) -> None:
+    with each_row() as row:
+        for code, outcome in PUT.items():
+            with row(code):
+                staged.store.codes[staged.key(1)] = code
+                assert staged.serve(Operation.PUT, 1, 2) == (Status.OK, bytes([outcome, Outcome.DONE]))
+
+
+def test_lookups_and_removals(staged: Rig) -> None:
+    staged.store.codes[staged.key(2)] = -1
     there = bytes([Outcome.DONE, Outcome.MISS, Outcome.BROKEN])
-    assert rig.serve(Operation.EXIST, 0, 9, 2) == (Status.OK, there)
-    assert rig.serve(Operation.REMOVE, 0, 9, 2) == (Status.OK, there)
-    assert rig.serve(Operation.EXIST, 0) == (Status.OK, bytes([Outcome.MISS]))
-    assert rig.serve(Operation.CLEAR) == (Status.OK, b"")
+    assert staged.serve(Operation.EXIST, 0, 9, 2) == (Status.OK, there)
+    assert staged.serve(Operation.REMOVE, 0, 9, 2) == (Status.OK, there)
+    assert staged.serve(Operation.EXIST, 0) == (Status.OK, bytes([Outcome.MISS]))
+    assert staged.serve(Operation.CLEAR) == (Status.OK, b"")
 
 
-@pytest.mark.parametrize("operation", [Operation.EXIST, Operation.GET, Operation.PUT, Operation.REMOVE])
-def test_a_master_that_does_not_answer_fails_the_request(rig: Rig, operation: Operation) -> None:
-    rig.store.codes |= {rig.key(0): -900, rig.key(1): -901}
-    assert rig.serve(operation, 0, 1) == (Status.FAILED, b"the master does not answer (code -900)")
-    assert rig.serve(operation, 0, 2)[0] is Status.OK, "only one value failed"
+def test_a_master_that_does_not_answer_fails_the_request(staged: Rig) -> None:
+    staged.store.codes |= {staged.key(0): -900, staged.key(1): -901}
+    with each_row() as row:
+        for operation in (Operation.EXIST, Operation.GET, Operation.PUT, Operation.REMOVE):
+            with row(operation):
+                assert staged.serve(operation, 0, 1) == (Status.FAILED, b"the master does not answer (code -900)")
+                assert staged.serve(operation, 0, 2)[0] is Status.OK, "only one value failed"
 
 
-def test_a_clear_that_fails(rig: Rig) -> None:
-    rig.store.codes[f"^kvs/{DIGEST.hex()}/"] = -900
-    assert rig.serve(Operation.CLEAR) == (Status.FAILED, b"the master does not clear (code -900)")
+def test_a_clear_that_fails(staged: Rig) -> None:
+    staged.store.codes[f"^kvs/{DIGEST.hex()}/"] = -900
+    assert staged.serve(Operation.CLEAR) == (Status.FAILED, b"the master does not clear (code -900)")
 
 
 def test_offsets_outside_the_memory_fail(rig: Rig) -> None:

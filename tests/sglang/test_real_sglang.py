@@ -13,7 +13,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 
 # SGLang warns about devices at import.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 TOKENS = list(range(100, 112))
 LAYOUTS = [(mla, layout) for mla in (False, True) for layout in ("layer_first", "page_first", "page_first_direct")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from each_row import each_row
 from store_rig import Store, keys_of, pack
 
 from kvservice import _ext
@@ -14,25 +16,27 @@ SLAB_BYTES = 16384
 KEYS = keys_of("ab")
 
 
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        ("address", (0, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
-        ("address", (4096 + 32, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
-        ("num_bytes", (4096, SLAB_BYTES - 1, SLAB_BYTES, 1, 4096)),
-        ("num_bytes", (4096, -1, SLAB_BYTES, 1, 4096)),
-        ("num_bytes", (4096, 1 << 62, SLAB_BYTES, 1, 4096)),
-        ("slab_bytes", (4096, SLAB_BYTES, 4096, 1, 4096)),
-        ("slab_bytes", (4096, SLAB_BYTES, 10_000, 1, 4096)),
-        ("slab_bytes", (4096, SLAB_BYTES, None, 1, 4096)),
-        ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 0)),
-        ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 4096 + 64)),
-    ],
-)
-def test_of_the_constructor(field: str, arguments: tuple[int, int, int, int, int]) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        _ext.StoreIndex(*arguments)
-    assert caught.value.field == field
+CONSTRUCTIONS: list[tuple[str, tuple[Any, ...]]] = [
+    ("address", (0, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
+    ("address", (4096 + 32, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
+    ("num_bytes", (4096, SLAB_BYTES - 1, SLAB_BYTES, 1, 4096)),
+    ("num_bytes", (4096, -1, SLAB_BYTES, 1, 4096)),
+    ("num_bytes", (4096, 1 << 62, SLAB_BYTES, 1, 4096)),
+    ("slab_bytes", (4096, SLAB_BYTES, 4096, 1, 4096)),
+    ("slab_bytes", (4096, SLAB_BYTES, 10_000, 1, 4096)),
+    ("slab_bytes", (4096, SLAB_BYTES, None, 1, 4096)),
+    ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 0)),
+    ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 4096 + 64)),
+]
+
+
+def test_of_the_constructor() -> None:
+    with each_row() as row:
+        for field, arguments in CONSTRUCTIONS:
+            with row((field, arguments)):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    _ext.StoreIndex(*arguments)
+                assert caught.value.field == field
 
 
 CALLS: list[tuple[str, Callable[[_ext.StoreIndex], object]]] = [
@@ -60,17 +64,19 @@ CALLS: list[tuple[str, Callable[[_ext.StoreIndex], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "call"), CALLS)
-def test_of_calls(field: str, call: Callable[[_ext.StoreIndex], object]) -> None:
-    store = Store(2, SLAB_BYTES)
-    assert store.index.open(64, 1 << 20) == 1
-    store.put(1, "a")
-    with pytest.raises(InvalidArgumentError) as caught:
-        call(store.index)
-    assert caught.value.field == field
-    assert store.found(1, "ab") == [True, False]
-    assert store.index.totals().used_bytes == 64
-    store.check()
+def test_of_calls() -> None:
+    with each_row() as row:
+        for number, (field, call) in enumerate(CALLS):
+            with row((number, field)):
+                store = Store(2, SLAB_BYTES)
+                assert store.index.open(64, 1 << 20) == 1
+                store.put(1, "a")
+                with pytest.raises(InvalidArgumentError) as caught:
+                    call(store.index)
+                assert caught.value.field == field
+                assert store.found(1, "ab") == [True, False]
+                assert store.index.totals().used_bytes == 64
+                store.check()
 
 
 def test_a_refused_open_leaves_no_namespace() -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from each_row import each_row
 from numpy.typing import NDArray
 from store_rig import bits, pack, unpack
 
@@ -44,23 +45,24 @@ def random_bytes(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_checksums_are_as_specified(size: int) -> None:
-    memory = random_bytes(size + 7)
-    expected = specified_checksum(memory[:size].tobytes()), specified_checksum(memory[7:].tobytes())
-    assert unpack(_ext.store_checksums(memory.ctypes.data, pack([0, 7]), size, 1)) == expected
+def test_checksums_are_as_specified() -> None:
+    with each_row() as row:
+        for size in SIZES:
+            with row(size):
+                memory = random_bytes(size + 7)
+                expected = specified_checksum(memory[:size].tobytes()), specified_checksum(memory[7:].tobytes())
+                assert unpack(_ext.store_checksums(memory.ctypes.data, pack([0, 7]), size, 1)) == expected
 
 
-@pytest.mark.parametrize("fill", ["zeros", "random"])
-def test_each_changed_byte_changes_the_checksum(fill: str) -> None:
-    block = random_bytes(1000) if fill == "random" else np.zeros(1000, np.uint8)
-    seen = {checksum(block)}
-    for i in range(block.size):
-        for change in (1, 0x80, 0xFF):
-            block[i] ^= change
-            seen.add(checksum(block))
-            block[i] ^= change
-    assert len(seen) == 1 + 3 * block.size
+def test_each_changed_byte_changes_the_checksum() -> None:
+    for fill, block in (("random", random_bytes(1000)), ("zeros", np.zeros(1000, np.uint8))):
+        seen = {checksum(block)}
+        for i in range(block.size):
+            for change in (1, 0x80, 0xFF):
+                block[i] ^= change
+                seen.add(checksum(block))
+                block[i] ^= change
+        assert len(seen) == 1 + 3 * block.size, fill
 
 
 def test_each_exchange_of_words_changes_the_checksum() -> None:
@@ -100,9 +102,17 @@ def pieces_of(block_bytes: int, num_pieces: int, rng: np.random.Generator) -> li
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-@pytest.mark.parametrize("num_pieces", [1, 2, 7, 31])
-@pytest.mark.parametrize("block_bytes", [33, 64, 4095, 4096, 4097])
-def test_pieces_at_any_offsets(block_bytes: int, num_pieces: int, num_threads: int) -> None:
+def test_pieces_at_any_offsets(num_threads: int) -> None:
+    """It fails if a byte is wrong on the way in or out, or if one beside a piece has changed."""
+    with each_row() as row:
+        for block_bytes in (33, 64, 4095, 4096, 4097):
+            for num_pieces in (1, 2, 7, 31):
+                with row((block_bytes, num_pieces)):
+                    check_pieces(block_bytes, num_pieces, num_threads)
+
+
+def check_pieces(block_bytes: int, num_pieces: int, num_threads: int) -> None:
+    """Copy blocks in pieces that lie anywhere in the client's memory into a store and back, and look at every byte."""
     rng = np.random.default_rng(block_bytes * num_pieces)
     num_blocks = 9
     sizes = pieces_of(block_bytes, num_pieces, rng)
@@ -141,8 +151,15 @@ def test_pieces_at_any_offsets(block_bytes: int, num_pieces: int, num_threads: i
     assert (target[~inside] == 0xBB).all()
 
 
-@pytest.mark.parametrize("misaligned", [0, 1, 8])
-def test_large_copies_with_several_threads(misaligned: int) -> None:
+def test_large_copies_with_several_threads() -> None:
+    """It fails if a byte or a checksum is wrong."""
+    with each_row() as row:
+        for misaligned in (0, 1, 8):
+            with row(misaligned):
+                check_large_copies(misaligned)
+
+
+def check_large_copies(misaligned: int) -> None:
     block_bytes, num_blocks = 1 << 20, 12
     source = random_bytes(num_blocks * block_bytes + misaligned)[misaligned:]
     store, target = np.zeros_like(source), np.zeros(source.size + misaligned, np.uint8)[misaligned:]
@@ -208,37 +225,41 @@ def copy_in(**changes: object) -> object:
     return call(**(arguments | changes))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("memory", 0),
-        ("memory", "x"),
-        ("offsets", b"1234567"),
-        ("offsets", bytearray(16)),
-        ("block_bytes", 0),
-        ("block_bytes", -64),
-        ("block_bytes", 1.5),
-        ("source", 0),
-        ("places", pack([0])),
-        ("places", b"123"),
-        ("piece_bytes", b""),
-        ("piece_bytes", pack([32, 31])),
-        ("piece_bytes", pack([32, 33])),
-        ("piece_bytes", pack([64, 0])),
-        ("piece_bytes", pack([(1 << 64) - 1, 65])),
-        ("num_threads", 0),
-        ("num_threads", 257),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(field: str, value: object) -> None:
+WRONG: list[tuple[str, object]] = [
+    ("memory", 0),
+    ("memory", "x"),
+    ("offsets", b"1234567"),
+    ("offsets", bytearray(16)),
+    ("block_bytes", 0),
+    ("block_bytes", -64),
+    ("block_bytes", 1.5),
+    ("source", 0),
+    ("places", pack([0])),
+    ("places", b"123"),
+    ("piece_bytes", b""),
+    ("piece_bytes", pack([32, 31])),
+    ("piece_bytes", pack([32, 33])),
+    ("piece_bytes", pack([64, 0])),
+    ("piece_bytes", pack([(1 << 64) - 1, 65])),
+    ("num_threads", 0),
+    ("num_threads", 257),
+]
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
     copy_in()
-    with pytest.raises(InvalidArgumentError) as caught:
-        copy_in(**{field: value})
-    assert caught.value.field == field
+    with each_row() as row:
+        for field, value in WRONG:
+            with row((field, value)):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    copy_in(**{field: value})
+                assert caught.value.field == field
 
 
-@pytest.mark.parametrize("offset", [0, 4095, 4096 + 1, 4096 + 3 * 4096])
-def test_versions_are_read_for_offsets_of_blocks_only(offset: int) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        _ext.store_versions(4096, 16384, 4096, 4096, pack([offset]))
-    assert caught.value.field == "offsets"
+def test_versions_are_read_for_offsets_of_blocks_only() -> None:
+    with each_row() as row:
+        for offset in (0, 4095, 4096 + 1, 4096 + 3 * 4096):
+            with row(offset):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    _ext.store_versions(4096, 16384, 4096, 4096, pack([offset]))
+                assert caught.value.field == "offsets"

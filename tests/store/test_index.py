@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from each_row import each_row
 from store_rig import BEING_WRITTEN, DONE, NO_ROOM, PRESENT, Store, bits, key_of, keys_of, pack, unpack
 
 from kvservice import _ext
@@ -27,22 +28,25 @@ def lease(store: Store, namespace: int, *names: object) -> tuple[bytes, bytes, t
     return slots, offsets, unpack(versions)
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "expected"),
-    [
-        (1, (8192, 64, 128)),
-        (64, (8192, 64, 128)),
-        (65, (4096, 128, 64)),
-        (4095, (4096, 4096, 3)),
-        (4096, (4096, 4096, 3)),
-        (4097, (4096, 8192, 1)),
-        (LARGE, (4096, LARGE, 1)),
-    ],
-)
-def test_geometry(store: Store, block_bytes: int, expected: tuple[int, int, int]) -> None:
-    first_block, stride, per_slab = store.index.geometry(store.index.open(block_bytes, PLENTY))
-    assert (first_block, stride, per_slab) == expected
-    assert first_block + per_slab * stride <= SLAB_BYTES
+# first_block, stride and blocks per slab for each size of a block.
+GEOMETRIES = {
+    1: (8192, 64, 128),
+    64: (8192, 64, 128),
+    65: (4096, 128, 64),
+    4095: (4096, 4096, 3),
+    4096: (4096, 4096, 3),
+    4097: (4096, 8192, 1),
+    LARGE: (4096, LARGE, 1),
+}
+
+
+def test_geometry(store: Store) -> None:
+    with each_row() as row:
+        for block_bytes, expected in GEOMETRIES.items():
+            with row(block_bytes):
+                first_block, stride, per_slab = store.index.geometry(store.index.open(block_bytes, PLENTY))
+                assert (first_block, stride, per_slab) == expected
+                assert first_block + per_slab * stride <= SLAB_BYTES
 
 
 def test_a_block_is_found_after_its_commit(store: Store) -> None:
@@ -109,16 +113,19 @@ def test_the_least_recently_used_block_is_evicted(store: Store) -> None:
     assert store.index.stats(namespace).num_evicted == 2
 
 
-@pytest.mark.parametrize("how", ["commit", "release", "touch"])
-def test_the_last_block_of_a_chain_is_evicted_first(store: Store, how: str) -> None:
-    namespace = store.index.open(LARGE, PLENTY)
-    store.put(namespace, "abcd")
-    if how == "release":
-        store.index.release(lease(store, namespace, *"abcd")[0])
-    elif how == "touch":
-        store.index.touch(namespace, keys_of("abcd"))
-    store.put(namespace, "e")
-    assert store.found(namespace, "abcde") == [True, True, True, False, True]
+def test_the_last_block_of_a_chain_is_evicted_first() -> None:
+    with each_row() as row:
+        for how in ("commit", "release", "touch"):
+            with row(how):
+                store = Store(num_slabs=4, slab_bytes=SLAB_BYTES)
+                namespace = store.index.open(LARGE, PLENTY)
+                store.put(namespace, "abcd")
+                if how == "release":
+                    store.index.release(lease(store, namespace, *"abcd")[0])
+                elif how == "touch":
+                    store.index.touch(namespace, keys_of("abcd"))
+                store.put(namespace, "e")
+                assert store.found(namespace, "abcde") == [True, True, True, False, True]
 
 
 def test_a_put_does_not_evict_the_blocks_that_it_names(store: Store) -> None:
@@ -189,23 +196,26 @@ def test_clear_removes_in_slices_and_leased_blocks_last(store: Store) -> None:
     assert store.index.num_free_slabs == 4
 
 
-@pytest.mark.parametrize("change", ["evict", "remove", "another namespace", "abort"])
-def test_the_version_of_a_slot_changes_with_its_block(store: Store, change: str) -> None:
-    namespace = store.index.open(LARGE, PLENTY)
-    store.put(namespace, "abcd")
-    slots, offsets, versions = lease(store, namespace, "a")
-    store.index.release(slots)
-    assert versions[0] != 0
-    if change == "evict":
-        store.put(namespace, "efgh")
-    elif change == "remove":
-        store.index.remove(namespace, keys_of("a"))
-    elif change == "another namespace":
-        store.put(store.index.open(LARGE, PLENTY), "abcd")
-    else:
-        store.index.remove(namespace, keys_of("a"))
-        store.index.abort(store.index.reserve(namespace, keys_of("a"))[1])
-    assert store.versions(namespace, offsets) != versions
+def test_the_version_of_a_slot_changes_with_its_block() -> None:
+    with each_row() as row:
+        for change in ("evict", "remove", "another namespace", "abort"):
+            with row(change):
+                store = Store(num_slabs=4, slab_bytes=SLAB_BYTES)
+                namespace = store.index.open(LARGE, PLENTY)
+                store.put(namespace, "abcd")
+                slots, offsets, versions = lease(store, namespace, "a")
+                store.index.release(slots)
+                assert versions[0] != 0
+                if change == "evict":
+                    store.put(namespace, "efgh")
+                elif change == "remove":
+                    store.index.remove(namespace, keys_of("a"))
+                elif change == "another namespace":
+                    store.put(store.index.open(LARGE, PLENTY), "abcd")
+                else:
+                    store.index.remove(namespace, keys_of("a"))
+                    store.index.abort(store.index.reserve(namespace, keys_of("a"))[1])
+                assert store.versions(namespace, offsets) != versions
 
 
 def test_bytes_of_another_layout_are_not_taken_for_a_version(store: Store) -> None:
@@ -289,19 +299,21 @@ def test_empty_slabs_are_free_for_other_namespaces(store: Store) -> None:
     assert store.index.stats(first).num_evicted == 0
 
 
-@pytest.mark.parametrize("slab", range(3))
-def test_a_slab_that_is_given_back_takes_no_memory_from_its_neighbours(slab: int) -> None:
+def test_a_slab_that_is_given_back_takes_no_memory_from_its_neighbours() -> None:
     """Slabs of the smallest size."""
-    store = Store(num_slabs=3, slab_bytes=8192)
-    namespace = store.index.open(64, PLENTY)
-    _, _, blocks_per_slab = store.index.geometry(namespace)
-    names = range(3 * blocks_per_slab)
-    store.put(namespace, names)
-    given_back = names[slab * blocks_per_slab : (slab + 1) * blocks_per_slab]
-    store.index.remove(namespace, keys_of(given_back))
-    assert store.index.num_free_slabs == 1
-    store.check()
-    assert store.found(namespace, names) == [name not in given_back for name in names]
+    with each_row() as row:
+        for slab in range(3):
+            with row(slab):
+                store = Store(num_slabs=3, slab_bytes=8192)
+                namespace = store.index.open(64, PLENTY)
+                _, _, blocks_per_slab = store.index.geometry(namespace)
+                names = range(3 * blocks_per_slab)
+                store.put(namespace, names)
+                given_back = names[slab * blocks_per_slab : (slab + 1) * blocks_per_slab]
+                store.index.remove(namespace, keys_of(given_back))
+                assert store.index.num_free_slabs == 1
+                store.check()
+                assert store.found(namespace, names) == [name not in given_back for name in names]
 
 
 def test_removed_keys_are_recorded_in_order(store: Store) -> None:
@@ -363,15 +375,18 @@ WRONG_SLOTS: dict[str, Callable[[Store, bytes], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_SLOTS)
-def test_wrong_slots_are_refused(store: Store, what: str) -> None:
-    namespace = store.index.open(THIRD, PLENTY)
-    slots = store.index.reserve(namespace, keys_of("a"))[1]
-    store.index.commit(slots, slots)
-    with pytest.raises(RuntimeError, match="slot"):
-        WRONG_SLOTS[what](store, slots)
-    assert store.found(namespace, "a") == [True]
-    store.check()
+def test_wrong_slots_are_refused() -> None:
+    with each_row() as row:
+        for what, call in WRONG_SLOTS.items():
+            with row(what):
+                store = Store(num_slabs=4, slab_bytes=SLAB_BYTES)
+                namespace = store.index.open(THIRD, PLENTY)
+                slots = store.index.reserve(namespace, keys_of("a"))[1]
+                store.index.commit(slots, slots)
+                with pytest.raises(RuntimeError, match="slot"):
+                    call(store, slots)
+                assert store.found(namespace, "a") == [True]
+                store.check()
 
 
 def test_a_check_works_in_slices(store: Store) -> None:

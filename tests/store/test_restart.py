@@ -7,13 +7,13 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from blocks_rig import identity, keys
+from blocks_rig import finish, identity, keys
+from each_row import each_row
 from killed_store import Host, Killed, StoreProcess, checksums, content, killed_everywhere
 from store_rig import unpack
 
-from kvservice.blocks.slices import finish
 from kvservice.errors import UnknownLeaseError, UnknownReservationError
-from kvservice.store.session import Reservation
+from kvservice.store import Reservation
 
 FIRST, SECOND, LOST = 1, 2, 3
 NUMBERS = tuple(range(100))
@@ -141,10 +141,15 @@ OPERATIONS: list[tuple[Callable[[Scene], None], set[int], set[int]]] = [
 
 
 @pytest.mark.parametrize("survivors", [(FIRST, SECOND), (SECOND,)], ids=["sessions go on", "a session is lost"])
-@pytest.mark.parametrize(
-    ("operation", "ended", "given_back"), OPERATIONS, ids=lambda value: getattr(value, "__name__", "")
-)
-def test_killed_at_each_change(
+def test_killed_at_each_change(survivors: tuple[int, ...]) -> None:
+    """It fails if a block is lost or moved, or if a place is given away where a process may still write."""
+    with each_row() as row:
+        for operation, ended, given_back in OPERATIONS:
+            with row(operation.__name__):
+                check_killed(operation, ended, given_back, survivors)
+
+
+def check_killed(
     operation: Callable[[Scene], None], ended: set[int], given_back: set[int], survivors: tuple[int, ...]
 ) -> None:
     def run(count: int) -> bool:
@@ -273,9 +278,15 @@ def test_a_namespace_keeps_its_quota() -> None:
     assert process.store.totals().used_bytes <= 10 * 4096
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_random_operations_with_kills(seed: int) -> None:
+def test_random_operations_with_kills() -> None:
     """Clients write wherever they may, also long after their sessions were lost."""
+    with each_row() as row:
+        for seed in range(10):
+            with row(seed):
+                run_with_kills(seed)
+
+
+def run_with_kills(seed: int) -> None:
     random = Random(seed)
     host = Host(num_slabs=5)
     sessions = {1, 2}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
-from blocks_rig import Rig, identity, keys
+from blocks_rig import SMALL_BYTES, SMALL_PER_SLAB, Rig, identity, keys, rig_of
+from each_row import each_row
 
 from kvservice.errors import (
     InvalidArgumentError,
@@ -14,8 +16,7 @@ from kvservice.errors import (
     UnknownNamespaceError,
     UnknownReservationError,
 )
-from kvservice.store import SessionStore, StoredNamespace, session
-from kvservice.store.index import DONE
+from kvservice.store import DONE, SessionStore, StoredNamespace
 
 
 def opened(rig: Rig) -> tuple[SessionStore, StoredNamespace]:
@@ -88,28 +89,42 @@ def test_each_lease_ends_at_its_own_time(rig: Rig) -> None:
     assert left == [3, 2, 1, 0]
 
 
-def test_renewing_often_keeps_the_heap_small(rig: Rig) -> None:
+def test_renewing_often_takes_no_more_memory(rig: Rig) -> None:
+    """Each renewal is for a shorter time, so that the lease is looked at earlier. The clock of this test keeps the
+    callbacks of cancelled timers, of 64 bytes each; an entry of the lease has twice as much."""
     own, namespace = opened(rig)
     rig.put(namespace, 1)
     lease_id, _ = own.acquire(namespace, keys(1), False, 60.0)
-    for i in range(1000):
-        own.renew(lease_id, 50.0 - i / 100)
-    assert len(rig.store.leases._heap) < 100
+    tracemalloc.start()
+    try:
+        for i in range(4000):
+            own.renew(lease_id, 50.0 - i / 400)
+        assert len(rig.store.leases) == 1
+        entries = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/kvservice/store/*")])
+    finally:
+        tracemalloc.stop()
+    assert sum(one.size for one in entries.statistics("filename")) < 400_000
     rig.clock.advance(40.0)
     assert leased(rig) == 1
     rig.clock.advance(0.1)
     assert leased(rig) == 0
 
 
-@pytest.mark.parametrize("ttl_s", [-1.0, 60.1, math.nan, math.inf])
-def test_times_that_are_refused(rig: Rig, ttl_s: float) -> None:
+def test_times_that_are_refused(rig: Rig) -> None:
     own, namespace = opened(rig)
     rig.put(namespace, 1)
     lease_id, _ = own.acquire(namespace, keys(1), False, 60.0)
-    for call in (lambda: own.acquire(namespace, keys(1), False, ttl_s), lambda: own.renew(lease_id, ttl_s)):
-        with pytest.raises(InvalidArgumentError) as refused:
-            call()
-        assert refused.value.field == "ttl_s"
+
+    def acquire(ttl_s: float) -> None:
+        own.acquire(namespace, keys(1), False, ttl_s)
+
+    with each_row() as row:
+        for ttl_s in (-1.0, 60.1, math.nan, math.inf):
+            for name, call in (("acquire", acquire), ("renew", lambda ttl_s: own.renew(lease_id, ttl_s))):
+                with row((name, ttl_s)):
+                    with pytest.raises(InvalidArgumentError) as refused:
+                        call(ttl_s)
+                    assert refused.value.field == "ttl_s"
     own.release(lease_id)
     assert leased(rig) == 0
 
@@ -124,26 +139,34 @@ def test_a_time_of_0_is_the_longest(rig: Rig) -> None:
     assert leased(rig) == 0
 
 
-def test_limits_of_one_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, limit in (("MAX_LEASES", 3), ("MAX_LEASED_BLOCKS", 4), ("MAX_RESERVATIONS", 1)):
-        monkeypatch.setattr(session, name, limit)
-    own, namespace = opened(rig)
-    rig.put(namespace, 1, 2, 3)
-    first, _ = own.acquire(namespace, keys(1, 2, 3), False, 0.0)
-    with pytest.raises(QuotaExceededError) as refused:
-        own.acquire(namespace, keys(1, 2), False, 0.0)
-    assert refused.value.metadata["limit"] == "leased_blocks"
-    assert leased(rig) == 3
-    own.release(first)
-    for _ in range(3):
+def test_limits_of_one_session() -> None:
+    """It may have 4096 leases on 262,144 blocks together, and 4096 reservations."""
+    most, some = 4096, keys(*range(SMALL_PER_SLAB))
+    with rig_of(most // SMALL_PER_SLAB + 2) as rig:
+        own = SessionStore(rig.store, "", 1)
+        namespace = own.open(identity(block_bytes=SMALL_BYTES))[1]
+        rig.put(namespace, *range(SMALL_PER_SLAB))
+        for _ in range((1 << 18) // SMALL_PER_SLAB - 1):
+            own.acquire(namespace, some, False, 0.0)
+        own.acquire(namespace, keys(*range(1, SMALL_PER_SLAB)), False, 0.0)
+        with pytest.raises(QuotaExceededError) as refused:
+            own.acquire(namespace, keys(1, 2), False, 0.0)
+        assert refused.value.metadata["limit"] == "leased_blocks"
         own.acquire(namespace, keys(1), False, 0.0)
-    with pytest.raises(QuotaExceededError) as refused:
-        own.acquire(namespace, keys(1), False, 0.0)
-    assert refused.value.metadata["limit"] == "leases"
-    own.reserve(namespace, keys(7))
-    with pytest.raises(QuotaExceededError) as refused:
-        own.reserve(namespace, keys(8))
-    assert refused.value.metadata["limit"] == "reservations"
+        own.close()
+        namespace = own.open(namespace.identity)[1]
+        for _ in range(most):
+            own.acquire(namespace, keys(0), False, 0.0)
+        with pytest.raises(QuotaExceededError) as refused:
+            own.acquire(namespace, keys(0), False, 0.0)
+        assert refused.value.metadata["limit"] == "leases"
+        assert len(rig.store.leases) == most
+        for number in range(most):
+            own.reserve(namespace, keys(1000 + number))
+        with pytest.raises(QuotaExceededError) as refused:
+            own.reserve(namespace, keys(8000))
+        assert refused.value.metadata["limit"] == "reservations"
+        assert rig.store.totals().num_reserved == most
 
 
 def test_leases_and_reservations_are_a_sessions_own(rig: Rig) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
@@ -261,7 +262,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert record[56:] == pack([stride])
 
 
+def of_examples(count: int) -> settings:
+    return settings(max_examples=count, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class LongStoreMachine(StoreMachine):
+    """The same calls, for a longer run."""
+
+
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestStore.settings = of_examples(10)
+TestLongStore = pytest.mark.slow(LongStoreMachine.TestCase)
+TestLongStore.settings = of_examples(40)

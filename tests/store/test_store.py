@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-from blocks_rig import BLOCK_BYTES, BLOCKS_PER_SLAB, Rig, identity, keys
+from blocks_rig import (
+    BLOCK_BYTES,
+    BLOCKS_PER_SLAB,
+    SMALL_BYTES,
+    SMALL_PER_SLAB,
+    Rig,
+    finish,
+    identity,
+    keys,
+    rig_of,
+)
+from each_row import each_row
 
-from kvservice.blocks.slices import finish
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.store.index import BEING_WRITTEN, DONE, NO_ROOM, PRESENT
-from kvservice.store.store import check_keys
+from kvservice.store import BEING_WRITTEN, DONE, NO_ROOM, PRESENT, check_keys
+
+# More blocks than are removed or checked in one slice.
+MANY = range(40 * SMALL_PER_SLAB)
 
 
 def test_what_is_stored_is_found_in_its_namespace_only(rig: Rig) -> None:
@@ -32,18 +42,18 @@ def test_one_identity_is_one_namespace(rig: Rig) -> None:
     assert first.num_users == 1
 
 
-@pytest.mark.parametrize("block_bytes", [0, 16384 - 4096 + 1, 1 << 63])
-def test_a_block_must_fit_a_slab(rig: Rig, block_bytes: int) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.store.open(identity(block_bytes=block_bytes))
-    assert refused.value.field == "namespace.block_bytes"
-    assert list(rig.store) == []
-
-
-@pytest.mark.parametrize("block_bytes", [1, 16384 - 4096])
-def test_the_smallest_and_the_largest_block(rig: Rig, block_bytes: int) -> None:
-    namespace = rig.store.open(identity(block_bytes=block_bytes))
-    assert rig.put(namespace, 1) == bytes([DONE])
+def test_a_block_must_fit_a_slab(rig: Rig) -> None:
+    with each_row() as row:
+        for block_bytes in (0, 16384 - 4096 + 1, 1 << 63):
+            with row(block_bytes):
+                with pytest.raises(InvalidArgumentError) as refused:
+                    rig.store.open(identity(block_bytes=block_bytes))
+                assert refused.value.field == "namespace.block_bytes"
+                assert list(rig.store) == []
+        for block_bytes in (1, 16384 - 4096):
+            with row(block_bytes):
+                namespace = rig.store.open(identity(block_bytes=block_bytes))
+                assert rig.put(namespace, 1) == bytes([DONE])
 
 
 def test_an_unused_namespace_gives_way_to_another_one(rig: Rig) -> None:
@@ -80,19 +90,20 @@ def test_a_namespace_that_gives_way_is_cleared(rig: Rig) -> None:
     assert rig.store.lookup(rig.open("a"), keys(1)) == (0, b"\0")
 
 
-def test_a_namespace_that_is_opened_while_it_gives_way_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_that_is_opened_while_it_gives_way_stays() -> None:
     """It loses blocks, and the next one gives way."""
-    monkeypatch.setattr("kvservice.store.store.CLEARED_BLOCKS", 2)
-    first, second, _ = (rig.open(name) for name in "abc")
-    for namespace in (first, second):
-        rig.put(namespace, 1, 2, 3)
-        rig.store.leave(namespace)
-    steps = rig.store.make_place(identity("d"))
-    next(steps)
-    assert rig.store.open(identity("a")) is first
-    finish(steps)
-    assert [one.identity.model for one in rig.store] == ["c", "a"]
-    assert (rig.store.stats(first).num_blocks, first.num_users) == (0, 1)
+    with rig_of(2 * len(MANY) // SMALL_PER_SLAB) as rig:
+        first, second, _ = (rig.store.open(identity(name, block_bytes=SMALL_BYTES)) for name in "abc")
+        for namespace in (first, second):
+            rig.put(namespace, *MANY)
+            rig.store.leave(namespace)
+        steps = rig.store.make_place(identity("d"))
+        next(steps)
+        assert 0 < rig.store.stats(first).num_blocks < len(MANY)
+        assert rig.store.open(first.identity) is first
+        finish(steps)
+        assert [one.identity.model for one in rig.store] == ["c", "a"]
+        assert (rig.store.stats(first).num_blocks, first.num_users) == (0, 1)
 
 
 def test_a_namespace_with_blocks_in_use_does_not_give_way(rig: Rig) -> None:
@@ -175,34 +186,28 @@ def test_events_say_what_is_there(rig: Rig) -> None:
     assert rig.events()[4:] == [("cleared", b"")]
 
 
-def test_blocks_stored_while_it_is_cleared_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.store.store.CLEARED_BLOCKS", 2)
-    namespace = rig.store.open(identity())
-    rig.put(namespace, 1, 2, 3, 4, 5)
-    clearing = rig.store.clear_in_slices(namespace)
-    next(clearing)
-    rig.put(namespace, 9)
-    rig.store.leave(namespace)
-    assert namespace.num_users == 1, "it is not replaced meanwhile"
-    assert finish(clearing) == 5
-    assert namespace.num_users == 0
-    assert rig.store.lookup(namespace, keys(1, 2, 3, 4, 5, 9)) == (0, b"\x20")
-    assert rig.events()[1:3] == [("cleared", b""), ("stored", keys(9))]
+def test_blocks_stored_while_it_is_cleared_stay() -> None:
+    another = len(MANY)
+    with rig_of(len(MANY) // SMALL_PER_SLAB + 1) as rig:
+        namespace = rig.store.open(identity(block_bytes=SMALL_BYTES))
+        rig.put(namespace, *MANY)
+        clearing = rig.store.clear_in_slices(namespace)
+        next(clearing)
+        rig.put(namespace, another)
+        rig.store.leave(namespace)
+        assert namespace.num_users == 1, "it is not replaced meanwhile"
+        assert finish(clearing) == len(MANY)
+        assert namespace.num_users == 0
+        assert rig.store.stats(namespace).num_blocks == 1
+        assert rig.store.lookup(namespace, keys(another)) == (1, b"\x01")
+        assert rig.events()[1:3] == [("cleared", b""), ("stored", keys(another))]
 
 
-def test_the_index_is_checked_to_its_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.store.store.CHECKED_SLOTS", 1)
-    rig.put(rig.store.open(identity()), *range(12))
-    calls = []
-    check = rig.store._index.check
-
-    def counted(most: int) -> bool:
-        calls.append(most)
-        return check(most)
-
-    monkeypatch.setattr(rig.store, "_index", SimpleNamespace(check=counted))
-    finish(rig.store.check_in_slices())
-    assert set(calls) == {1}
+def test_the_index_is_checked_to_its_end_in_slices() -> None:
+    with rig_of(len(MANY) // SMALL_PER_SLAB) as rig:
+        rig.put(rig.store.open(identity(block_bytes=SMALL_BYTES)), *MANY)
+        for _ in range(2):  # the next check begins anew
+            assert len(list(rig.store.check_in_slices())) == 1
 
 
 def test_corrupt_blocks_are_removed_and_counted(rig: Rig) -> None:
@@ -213,9 +218,9 @@ def test_corrupt_blocks_are_removed_and_counted(rig: Rig) -> None:
     assert rig.store.lookup(namespace, keys(1, 2)) == (1, b"\x01")
 
 
-@pytest.mark.parametrize("num_bytes", [1, 31, 33])
-def test_keys_have_32_bytes(num_bytes: int) -> None:
-    with pytest.raises(InvalidArgumentError) as refused:
-        check_keys(bytes(num_bytes))
-    assert refused.value.field == "keys"
+def test_keys_have_32_bytes() -> None:
+    for num_bytes in (1, 31, 33):
+        with pytest.raises(InvalidArgumentError) as refused:
+            check_keys(bytes(num_bytes))
+        assert refused.value.field == "keys", num_bytes
     assert check_keys(bytes(64)) == 2

@@ -1,11 +1,12 @@
-"""A block store over the model of its index, and over the native one, with a clock that only the test advances."""
+"""A block store with a clock that only the test advances."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,14 +16,16 @@ from store_rig import address_of, kept_memory
 
 from kvservice import _ext
 from kvservice.blocks import EventJournal
-from kvservice.blocks.events import StoreChange
-from kvservice.blocks.slices import finish
 from kvservice.store import BlockStore, KeyIndex, NamespaceIdentity, StoreConfig, StoredNamespace, StoreRecords
+
+T = TypeVar("T")
 
 SLAB_BYTES = 16384
 # A slab with its page of records has room for three blocks of this size.
 BLOCK_BYTES = 4096
 BLOCKS_PER_SLAB = 3
+# And for so many of the smallest ones.
+SMALL_BYTES, SMALL_PER_SLAB = 64, 128
 
 
 def keys(*numbers: int) -> bytes:
@@ -32,6 +35,16 @@ def keys(*numbers: int) -> bytes:
 
 def identity(model: str = "m", tenant: str = "", block_bytes: int = BLOCK_BYTES) -> NamespaceIdentity:
     return NamespaceIdentity(model, "w", "bf16", "layout", block_bytes, 0, 1, 0, 1, "sha256", tenant)
+
+
+def finish(slices: Generator[None, None, T]) -> T:
+    """Run an operation in slices to its end, and return its result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            result: T = done.value
+            return result
 
 
 @dataclass
@@ -44,8 +57,8 @@ class Rig:
     kept: mmap.mmap
 
     def events(self) -> list[tuple[str, bytes]]:
-        changes = [batch.change for batch in self.journal.since(1, 1 << 30)]
-        return [(change.kind, change.keys) for change in changes if isinstance(change, StoreChange)]
+        changes: list[Any] = [batch.change for batch in self.journal.since(1, 1 << 30)]
+        return [(change.kind, change.keys) for change in changes]
 
     def open(self, model: str) -> StoredNamespace:
         """Open a namespace of this model after a place was made for it."""
@@ -66,15 +79,23 @@ def make(kind: str, num_slabs: int, memory: mmap.mmap, clock: ManualClock, **cha
     kind_of_index = StoreModel if kind == "model" else _ext.StoreIndex
     index: KeyIndex = kind_of_index(address, num_bytes, SLAB_BYTES, 7, address_of(kept))
     options: dict[str, Any] = {"max_namespaces": 3, "quota_bytes": num_bytes, "max_lease_s": 60.0, "max_models": 2}
-    journal = EventJournal(1000)
+    journal = EventJournal(20_000)
     config = StoreConfig(num_bytes, num_bytes, SLAB_BYTES, **options | changes)
     return Rig(BlockStore(config, index, clock, journal, StoreRecords()), clock, journal, kept)
 
 
-@pytest.fixture(params=["model", "native"])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+@pytest.fixture
+def rig() -> Iterator[Rig]:
     """A store of four slabs."""
+    with rig_of(4) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def rig_of(num_slabs: int, **changes: Any) -> Iterator[Rig]:
     clock = ManualClock()
-    with_memory = mmap.mmap(-1, 4 * SLAB_BYTES)
-    yield make(request.param, 4, with_memory, clock)
-    clock.close()
+    memory = mmap.mmap(-1, num_slabs * SLAB_BYTES)
+    try:
+        yield make("native", num_slabs, memory, clock, **changes)
+    finally:
+        clock.close()

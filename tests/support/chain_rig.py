@@ -25,8 +25,8 @@ class ChainRig:
         self.memory = mmap.mmap(-1, num_slabs * SLAB_BYTES)
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.clock = ManualClock()
-        self._rig = make("native", num_slabs, self.memory, self.clock, **changes)  # it has the kept memory
-        self.store = self._rig.store
+        self.rig = make("native", num_slabs, self.memory, self.clock, **changes)  # it has the kept memory
+        self.store = self.rig.store
         self.tiers = [FakeTier(self.memory, f"fake{i}") for i in range(num_tiers)]
         self.chain = TierChain(self.store, self.tiers, self.clock, policies)
         self.namespace: Any = self.store.open(identity())
@@ -95,9 +95,12 @@ class ChainRig:
         self.clock.close()
 
     async def round(self) -> None:
-        """Let the chain write what is to be written now."""
-        await self.chain._writes.round()
+        """Let the chain write what is to be written now. A second later a round begins anyway."""
+        self.chain.start()
         await soon()
+        self.clock.advance(1.0)
+        for _ in range(10):
+            await soon()
 
 
 async def soon() -> None:

@@ -17,7 +17,7 @@ from kvservice.launch import Daemon
 BLOCK_SIZE = 4
 CLUSTER_POOL: dict[str, Any] = {
     "num_layers": 1, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": 64,
-    "watermark": 0.0, "swap_space_gib": 0.0, "session_grace_s": 0.5, "drain_timeout_s": 5.0, "store_gib": 1 / 64,
+    "watermark": 0.0, "swap_space_gib": 0.0, "session_grace_s": 0.5, "drain_timeout_s": 0.5, "store_gib": 1 / 64,
 }  # fmt: skip
 # The daemons of tests answer at once, or never.
 QUICK: dict[str, Any] = {"probe_interval_s": 0.05, "probe_timeout_s": 5.0, "open_timeout_s": 5.0}

@@ -10,10 +10,10 @@ import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from kvservice._ext import store_checksums
-from kvservice.tiers import Space, Values
-from kvservice.tiers.disk import DiskOptions, DiskTier
+from kvservice.tiers import DiskOptions, DiskTier, Space, Values
 
 MEMORY_BYTES = 16 << 20
 SLAB_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def content(of: Space, number: int) -> bytes:
     return (pattern * (of.block_bytes // len(pattern) + 1))[: of.block_bytes]
 
 
-def options(directory: Path, num_slabs: int = 8, num_threads: int = 4, **others: int) -> DiskOptions:
+def options(directory: Path, num_slabs: int = 8, num_threads: int = 4, **others: Any) -> DiskOptions:
     slab_bytes = others.pop("slab_bytes", SLAB_BYTES)
     total = slab_bytes + SECTOR + slab_bytes // SECTOR * 128
     return DiskOptions(directory, num_slabs * total, num_threads=num_threads, slab_bytes=slab_bytes, **others)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from kvservice.mooncake.messages import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
+from kvservice.mooncake import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
 
 
 def main() -> None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
-from kvservice.client.threads import finish
-from kvservice.client.waiting import SessionStream
 from kvservice.errors import CallTimeoutError, KVServiceError, RestartingError
 
 ATTACHED = SimpleNamespace(session_id=7, daemon_start=1)
 # The answer of a process of the daemon that has taken over.
 ATTACHED_BY_NEXT = SimpleNamespace(session_id=7, daemon_start=2)
+
+
+T = TypeVar("T")
+
+
+def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, and return its result."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("it waits for something that is not faked")
 
 
 class FakeWaiting:
@@ -108,7 +119,7 @@ class FakeStream:
     connection error also ends the stream. None: the call gets no answer. When there are no more answers, a call is
     answered with its name, and attach as by the daemon."""
 
-    def __init__(self, waiting: FakeWaiting, on_end: Callable[[SessionStream], None], answers: list[Any]) -> None:
+    def __init__(self, waiting: FakeWaiting, on_end: Callable[[Any], None], answers: list[Any]) -> None:
         self.error: KVServiceError | None = None
         self.calls: list[str] = []
         self.ended = False

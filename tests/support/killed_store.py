@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
-from blocks_rig import BLOCK_BYTES, SLAB_BYTES, identity, keys
+from blocks_rig import BLOCK_BYTES, SLAB_BYTES, finish, identity, keys
 from manual_clock import ManualClock
 from store_rig import address_of, kept_memory, unpack
 
 from kvservice import _ext
-from kvservice.blocks.slices import finish
 from kvservice.store import (
     BlockStore,
     SessionStore,

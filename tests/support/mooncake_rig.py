@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import mmap
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,6 @@ from ports import free_ports
 from waiting import until
 
 from kvservice import _ext
-from kvservice.pool.sealed import SealedMemory
 from kvservice.tiers import Space, Values
 
 # Shared libraries that Mooncake's wheel does not bring, and their packages in Debian and its kin.
@@ -151,12 +152,24 @@ def mooncake_cluster(directory: Path) -> Iterator[MooncakeCluster]:
         cluster.stop()
 
 
+class Memory:
+    """A memory file, which other processes map too."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create("test-store")
+        os.truncate(self.fd, num_bytes)
+        self.map = mmap.mmap(self.fd, num_bytes)
+        self.address = int(np.frombuffer(self.map, np.uint8).ctypes.data)
+        weakref.finalize(self, os.close, self.fd)
+
+
 class Blocks:
     """The memory of a store, with blocks of random bytes. Block i is written at place i."""
 
     def __init__(self, seed: int = 0, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes, self.stride = block_bytes, -(-block_bytes // 4096) * 4096 + 4096
-        self.memory = SealedMemory("test-store", num_blocks * self.stride, read_only=False)
+        self.memory = Memory(num_blocks * self.stride)
         self.bytes = np.frombuffer(self.memory.map, np.uint8).reshape(num_blocks, self.stride)[:, :block_bytes]
         self._random = np.random.default_rng(seed)
 

@@ -87,9 +87,3 @@ async def store_of(
             waiting.store(namespace, **options) as store,
         ):
             yield store
-
-
-def link_of(store: Any) -> Any:
-    """Return the link of a store of either API."""
-    core = getattr(store, "_target", store)
-    return getattr(core, "_core", core)._access.link

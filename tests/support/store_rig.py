@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import random
 import struct
@@ -17,6 +18,7 @@ RECORD_BYTES = 64
 DONE, PRESENT, BEING_WRITTEN, NO_ROOM = 1, 2, 3, 4
 
 
+@functools.lru_cache(1 << 17)
 def key_of(name: object) -> bytes:
     return random.Random(repr(name)).randbytes(KEY_BYTES)
 

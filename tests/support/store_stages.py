@@ -17,14 +17,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from client_calls import Send, around_calls, changed_calls
 from store_daemons import BLOCK_BYTES, blocks_of, keys_of
 
+from kvservice import _ext
 from kvservice.client import KVClient, Scatter, StoreNamespace
-from kvservice.client.connection import SessionConnection
-from kvservice.client.store import copies
 from kvservice.config_sources import load_config
-from kvservice.server.store_calls import StoreCalls
-from kvservice.server.store_copies import StoreCopies
 from kvservice.store import BlockStore
 
 # Where a writer stops: the namespace is open; half of the bytes are written, to the store, the region or the message;
@@ -114,7 +112,7 @@ def writer(
     with KVClient(address) as client, client.store(namespace, transport=transport) as store:
         if stage == "opened":
             stop(connection)
-        with _stopping(connection, stage, "copy_in", PUBLISHES):
+        with _stopping(connection, stage, "store_copy_in", PUBLISHES):
             store.put(keys_of(*numbers), _scattered(seeds))
         stop(connection)
 
@@ -146,7 +144,7 @@ def reader(
     time of its lease, 0 for the longest."""
     with KVClient(address) as client, client.store(namespace, transport=transport) as store:
         out = np.zeros((len(numbers), BLOCK_BYTES), np.uint8)
-        with _leases_of(ttl_s), _stopping(connection, stage, "copy_out", READS):
+        with _leases_of(ttl_s), _stopping(connection, stage, "store_copy_out", READS):
             found = store.get(keys_of(*numbers), out)
         connection.send((found, out))
 
@@ -167,58 +165,64 @@ def holder(connection: Connection, address: str, namespace: StoreNamespace, numb
 @contextlib.contextmanager
 def _stopping(connection: Connection, stage: str, copy: str, calls: tuple[str, ...]) -> Iterator[None]:
     """Stop in the middle of a copy ("half"), before one of the calls ("written"), or before its answer ("sent")."""
-    call_until, copied = SessionConnection.call_until, getattr(copies, copy)
 
-    async def call(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+    async def call(name: str, request: Any, send: Send) -> Any:  # noqa: ARG001
         if name in calls and stage == "written":
             stop(connection)
-        answer = await call_until(self, deadline, name, request)
+        answer = await send()
         if name in calls and stage == "sent":
             stop(connection)
         return answer
 
-    def halves(address: int, offsets: bytes, block_bytes: int, pieces: Any, *rest: Any) -> Any:
-        half = len(offsets) // 16
-        copied(address, offsets[: 8 * half], block_bytes, pieces.part(slice(0, half)), *rest)
-        stop(connection)
-        return copied(address, offsets, block_bytes, pieces, *rest)
-
     with (
-        patch.object(SessionConnection, "call_until", call),
-        patch.object(copies, copy, halves if stage == "half" else copied),
+        around_calls(call),
+        patch.object(_ext, copy, _halves(copy, connection) if stage == "half" else getattr(_ext, copy)),
     ):
         yield
 
 
+def _halves(name: str, connection: Connection) -> Callable[..., Any]:
+    """Return a copy that stops when it has copied half of its blocks."""
+    copied = getattr(_ext, name)
+
+    def copy(
+        address: int, offsets: bytes, block_bytes: int, start: int, places: bytes, sizes: bytes, *rest: Any
+    ) -> Any:
+        num_blocks = len(offsets) // 8
+        half = num_blocks // 2
+        first = offsets[: 8 * half], block_bytes, start, places[: len(places) // num_blocks * half], sizes
+        copied(address, *first, *rest)
+        stop(connection)
+        return copied(address, offsets, block_bytes, start, places, sizes, *rest)
+
+    return copy
+
+
 @contextlib.contextmanager
 def _leases_of(ttl_s: float) -> Iterator[None]:
-    call_until = SessionConnection.call_until
-
-    async def call(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+    def change(name: str, request: Any) -> None:
         if name == "store_acquire":
             request.ttl_s = ttl_s
-        return await call_until(self, deadline, name, request)
 
-    with patch.object(SessionConnection, "call_until", call):
+    with changed_calls(change):
         yield
 
 
 # ---- the daemon
 
-# The method at which a daemon stops: before it, after it, or with half of the blocks copied.
-_METHODS: dict[str, Any] = {
-    "open_namespace": StoreCalls.open_namespace,
-    "reserve": StoreCalls.reserve,
-    "publish": BlockStore.commit,
-    "acquire": StoreCalls.acquire,
-    "_copy_in": StoreCopies._copy_in,
-    "_copy_out": StoreCopies._copy_out,
+# The operation of the store at which a daemon stops: before it, after it, or with half of the blocks copied.
+_OPERATIONS: dict[str, tuple[Any, str]] = {
+    "open_namespace": (BlockStore, "open"),
+    "reserve": (BlockStore, "reserve"),
+    "publish": (BlockStore, "commit"),
+    "acquire": (BlockStore, "acquire"),
+    "copy_in": (_ext, "store_copy_in"),
+    "copy_out": (_ext, "store_copy_out"),
 }
-_OWNERS: dict[str, Any] = {"publish": BlockStore, "_copy_in": StoreCopies, "_copy_out": StoreCopies}
 
 
 def daemon(connection: Connection, options: dict[str, Any], stage: str, directory: Path) -> None:
-    """Run a daemon that stops at a stage, for example "half of _copy_in", after the other side has said "arm"."""
+    """Run a daemon that stops at a stage, for example "half of copy_in", after the other side has said "arm"."""
     from kvservice.server.daemon import run
 
     log = os.open(directory / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -227,26 +231,19 @@ def daemon(connection: Connection, options: dict[str, Any], stage: str, director
     def armed() -> bool:
         return connection.poll() and connection.recv() == "arm"
 
-    when, _, name = stage.rpartition(" ")
-    execute = _METHODS[name]
+    when, _, operation = stage.rpartition(" ")
+    owner, name = _OPERATIONS[operation]
+    execute = getattr(owner, name)
 
-    def staged(self: Any, *args: Any) -> Any:
+    def staged(*args: Any, **options: Any) -> Any:
         if not armed():
-            return execute(self, *args)
+            return execute(*args, **options)
         if when == "half of":
-            offsets, *rest = args
-            execute(self, offsets[: len(offsets) // 16 * 8], *_first_half(rest))
+            _halves(name, connection)(*args, **options)
         elif when == "after":
-            execute(self, *args)
+            execute(*args, **options)
         stop(connection)
         raise AssertionError("a daemon that has stopped is killed")
 
-    setattr(_OWNERS.get(name, StoreCalls), execute.__name__, staged)
+    setattr(owner, name, staged)
     run(load_config(options, {}))
-
-
-def _first_half(rest: list[Any]) -> list[Any]:
-    """Return the arguments of a copy after its offsets, for the first half of the blocks."""
-    block_bytes, memory, places, *others = rest
-    chosen = np.arange(len(places)) < len(places) // 2
-    return [block_bytes, memory, places.of(chosen), *others]

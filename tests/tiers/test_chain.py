@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from blocks_rig import keys
 from chain_rig import ChainRig, soon
+from each_row import each_row
 
 from kvservice.tiers import WritePolicy
-from kvservice.tiers.measured import LIMIT_S
+
+# A call of a tier that takes longer is a failure.
+LIMIT_S = 10.0
 
 
 def test_values_below_are_found_and_brought_up() -> None:
@@ -132,8 +135,15 @@ def test_a_damaged_or_vanished_value_is_a_miss() -> None:
     rig.run(work())
 
 
-@pytest.mark.parametrize("method", ["lookup", "get"])
-def test_a_tier_that_fails_is_a_miss(method: str) -> None:
+def test_a_tier_that_fails_is_a_miss() -> None:
+    """It fails if an error reaches the caller, or if the tier is asked again before its pause is over."""
+    with each_row() as row:
+        for method in ("lookup", "get"):
+            with row(method):
+                check_a_failing_tier(method)
+
+
+def check_a_failing_tier(method: str) -> None:
     rig = ChainRig()
     rig.put(1)
     rig.put_below(2)
@@ -153,8 +163,15 @@ def test_a_tier_that_fails_is_a_miss(method: str) -> None:
     assert (rig.chain.stats()[0].errors, rig.chain.stats()[0].suspensions) == (3, 1)
 
 
-@pytest.mark.parametrize("state", ["opening", "failed"])
-def test_a_tier_that_is_not_open_is_not_called(state: str) -> None:
+def test_a_tier_that_is_not_open_is_not_called() -> None:
+    """It fails if the tier is asked, or if it is not asked after it has opened."""
+    with each_row() as row:
+        for state in ("opening", "failed"):
+            with row(state):
+                check_a_tier_in_state(state)
+
+
+def check_a_tier_in_state(state: str) -> None:
     rig = ChainRig()
     rig.put_below(1)
     rig.tier.state = state
@@ -212,8 +229,15 @@ def test_by_measured_speed_a_value_that_would_take_longer_is_a_miss() -> None:
     assert rig.chain.stats()[0].read_bytes_per_s > 4000
 
 
-@pytest.mark.parametrize("method", ["lookup", "get"])
-def test_a_tier_without_an_answer_is_a_miss_after_a_while(method: str) -> None:
+def test_a_tier_without_an_answer_is_a_miss_after_a_while() -> None:
+    """It fails if the caller waits for longer, or if the failure is not counted."""
+    with each_row() as row:
+        for method in ("lookup", "get"):
+            with row(method):
+                check_a_hanging_tier(method)
+
+
+def check_a_hanging_tier(method: str) -> None:
     rig = ChainRig()
     rig.put_below(1)
 
@@ -334,9 +358,15 @@ def test_a_write_that_waits_for_its_lookup_does_not_bring_a_removed_value_back()
     rig.run(work())
 
 
-@pytest.mark.parametrize("call", ["remove", "clear"])
-def test_a_late_removal_does_not_remove_a_newer_value(call: str) -> None:
+def test_a_late_removal_does_not_remove_a_newer_value() -> None:
     """A call that took too long may still remove values: no write begins before it has ended."""
+    with each_row() as row:
+        for call in ("remove", "clear"):
+            with row(call):
+                check_a_late_removal(call)
+
+
+def check_a_late_removal(call: str) -> None:
     rig = ChainRig(policies={"fake0": WritePolicy(soon=True)})
 
     async def work() -> None:
@@ -361,14 +391,20 @@ def test_a_late_removal_does_not_remove_a_newer_value(call: str) -> None:
     rig.run(work())
 
 
-@pytest.mark.parametrize("how", ["opening", "suspended", "hangs"])
-def test_a_tier_that_cannot_remove_now_is_told_later(how: str) -> None:
+def test_a_tier_that_cannot_remove_now_is_told_later() -> None:
+    """It fails if a removed value is found meanwhile, or is still there afterwards."""
+    with each_row() as row:
+        for how in ("opening", "suspended", "hangs"):
+            with row(how):
+                check_a_postponed_removal(how)
+
+
+def check_a_postponed_removal(how: str) -> None:
     rig = ChainRig()
     rig.put(1)
     rig.put_below(1, 2, 3)
 
     async def work() -> None:
-        (link,) = rig.chain._links
         if how == "opening":
             rig.tier.state = "opening"
         elif how == "suspended":
@@ -386,7 +422,7 @@ def test_a_tier_that_cannot_remove_now_is_told_later(how: str) -> None:
         assert await rig.bring_up(1, 2, 3) == [3]
         assert rig.below() == [1, 2, 3]
         rig.tier.gates.clear()
-        await link.removals.try_again()
+        await rig.round()
         assert rig.below() == [3]
         assert (await rig.chain.put(rig.namespace, keys(1))).tolist() == [False]
         rig.put(1)
@@ -401,7 +437,6 @@ def test_too_many_waiting_removals_become_a_clear(monkeypatch: pytest.MonkeyPatc
     rig.put_below(1, 2, 3, 4)
 
     async def work() -> None:
-        (link,) = rig.chain._links
         for numbers, below in (((1, 2), [3, 4]), ((3, 4), [])):
             rig.tier.state = "opening"
             await rig.chain.remove(rig.namespace, keys(numbers[0]))
@@ -410,7 +445,7 @@ def test_too_many_waiting_removals_become_a_clear(monkeypatch: pytest.MonkeyPatc
                 await rig.chain.remove(rig.namespace, keys(9))
             rig.tier.state = "open"
             assert await rig.bring_up(*numbers) == []
-            await link.removals.try_again()
+            await rig.round()
             assert rig.below() == below
 
     rig.run(work())
@@ -507,6 +542,5 @@ async def _end(rig: ChainRig, calls: set[asyncio.Task[object]]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
     for _ in range(3):
         rig.clock.advance(100.0)
-        for link in rig.chain._links:
-            await link.removals.try_again()
+        await rig.round()
         await rig.lookup(*range(40, 45))

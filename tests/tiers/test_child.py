@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from each_row import each_row
 from mooncake_rig import keys_of
 from waiting import PATIENCE_S, until
 
-from kvservice.mooncake.messages import MooncakeRequest, Operation
-from kvservice.tiers import TierError, child
+from kvservice.mooncake import MooncakeRequest, Operation
+from kvservice.tiers import TierError
 from kvservice.tiers.child import BACKOFF_MAX_S, BACKOFF_MIN_S, STEADY_S, Child, ChildKeeper
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -77,14 +78,15 @@ def test_requests_are_answered_in_any_order() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "reason"),
-    [
-        ("die", "has ended"),
-        ("refuse", "failed to start: it has no wish to"),
-    ],
-)
-def test_a_child_that_does_not_start_says_why(behaviour: str, reason: str) -> None:
+def test_a_child_that_does_not_start_says_why() -> None:
+    """It fails if the reason is another one, or if a request waits for the child."""
+    with each_row() as row:
+        for behaviour, reason in (("die", "has ended"), ("refuse", "failed to start: it has no wish to")):
+            with row((behaviour, reason)):
+                check_a_start_that_fails(behaviour, reason)
+
+
+def check_a_start_that_fails(behaviour: str, reason: str) -> None:
     async def work() -> None:
         async with running(behaviour) as one:
             with pytest.raises(TierError):
@@ -96,15 +98,19 @@ def test_a_child_that_does_not_start_says_why(behaviour: str, reason: str) -> No
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "limit_s", "reason"),
-    [
-        ("hang", 0.05, r"did not answer within 0\.05 s and was killed"),
-        ("crash", LIMIT_S, "has ended"),
-        ("long", LIMIT_S, "sent a reply that is too long"),
-    ],
-)
-def test_requests_fail_when_the_process_has_ended(behaviour: str, limit_s: float, reason: str) -> None:
+def test_requests_fail_when_the_process_has_ended() -> None:
+    """It fails if a request ends before the process has, or for another reason."""
+    with each_row() as row:
+        for behaviour, limit_s, reason in (
+            ("hang", 0.05, r"did not answer within 0\.05 s and was killed"),
+            ("crash", LIMIT_S, "has ended"),
+            ("long", LIMIT_S, "sent a reply that is too long"),
+        ):
+            with row((behaviour, limit_s, reason)):
+                check_a_failing_request(behaviour, limit_s, reason)
+
+
+def check_a_failing_request(behaviour: str, limit_s: float, reason: str) -> None:
     async def work() -> None:
         async with running(behaviour) as one:
             await one.ready
@@ -216,8 +222,15 @@ def test_pauses_double_while_children_end_early() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(("lived_s", "pause_s"), [(STEADY_S, BACKOFF_MIN_S), (STEADY_S - 1, 2 * BACKOFF_MIN_S)])
-def test_a_child_that_lived_long_is_replaced_soon(lived_s: float, pause_s: float) -> None:
+def test_a_child_that_lived_long_is_replaced_soon() -> None:
+    """It fails if the pause before the next child is another one."""
+    with each_row() as row:
+        for lived_s, pause_s in ((STEADY_S, BACKOFF_MIN_S), (STEADY_S - 1, 2 * BACKOFF_MIN_S)):
+            with row((lived_s, pause_s)):
+                check_the_pause_after(lived_s, pause_s)
+
+
+def check_the_pause_after(lived_s: float, pause_s: float) -> None:
     async def work() -> None:
         pauses, now = Pauses(), [0.0]
         behaviours = iter(["die", "serve", "serve"])
@@ -236,12 +249,10 @@ def test_a_child_that_lived_long_is_replaced_soon(lived_s: float, pause_s: float
     asyncio.run(work())
 
 
-def test_a_child_that_is_never_ready_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "START_S", 0.05)
-
+def test_a_child_that_is_never_ready_is_killed() -> None:
     async def work() -> None:
         pauses = Pauses()
-        keeper = ChildKeeper("the child", lambda: start("silent"), pauses)
+        keeper = ChildKeeper("the child", lambda: start("silent"), pauses, start_s=0.05)
         await pauses.begins(1)
         with pytest.raises(TierError, match=r"was not ready within 0\.05 s"):
             keeper.child()
@@ -278,7 +289,7 @@ def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> Non
                 await asyncio.sleep(0.005)
         await keeper.close()
 
-    with caplog.at_level("INFO", logger="kvservice.tiers.child"):
+    with caplog.at_level("INFO", logger="kvservice.tiers"):
         asyncio.run(work())
     assert [record.getMessage() for record in caplog.records] == [
         "the child has ended; another is started in 0.5 s",

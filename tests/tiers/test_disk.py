@@ -8,21 +8,30 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_rig import MEMORY_BYTES, SECTOR, SLAB_BYTES, TOTAL_SLAB_BYTES, Disk, keys, opened, options, space
+from each_row import each_row
 from odd_entries import ODD_ENTRIES, make_odd_entry
 from waiting import PATIENCE_S
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.tiers import TierError, Values
-from kvservice.tiers.disk import DiskOptions, DiskTier
+from kvservice.tiers import DiskOptions, DiskTier, TierError, Values
 
 SIZES = (1, 100, SECTOR - 1, SECTOR, SECTOR + 1, 5000, 65536, 100_001, SLAB_BYTES)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_values_come_back_also_after_a_restart(tmp_path: Path, size: int) -> None:
+def test_values_come_back_also_after_a_restart(tmp_path: Path) -> None:
+    """It fails if a value is missing or has other bytes, or if it is not counted."""
+    with each_row() as row:
+        for size in SIZES:
+            with row(size):
+                (directory := tmp_path / str(size)).mkdir()
+                check_values_come_back(directory, size)
+
+
+def check_values_come_back(tmp_path: Path, size: int) -> None:
     async def run() -> None:
         async with opened(options(tmp_path)) as disk:
             assert await disk.put(space(size), range(5)) == list(range(5))
@@ -44,7 +53,7 @@ def test_the_log_says_what_is_found_and_kept(tmp_path: Path, caplog: pytest.LogC
         async with opened(options(tmp_path)) as disk:
             await disk.tier.remove(space(100), keys([1]))
 
-    with caplog.at_level("INFO", logger="kvservice.tiers.disk"):
+    with caplog.at_level("INFO", logger="kvservice.tiers"):
         asyncio.run(run())
     place = re.escape(f"the disk tier in {tmp_path} is")
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
@@ -58,16 +67,20 @@ def test_the_log_says_what_is_found_and_kept(tmp_path: Path, caplog: pytest.LogC
     assert all(map(re.fullmatch, expected, lines))
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_directory_that_is_taken_away_gets_no_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
-) -> None:
-    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
+def test_a_directory_that_is_taken_away_gets_no_values(tmp_path: Path) -> None:
+    """It fails if a put counts as stored meanwhile, or if values are lost afterwards."""
+    with each_row() as row:
+        for is_replaced in (False, True):
+            with row(is_replaced):
+                check_a_directory_taken_away(tmp_path / str(is_replaced), is_replaced)
+
+
+def check_a_directory_taken_away(tmp_path: Path, is_replaced: bool) -> None:
     folder, elsewhere = tmp_path / "values", tmp_path / "elsewhere"
-    folder.mkdir()
+    folder.mkdir(parents=True)
 
     async def run() -> None:
-        async with opened(options(folder)) as disk:
+        async with opened(options(folder, check_s=0)) as disk:
             assert await disk.put(space(100), range(3)) == [0, 1, 2]
             folder.rename(elsewhere)
             if is_replaced:
@@ -83,27 +96,35 @@ def test_a_directory_that_is_taken_away_gets_no_values(
     asyncio.run(run())
 
 
+class HangingDisk:
+    """A look at the directory of a tier waits until `go_on` is set. `begun` counts the looks."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Semaphore(0), threading.Event()
+        stat = os.stat
+
+        def held(path: Any, *args: Any, **options: Any) -> os.stat_result:
+            if str(path) == str(directory / "lock"):
+                self.begun.release()
+                assert self.go_on.wait(PATIENCE_S)
+            return stat(path, *args, **options)
+
+        monkeypatch.setattr(os, "stat", held)
+
+
 def test_a_disk_that_hangs_holds_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes wait for it together. One that is cancelled leaves it to the others."""
-    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
-    begun, go_on = threading.Semaphore(0), threading.Event()
-    check = DiskTier._check_directory
-
-    def held(tier: DiskTier) -> None:
-        begun.release()
-        assert go_on.wait(PATIENCE_S)
-        check(tier)
 
     async def run() -> None:
-        async with opened(options(tmp_path)) as disk:
-            monkeypatch.setattr(DiskTier, "_check_directory", held)
+        async with opened(options(tmp_path, check_s=0)) as disk:
+            hanging = HangingDisk(tmp_path, monkeypatch)
             writes = [asyncio.create_task(disk.put(space(100), [number], first=SECTOR * number)) for number in range(3)]
-            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+            assert await asyncio.to_thread(hanging.begun.acquire, timeout=PATIENCE_S)
             writes[0].cancel()
             await asyncio.wait(writes[:1])
             assert not writes[1].done()
-            assert not begun.acquire(blocking=False)
-            go_on.set()
+            assert not hanging.begun.acquire(blocking=False)
+            hanging.go_on.set()
             assert [await write for write in writes[1:]] == [[1], [2]]
 
     asyncio.run(run())
@@ -112,20 +133,13 @@ def test_a_disk_that_hangs_holds_one_thread(tmp_path: Path, monkeypatch: pytest.
 def test_a_write_that_waits_for_the_directory_fails_when_the_tier_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvservice.tiers.disk.CHECK_S", 0.0)
-    begun, go_on = threading.Semaphore(0), threading.Event()
-
-    def held(_: DiskTier) -> None:
-        begun.release()
-        assert go_on.wait(PATIENCE_S)
-
     async def run() -> None:
-        async with opened(options(tmp_path)) as disk:
-            monkeypatch.setattr(DiskTier, "_check_directory", held)
+        async with opened(options(tmp_path, check_s=0)) as disk:
+            hanging = HangingDisk(tmp_path, monkeypatch)
             write = asyncio.create_task(disk.put(space(100), [1]))
-            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+            assert await asyncio.to_thread(hanging.begun.acquire, timeout=PATIENCE_S)
             await disk.tier.close()
-            go_on.set()
+            hanging.go_on.set()
             with pytest.raises(TierError, match="is closed"):
                 await write
 
@@ -340,34 +354,35 @@ def test_a_cancelled_call_ends_when_the_memory_is_free(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"capacity_bytes": TOTAL_SLAB_BYTES - 1}, "capacity_bytes"),
-        ({"slab_bytes": SECTOR - 1}, "slab_bytes"),
-        ({"num_threads": 0}, "num_threads"),
-        ({"num_threads": 257}, "num_threads"),
-        ({"max_queued": 0}, "max_queued"),
-    ],
-)
-def test_options_out_of_range_are_refused(tmp_path: Path, change: dict[str, int], field: str) -> None:
-    settings = {"capacity_bytes": TOTAL_SLAB_BYTES, "slab_bytes": SLAB_BYTES} | change
+OUT_OF_RANGE = [
+    ("capacity_bytes", TOTAL_SLAB_BYTES - 1),
+    ("slab_bytes", SECTOR - 1),
+    ("num_threads", 0),
+    ("num_threads", 257),
+    ("max_queued", 0),
+]
 
+
+def test_options_out_of_range_are_refused(tmp_path: Path) -> None:
     async def run() -> None:
-        with pytest.raises(InvalidArgumentError) as refused:
-            DiskTier(DiskOptions(tmp_path, **settings), 4096, 4096)
-        assert refused.value.field == field
+        with each_row() as row:
+            for field, value in OUT_OF_RANGE:
+                with row((field, value)):
+                    settings = {"capacity_bytes": TOTAL_SLAB_BYTES, "slab_bytes": SLAB_BYTES} | {field: value}
+                    with pytest.raises(InvalidArgumentError) as refused:
+                        DiskTier(DiskOptions(tmp_path, **settings), 4096, 4096)
+                    assert refused.value.field == field
 
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("num_threads", [1, 256])
-def test_the_smallest_and_the_most_threads_work(tmp_path: Path, num_threads: int) -> None:
+def test_the_smallest_and_the_most_threads_work(tmp_path: Path) -> None:
     async def run() -> None:
-        async with opened(options(tmp_path, num_slabs=1, num_threads=num_threads)) as disk:
-            assert await disk.put(space(100), range(50)) == list(range(50))
-            assert await disk.get(space(100), range(50)) == list(range(50))
+        for num_threads, numbers in ((1, range(50)), (256, range(50, 100))):
+            async with opened(options(tmp_path, num_slabs=1, num_threads=num_threads)) as disk:
+                assert await disk.put(space(100), numbers) == list(numbers)
+                assert await disk.get(space(100), numbers) == list(numbers)
 
     asyncio.run(run())
 
@@ -386,11 +401,17 @@ def test_places_outside_the_memory_are_refused(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["lock", "meta", "meta.new", "data-0", "records"])
-@pytest.mark.parametrize("kind", ODD_ENTRIES)
-def test_what_is_not_a_regular_file_is_named_and_left_alone(tmp_path: Path, name: str, kind: str) -> None:
-    directory = tmp_path / "values"
-    directory.mkdir()
+def test_what_is_not_a_regular_file_is_named_and_left_alone(tmp_path: Path) -> None:
+    """It fails if the entry is not named, or has changed."""
+    with each_row() as row:
+        for name in ("lock", "meta", "meta.new", "data-0", "records"):
+            for kind in ODD_ENTRIES:
+                with row((name, kind)):
+                    check_odd_entry(tmp_path / f"{name} {kind}" / "values", name, kind)
+
+
+def check_odd_entry(directory: Path, name: str, kind: str) -> None:
+    directory.mkdir(parents=True)
     target = make_odd_entry(directory / name, kind)
     before = target.read_bytes(), os.lstat(directory / name)
 

@@ -16,6 +16,7 @@ from typing import Any
 import disk_faulty
 import pytest
 from disk_rig import SECTOR, SLAB_BYTES, Disk, opened, options, space, with_modules_of
+from each_row import each_row
 
 HERE = Path(__file__).parent
 
@@ -74,8 +75,16 @@ def test_faults_now_and_then(faults: Path, tmp_path: Path, per_mille: tuple[int,
     check_after_restart(tmp_path, result)
 
 
-@pytest.mark.parametrize("per_mille", [(0, 1000, 0, 0), (0, 0, 1000, 0)], ids=["fails", "full"])
-def test_a_disk_that_takes_no_writes_fails_as_a_whole(faults: Path, tmp_path: Path, per_mille: tuple[int, ...]) -> None:
+def test_a_disk_that_takes_no_writes_fails_as_a_whole(faults: Path, tmp_path: Path) -> None:
+    """It fails if no call fails, or if a value that was found is lost after a restart."""
+    with each_row() as row:
+        for per_mille in ((0, 1000, 0, 0), (0, 0, 1000, 0)):
+            with row(per_mille):
+                (directory := tmp_path / str(per_mille[1])).mkdir()
+                check_a_disk_without_writes(faults, directory, per_mille)
+
+
+def check_a_disk_without_writes(faults: Path, tmp_path: Path, per_mille: tuple[int, ...]) -> None:
     result = run(faults, tmp_path, per_mille)
     assert result["failed"]["put"] > 0
     assert result["failed"]["remove"] > 0
@@ -145,21 +154,27 @@ def test_bytes_behind_a_value_do_not_matter(tmp_path: Path) -> None:
     assert (small, large) == (list(range(50)), [1])
 
 
-@pytest.mark.parametrize("place", [0, 16, 40, 48, 56, 64, 72, 80, 88, 127])
-def test_a_damaged_record_is_a_miss(tmp_path: Path, place: int) -> None:
-    asyncio.run(filled(tmp_path))
-    flip(tmp_path / "records", SECTOR + 7 * 128 + place)
-    small, large, disk = asyncio.run(found(tmp_path))
-    assert (small, large) == ([n for n in range(50) if n != 7], [1])
-    assert disk.tier.stats().corrupt == 0
+def test_a_damaged_record_is_a_miss(tmp_path: Path) -> None:
+    with each_row() as row:
+        for place in (0, 16, 40, 48, 56, 64, 72, 80, 88, 127):
+            with row(place):
+                (directory := tmp_path / str(place)).mkdir()
+                asyncio.run(filled(directory))
+                flip(directory / "records", SECTOR + 7 * 128 + place)
+                small, large, disk = asyncio.run(found(directory))
+                assert (small, large) == ([n for n in range(50) if n != 7], [1])
+                assert disk.tier.stats().corrupt == 0
 
 
-@pytest.mark.parametrize("place", [0, 8, 16, 25, 32])
-def test_the_values_of_a_slab_with_a_damaged_header_are_gone(tmp_path: Path, place: int) -> None:
-    asyncio.run(filled(tmp_path))
-    flip(tmp_path / "records", place)
-    small, large, _ = asyncio.run(found(tmp_path))
-    assert (small, large) == ([], [1])
+def test_the_values_of_a_slab_with_a_damaged_header_are_gone(tmp_path: Path) -> None:
+    with each_row() as row:
+        for place in (0, 8, 16, 25, 32):
+            with row(place):
+                (directory := tmp_path / str(place)).mkdir()
+                asyncio.run(filled(directory))
+                flip(directory / "records", place)
+                small, large, _ = asyncio.run(found(directory))
+                assert (small, large) == ([], [1])
 
 
 def test_swapped_records_do_not_count(tmp_path: Path) -> None:

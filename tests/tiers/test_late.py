@@ -9,8 +9,9 @@ from fake_tier import FakeTier
 from manual_clock import ManualClock
 
 from kvservice.tiers import LateTier, Space, TierError
-from kvservice.tiers.late import FAILED_AFTER_S, PAUSE_S
 
+# The pause in seconds after the first attempt, and the time after which a tier counts as failed.
+PAUSE_S, FAILED_AFTER_S = 0.05, 5.0
 SPACE = Space(bytes(16), 4096, "m")
 
 

@@ -24,6 +24,9 @@ from waiting import until
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.launch import Daemon
 
+# Each test starts several daemons, which have to join the store.
+pytestmark = pytest.mark.slow
+
 NUMBERS = range(10)
 NUM_PROMPT_BLOCKS = 8
 WRITTEN = 'kvservice_tier_values_written_total{tier="mooncake"}'

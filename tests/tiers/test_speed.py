@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.tiers.speed import Speed
+from kvservice.tiers import Speed
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -1,1 +1,25 @@
 """Several daemons behind one face: `placement` has the rule, `members` watches the daemons, `core` places."""
+
+from kvservice.client.cluster.aio import AsyncCluster
+from kvservice.client.cluster.blocking import Cluster
+from kvservice.client.cluster.placement import (
+    Candidate,
+    HashedPrompt,
+    Load,
+    PlacedPrompt,
+    Placement,
+    PlacementSettings,
+)
+from kvservice.client.cluster.values import ClusterDaemon
+
+__all__ = [
+    "AsyncCluster",
+    "Candidate",
+    "Cluster",
+    "ClusterDaemon",
+    "HashedPrompt",
+    "Load",
+    "PlacedPrompt",
+    "Placement",
+    "PlacementSettings",
+]

@@ -53,12 +53,15 @@ _LOST = (
     UnknownRegionError,
 )
 
+# See open_link in link.py.
+OpenLink = Callable[[Dialer, StoreOptions, Callable[[KVServiceError], None]], Awaitable[StoreLink]]
+
 
 class StoreAccess:
     """The link, if there is one. With the sync API its coroutines never suspend, and threads share it."""
 
-    def __init__(self, dialer: Dialer, options: StoreOptions) -> None:
-        self._dialer, self._options = dialer, options
+    def __init__(self, dialer: Dialer, options: StoreOptions, open_link: OpenLink = open_link) -> None:
+        self._dialer, self._options, self._open_link = dialer, options, open_link
         self._process = OwnProcess()
         self._state_lock = threading.Lock()
         self._link: StoreLink | None = None
@@ -158,7 +161,7 @@ class StoreAccess:
             self._lost = None
 
     async def _open(self) -> StoreLink:
-        return await open_link(self._dialer, self._options, self._broke)
+        return await self._open_link(self._dialer, self._options, self._broke)
 
     def _join(self, link: StoreLink) -> bool:
         """Use a link from now on. Returns False if the store was closed meanwhile."""
