@@ -7,6 +7,7 @@ checks the result before it registers memory.
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -14,10 +15,10 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from kvservice import _ext
-
-# Beside the extension, which in a development install is not beside this package.
-PRELOADED: Final = Path(_ext.__file__).with_name("_ext_listen.so")
+# Beside the extension, which in a development install is not beside this package. It is not imported: NumPy, which it
+# needs, starts threads, and a node blocks signals before there are any.
+_EXTENSION: Final = importlib.util.find_spec("kvservice._ext")
+PRELOADED: Final = Path((_EXTENSION and _EXTENSION.origin) or __file__).with_name("_ext_listen.so")
 VARIABLE: Final = "KVSERVICE_LISTEN_ADDRESS"
 NOWHERE: Final = "none"
 _LISTENING = "0A"

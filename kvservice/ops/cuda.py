@@ -15,6 +15,7 @@ without the CUDA part of kvservice; see `available`.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import astuple
 from types import ModuleType
@@ -64,8 +65,8 @@ COUNTER_BYTES = 1 << 16
 
 # Completes a message about code that is missing.
 HOW_TO_BUILD = (
-    "`KVSERVICE_CUDA=on pip install .` in its source builds the kernels, for all GPUs or those in CUDAARCHS; it needs the "
-    "nvcc of CUDA 12.4 or later"
+    "`KVSERVICE_CUDA=on pip install .` in its source builds the kernels, for all GPUs or those in CUDAARCHS; it needs "
+    "the nvcc of CUDA 12.4 or later"
 )
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
@@ -273,12 +274,11 @@ def copy_blocks(
 def load_extension() -> ModuleType:
     """Return the module with the CUDA kernels. Raises FailedPreconditionError, which says how to get it."""
     try:
-        from kvservice import _cuda
+        return importlib.import_module("kvservice._cuda")
     except ModuleNotFoundError as error:
         raise FailedPreconditionError(f"kvservice was built without CUDA; {HOW_TO_BUILD}") from error
     except ImportError as error:
         raise FailedPreconditionError(f"the CUDA module of kvservice cannot be loaded: {error}") from error
-    return _cuda
 
 
 def set_options(call: _cuda.Attention, options: AttentionOptions) -> None:

@@ -81,10 +81,10 @@ def test_new_sequences_and_references() -> None:
                 blocks = NUM_BLOCKS + rng.permutation(150)[: sum(counts)]
                 expected_tables, expected_tokens = tables.copy(), token_ids.copy()
                 left = iter(blocks.tolist())
-                for row, prompt, hits in zip(rows, tokens, found, strict=True):
+                for number, prompt, hits in zip(rows, tokens, found, strict=True):
                     for entry in range(-(-len(prompt) // size)):
                         block = hits[entry] if entry < len(hits) else next(left)
-                        expected_tables[row, entry] = block
+                        expected_tables[number, entry] = block
                         if entry >= len(hits):
                             part = prompt[entry * size : (entry + 1) * size]
                             expected_tokens[block, : len(part)] = part

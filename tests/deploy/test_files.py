@@ -102,7 +102,7 @@ def test_the_image_with_cuda_is_the_other_one_on_a_gpu() -> None:
 
 def test_cuda_is_built_for_the_same_architectures_as_elsewhere() -> None:
     cmake = (ROOT / "csrc" / "CMakeLists.txt").read_text()
-    (default,) = re.findall(r"set\(CMAKE_CUDA_ARCHITECTURES (.*)\)", cmake)
+    (default,) = re.findall(r"set\(CMAKE_CUDA_ARCHITECTURES (\d.*)\)", cmake)
     assert arguments()["CUDAARCHS"].split(";") == default.split()
 
 

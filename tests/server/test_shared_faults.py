@@ -93,9 +93,9 @@ def observer(shared_daemon: Daemon) -> Iterator[KVClient]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def at_rest(shared_daemon: Daemon, survivor: Survivor, observer: KVClient) -> dict[str, Any]:
-    """The daemon's footprint before any client was killed. Between tests it can include memory not yet released."""
+    """The daemon's footprint before the first test. Between tests it can include memory not yet released."""
     survivor.lap()
     observer.stats()
     return footprint(shared_daemon.process.pid)
