@@ -145,15 +145,20 @@ def test_a_device_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_that_does_not_work(fake: FakeCuda) -> None:
-    fake.error = "no kernel image is available"
-    with pytest.raises(InvalidArgumentError, match="cuda:0 cannot be used: no kernel image") as refused:
+    fake.error = "an illegal memory access was encountered"
+    with pytest.raises(InvalidArgumentError, match="cuda:0 cannot be used: an illegal") as refused:
+        open_device(config_of())
+    assert refused.value.field == "device"
+    # Kernels of other GPUs.
+    fake.error, fake.error_code = "no kernel image is available", 209
+    with pytest.raises(InvalidArgumentError, match="for other GPUs than cuda:0; `KVSERVICE_CUDA=on pip") as refused:
         open_device(config_of())
     assert refused.value.field == "device"
 
 
 def test_a_build_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvservice._cuda", None)
-    with pytest.raises(InvalidArgumentError, match="built without CUDA") as refused:
+    with pytest.raises(InvalidArgumentError, match="built without CUDA; `KVSERVICE_CUDA=on pip install") as refused:
         open_device(config_of())
     assert refused.value.field == "device"
 

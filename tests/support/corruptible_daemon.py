@@ -18,5 +18,5 @@ class Corruptible(BlockManager):
 if __name__ == "__main__":
     import kvservice.engine
 
-    kvservice.engine.BlockManager = Corruptible  # type: ignore[attr-defined, misc]
+    kvservice.engine.BlockManager = Corruptible  # type: ignore[attr-defined]
     main(["serve"])

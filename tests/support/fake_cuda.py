@@ -245,6 +245,7 @@ class FakeCuda(ModuleType):
         # The stream of each copy of blocks, the newest last.
         self.copied: list[int] = []
         self.error: str | None = None
+        self.error_code = 700  # cudaErrorIllegalAddress
         self._graveyard: list[Array] = []
         self._order: list[int] = []
 
@@ -279,7 +280,7 @@ class FakeCuda(ModuleType):
 
     def _check(self) -> None:
         if self.error is not None:
-            raise CudaError(700, self.error)
+            raise CudaError(self.error_code, self.error)
 
     def run_one(self) -> bool:
         """Run one piece of work of the first stream in a random order that changes now and then. Returns False if no
