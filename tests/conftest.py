@@ -30,46 +30,53 @@ WAITING = {"test_compose.py"}
 MAX_WORKERS = 4
 MAX_GPU_WORKERS = 16
 MANY_FILES = 400
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
+# What may be left out, in the order in which a test is counted, and the arguments with which it runs.
+LEFT_OUT = {"alone": '-m "gpu and alone" -n0', "gpu": '-m "gpu and not alone" --dist=worksteal', "slow": "-m slow"}
+NUM_LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run test files in parallel."""
+    """Run test files in parallel. The threads of libraries in all workers share the processors."""
+    num_processors = len(os.sched_getaffinity(0))
     most = MAX_GPU_WORKERS if config.option.markexpr.startswith("gpu") else MAX_WORKERS
-    return min(len(os.sched_getaffinity(0)), most)
+    num_workers = min(num_processors, most)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_processors // num_workers))
+    return num_workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
     outliving.watch()
-    config.stash[LEFT_OUT] = {"slow": 0, "gpu": 0}
+    config.stash[NUM_LEFT_OUT] = dict.fromkeys(LEFT_OUT, 0)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Count the tests that no marker expression of this run takes."""
     for item in items:
-        counts = item.config.stash[LEFT_OUT]
-        for marker in counts:
-            counts[marker] += item.get_closest_marker(marker) is not None
+        for marker in LEFT_OUT:
+            if item.get_closest_marker(marker):
+                item.config.stash[NUM_LEFT_OUT][marker] += 1
+                break
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand a worker's counts to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+        session.config.workeroutput["left_out"] = session.config.stash[NUM_LEFT_OUT]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take a worker's counts. Every worker collects all tests, so the counts of all workers are equal."""
-    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
+    node.config.stash[NUM_LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say in one line which tests were left out, and how they run."""
-    left = [f"{count} {marker} (pytest -m {marker})" for marker, count in config.stash[LEFT_OUT].items() if count]
+    numbers = config.stash[NUM_LEFT_OUT]
+    left = [f"{numbers[marker]} {marker} (pytest {how})" for marker, how in LEFT_OUT.items() if numbers[marker]]
     if left:
-        terminalreporter.write_line(f"left out: {', '.join(left)}", yellow=True)
+        terminalreporter.write_line(f"left out: {', '.join(reversed(left))}", yellow=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
