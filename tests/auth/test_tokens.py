@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from each_row import each_row
 
-from kvservice.auth import UNNAMED, Identity, Tokens, add_token, new_token, remove_token
+from kvservice.auth import UNNAMED, ClientCredentials, Identity, Tokens, add_token, new_token, remove_token
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
 
 HASH = hashlib.sha256(b"x").hexdigest()
@@ -204,3 +204,7 @@ def test_no_change_is_lost_when_two_are_made_at_once(file: Path) -> None:
 
 def test_an_identity_shows_no_credential() -> None:
     assert "secret" not in repr(Identity("alice", b"secret"))
+
+
+def test_credentials_do_not_show_their_token() -> None:
+    assert "secret" not in repr(ClientCredentials(None, "secret"))

@@ -316,7 +316,8 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_wrong_prompts_are_refused(shared: list[Daemon]) -> None:
-    wrong: list[Any] = [[-1], [2**31], [1.5], ["a"], [2**70]]
+    square = np.ones((2, 2), np.int32)
+    wrong: list[Any] = [[-1], [2**31], [1.5], ["a"], [2**70], square, list(square), [[1], [2, 3]]]
     with Cluster([shared[0].address]) as cluster, each_row() as row:
         for tokens in wrong:
             with row(tokens), pytest.raises(InvalidArgumentError, match="token_ids"):

@@ -11,6 +11,7 @@ from kvservice.client.cluster.members import Member, Members
 from kvservice.client.cluster.placement import Candidate, HashedPrompt, PlacedPrompt, rendezvous
 from kvservice.client.cluster.prompts import to_prompt
 from kvservice.client.cluster.values import ClusterDaemon, ClusterOptions
+from kvservice.client.requests import int_list
 from kvservice.client.sequences import ExtraKeys
 from kvservice.client.waiting import Waiting
 from kvservice.errors import (
@@ -54,7 +55,7 @@ class ClusterCore(Generic[ClientT]):
 
     async def choose(self, token_ids: Iterable[int], extra_keys: ExtraKeys) -> Candidate:
         """Return the best daemon for a prompt. Raises NoDaemonError, InvalidArgumentError."""
-        tokens, keys = list(token_ids), list(extra_keys)
+        tokens, keys = [*int_list(token_ids, "token_ids")], list(extra_keys)
         deadline = self.waiting.clock() + self.options.wait_s
         while True:
             prompt = await self._prompt(tokens, keys, deadline)
@@ -71,7 +72,7 @@ class ClusterCore(Generic[ClientT]):
 
         Raises NoDaemonError when all have been away for `wait_s`, and QuotaExceededError if all others are full.
         """
-        tokens, keys = list(token_ids), list(extra_keys)
+        tokens, keys = [*int_list(token_ids, "token_ids")], list(extra_keys)
         deadline = self.waiting.clock() + self.options.wait_s
         full: dict[str, QuotaExceededError] = {}
         while True:

@@ -15,8 +15,13 @@ from kvservice.errors import InvalidArgumentError
 
 def to_prompt(token_ids: Iterable[int], extra_keys: ExtraKeys, block_size: int) -> HashedPrompt:
     """Compute the hashes of a prompt's full blocks. Raises InvalidArgumentError naming token_ids or extra_keys."""
-    tokens = np.asarray(int_list(token_ids, "token_ids") or np.zeros(0, np.int32))
-    if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31):
+    listed = int_list(token_ids, "token_ids")
+    try:
+        tokens = np.asarray(listed) if listed else np.zeros(0, np.int32)
+    except ValueError as error:  # lists of several lengths
+        raise InvalidArgumentError(str(error), field="token_ids") from None
+    whole_numbers = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    if not whole_numbers or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31):
         raise InvalidArgumentError("must be whole numbers from 0 to below 2**31", field="token_ids")
     data = tokens.astype("<i4").tobytes()
     pairs = [(whole(position, "extra_keys"), bytes(key)) for position, key in extra_keys]
