@@ -26,12 +26,14 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def environment(tmp_path: Path, *capabilities: tuple[int, int], result: int = 0) -> dict[str, str]:
-    """Return an environment with a driver for these GPUs. `result` is what the driver's initialisation returns."""
+    """Return an environment with a driver for these GPUs and without settings of the build. `result` is what the
+    driver's initialisation returns."""
     table = ",".join(f"{{{major}, {minor}}}" for major, minor in capabilities)
     source = DRIVER.replace("CAPABILITIES", table).replace("RESULT", str(result))
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source, text=True, check=True)
-    return os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    settings = {name: value for name, value in os.environ.items() if name not in ("CUDAARCHS", "KVSERVICE_CUDA")}
+    return settings | {"LD_LIBRARY_PATH": str(tmp_path)}
 
 
 def found(environment: dict[str, str]) -> str:
@@ -66,12 +68,11 @@ def test_cuda_is_built_where_it_can_run(tmp_path: Path) -> None:
         lines = (done.stdout + done.stderr).splitlines()
         return next(line.removeprefix("-- ") for line in lines if "kvservice: building" in line)
 
-    clean = {name: value for name, value in os.environ.items() if name not in ("CUDAARCHS", "KVSERVICE_CUDA")}
-    hopper = clean | environment(tmp_path, (9, 0))
+    hopper = environment(tmp_path, (9, 0))
     assert configured(hopper).endswith(" for 90a-real")
     assert configured(hopper | {"CUDAARCHS": "80-real"}).endswith(" for 80-real")
 
-    nothing = clean | environment(tmp_path, (9, 0), result=NO_DEVICE)
+    nothing = environment(tmp_path, (9, 0), result=NO_DEVICE)
     left_out = configured(nothing)
     assert left_out.startswith("kvservice: building without CUDA (there is a compiler, but no GPU that")
     assert "KVSERVICE_CUDA=on" in left_out
