@@ -30,7 +30,7 @@ WAITING = {"test_compose.py"}
 MAX_WORKERS = 4
 MAX_GPU_WORKERS = 16
 MANY_FILES = 400
-# What may be left out, in the order in which a test is counted, and the arguments with which it runs.
+# A run may leave out these. A test counts for its first marker here; the value is how it runs.
 LEFT_OUT = {"alone": '-m "gpu and alone" -n0', "gpu": '-m "gpu and not alone" --dist=worksteal', "slow": "-m slow"}
 NUM_LEFT_OUT = pytest.StashKey[dict[str, int]]()
 

@@ -186,7 +186,7 @@ def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
 
 
 def check_lanes(daemon: Daemon) -> None:
-    """Who comes when all lanes are taken does without."""
+    """A session that finds all lanes taken works without one."""
     with KVClient(daemon.address) as client:
         with client.session() as first, client.session() as second:
             assert (first.transport, second.transport) == ("lane", "region")

@@ -73,7 +73,7 @@ class Rig:
         self.script = list(script)
         self.opened: list[FakeLink] = []
         self.attempts: list[float] = []
-        # What happens while the next link is opened, and whether its connection is there afterwards.
+        # The test sets what happens while the next link is opened, and whether its connection is there afterwards.
         self.meanwhile: Callable[[], object] = lambda: None
         self.connected = True
         self.on_break: Callable[[KVServiceError], None] | None = None

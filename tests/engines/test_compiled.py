@@ -81,7 +81,7 @@ def test_layers_and_steps_of_all_sizes_share_one_graph(session_for: Any) -> None
 
 @pytest.mark.slow
 def test_the_model_itself_is_not_compiled(session_for: Any) -> None:
-    """What its caller compiles stays so."""
+    """Functions that the caller has compiled stay compiled."""
     kv, of_caller, of_runner = session_for(CASES["llama"]), Graphs(), Graphs()
     model: Any = make_model(make_config(CASES["llama"]))
     model.model.layers[1].compile(backend=of_caller)

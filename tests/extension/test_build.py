@@ -1,5 +1,5 @@
-"""What is built: the CUDA kernels where they can run, for the GPUs that are there. A stand-in for the driver's library
-says which GPUs there are."""
+"""The CUDA kernels are built where they can run, for the GPUs that are there. A stand-in for the driver's library says
+which GPUs there are."""
 
 from __future__ import annotations
 

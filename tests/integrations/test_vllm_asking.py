@@ -92,7 +92,7 @@ def test_an_answer_is_used_once(engine: Engine, store: FakeStore) -> None:
 
 
 def test_an_error_is_a_miss(engine: Engine, store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the error is, also while blocks are brought up."""
+    """Every kind of error counts, also while blocks are brought up."""
     for name in ("lookup", "acquire"):
         store.below = {KEYS[5]: store.values.pop(KEYS[5])}
         with monkeypatch.context() as patch:
