@@ -84,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in WAITING)
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests are never garbage. Without this each full collection of a run goes through all of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def transfer_engine() -> None:
     """Mooncake's Transfer Engine can be started. Skips the test with the reason if it cannot."""

@@ -342,22 +342,29 @@ def test_a_commit_whose_wait_is_interrupted_is_not_made_again(
 ) -> None:
     """The main thread is interrupted as by Ctrl-C, while the commit is on its way in another one."""
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
-    waits, go_on, commit = threading.Event(), threading.Event(), kv.commit_ahead
+    waits, interrupted, go_on, commit = threading.Event(), threading.Event(), threading.Event(), kv.commit_ahead
     main = threading.main_thread().ident
     assert main == threading.get_ident(), "signals reach the main thread"
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        if waits.wait(20) and not go_on.is_set():
+        waits.wait()
+        # A signal just before the main thread begins to wait does not end its wait. The next one does.
+        while not interrupted.wait(0.05):
             signal.pthread_kill(main, signal.SIGINT)
-        go_on.wait(20)
+        go_on.wait()
         return commit(*args, **kwargs)
+
+    def interrupt(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     def check() -> None:
         waits.set()
         graph.graph.check()
 
     monkeypatch.setattr(kv, "commit_ahead", slowly)
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    former = signal.signal(signal.SIGINT, interrupt)
     try:
         graph.graph.begin(sequences, 2)
         for number in range(4):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import random
 import signal
@@ -36,7 +35,7 @@ from kvservice.errors import (
 )
 from kvservice.launch import Daemon
 
-pytestmark = pytest.mark.usefixtures("transfer_engine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("transfer_engine")]
 
 # Writes and reads of 256 tokens take several parts, and each part several slots.
 POOL: dict[str, Any] = TRANSFERS | {"num_blocks": 1024, "max_sequence_tokens": 1024, "session_grace_s": 30.0}
@@ -174,14 +173,9 @@ def engines(daemon: tuple[Daemon, Address]) -> dict[str, int]:
     return {"client's": near, "daemon's": far}
 
 
-# The fast suite has one run of each dtype, and both faces.
-SHORT = [("float32", 0, "blocking"), ("float16", 1, "asyncio"), ("bfloat16", 2, "blocking")]
-LONG = [one for one in itertools.product(DTYPES, range(3), FACES) if one not in SHORT]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "seed", "face"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("face", FACES)
 @in_a_loop
 async def test_random_ranges_of_random_batches(
     daemon_of: Callable[[str], tuple[Daemon, Address]],
@@ -215,20 +209,10 @@ async def test_random_ranges_of_random_batches(
     assert set(made) == {"write", "read"}, "engines have carried them"
 
 
-KILLS = [
-    ("client's", "write", 0, "blocking"),
-    ("client's", "read", 1, "asyncio"),
-    ("daemon's", "write", 2, "asyncio"),
-    ("daemon's", "read", 1, "blocking"),
-]
-MORE_KILLS = [
-    one for one in itertools.product(("client's", "daemon's"), ("write", "read"), range(3), FACES) if one not in KILLS
-]
-
-
-@pytest.mark.parametrize(
-    ("whose", "way", "nth", "face"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_KILLS)]
-)
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("way", ["write", "read"])
+@pytest.mark.parametrize("nth", range(3))
+@pytest.mark.parametrize("face", FACES)
 @in_a_loop
 async def test_a_killed_engine_costs_no_byte(
     daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, whose: str, way: str, nth: int, face: Face
@@ -248,15 +232,8 @@ async def test_a_killed_engine_costs_no_byte(
         until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
-@pytest.mark.parametrize(
-    ("whose", "way"),
-    [
-        ("daemon's", "read"),
-        pytest.param("client's", "write", marks=pytest.mark.slow),
-        pytest.param("client's", "read", marks=pytest.mark.slow),
-        pytest.param("daemon's", "write", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("way", ["write", "read"])
 @in_a_loop
 async def test_a_frozen_engine_costs_no_byte(
     daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch, whose: str, way: str
@@ -351,7 +328,7 @@ async def test_nobody_writes_to_the_memory_of_a_call_that_was_given_up(
     until(lambda: not engines_of(os.getpid()))  # also the one that this read has started
 
 
-@pytest.mark.parametrize("face", ["blocking", pytest.param("asyncio", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("face", FACES)
 @in_a_loop
 async def test_the_engine_starts_beside_the_first_large_calls(
     face: Face, daemon: tuple[Daemon, Address], monkeypatch: pytest.MonkeyPatch
@@ -423,7 +400,7 @@ def test_a_wanted_engine_that_cannot_be_had_is_an_error(
     until(lambda: not engines_of(os.getpid()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_another_process_of_the_daemon_makes_another_region(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from kvservice.client import KVClient, PutStatus, Scatter, remote
 from kvservice.errors import TransferFailedError, TransferOffError, UnknownRegionError
 from kvservice.launch import Daemon
 
-pytestmark = pytest.mark.usefixtures("transfer_engine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("transfer_engine")]
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 BLOCK_BYTES = 64 << 10
@@ -71,7 +70,7 @@ def daemon() -> Iterator[tuple[Daemon, str]]:
         yield running, address
 
 
-@pytest.fixture(params=["blocking", pytest.param("asyncio", marks=pytest.mark.slow)])
+@pytest.fixture(params=["blocking", "asyncio"])
 def face(request: pytest.FixtureRequest) -> Face:
     return request.param
 
@@ -185,15 +184,9 @@ async def both_ways(store: Any) -> None:
     np.testing.assert_array_equal(out, content(*NUMBERS))
 
 
-# Whose engine is killed, and at which call.
-QUICK_KILLS = [("client's", "put", 0), ("daemon's", "get", 2)]
-KILLS = [
-    pytest.param(*kill, marks=() if kill in QUICK_KILLS else pytest.mark.slow)
-    for kill in itertools.product(["client's", "daemon's"], ["put", "get"], [0, 2])
-]
-
-
-@pytest.mark.parametrize(("whose", "way", "nth"), KILLS)
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("way", ["put", "get"])
+@pytest.mark.parametrize("nth", [0, 2])
 @in_a_loop
 async def test_a_killed_engine_costs_no_block(
     face: Face, daemon: tuple[Daemon, str], whose: str, way: str, nth: int
@@ -211,8 +204,8 @@ async def test_a_killed_engine_costs_no_block(
         until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("whose", "way"), [("client's", "put"), ("daemon's", "get")])
+@pytest.mark.parametrize("whose", ["client's", "daemon's"])
+@pytest.mark.parametrize("way", ["put", "get"])
 @in_a_loop
 async def test_a_frozen_engine_costs_no_block(daemon: tuple[Daemon, str], whose: str, way: str) -> None:
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES), timeout_s=60.0) as store:
@@ -295,7 +288,6 @@ async def test_nobody_writes_to_the_region_of_a_call_that_was_given_up(daemon: t
         np.testing.assert_array_equal(out, content(*NUMBERS))
 
 
-@pytest.mark.slow
 @in_a_loop
 async def test_another_attempt_is_made_in_the_background(
     face: Face, daemon: tuple[Daemon, str], monkeypatch: pytest.MonkeyPatch
@@ -314,7 +306,6 @@ async def test_another_attempt_is_made_in_the_background(
         assert (store.transport, store.num_transfer_failures) == ("transfer", 1)
 
 
-@pytest.mark.slow
 @in_a_loop
 async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) -> None:
     async with store_of("blocking", daemon[1], new_namespace(BLOCK_BYTES)) as one:
@@ -330,7 +321,6 @@ async def test_two_stores_have_engines_of_their_own(daemon: tuple[Daemon, str]) 
     until(lambda: not engines_of(daemon[0].process.pid) and not engines_of(os.getpid()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_another_process_of_the_daemon_makes_another_region(number: signal.Signals) -> None:
     address = f"{LOOPBACK}:{free_port()}"
@@ -356,7 +346,6 @@ def test_another_process_of_the_daemon_makes_another_region(number: signal.Signa
     until(lambda: not engines_of(os.getpid()))
 
 
-@pytest.mark.slow
 @in_a_loop
 async def test_messages_carry_blocks_when_the_daemon_has_no_room_for_another_region() -> None:
     address = f"{LOOPBACK}:{free_port()}"
@@ -368,7 +357,6 @@ async def test_messages_carry_blocks_when_the_daemon_has_no_room_for_another_reg
             assert other.num_transfer_failures == 1
 
 
-@pytest.mark.slow
 @in_a_loop
 async def test_messages_carry_blocks_of_daemons_without_engines() -> None:
     address = f"{LOOPBACK}:{free_port()}"

@@ -72,6 +72,7 @@ def test_generated_code_gives_the_librarys_logits(session_for: Any) -> None:
     assert_random_steps_equal(case, session_for(case), seed=6, compiled=True)
 
 
+@pytest.mark.slow
 def test_layers_and_steps_of_all_sizes_share_one_graph(session_for: Any) -> None:
     """There is a second graph for a step of one token, a size that torch never makes symbolic."""
     case, graphs = CASES["llama"], Graphs()

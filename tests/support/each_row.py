@@ -12,16 +12,17 @@ import pytest
 def each_row() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
     """Yield `row`, a context for what is done with one row. What fails in rows is raised at the end, with their names.
 
-    A row that is skipped is passed over, and does not skip the others.
+    A row that is skipped does not skip the others. If none fails, the test counts as skipped, with the row's reason.
     """
     failures: list[BaseException] = []
+    skips: list[str] = []
 
     @contextmanager
     def row(name: object) -> Iterator[None]:
         try:
             yield
-        except pytest.skip.Exception:
-            pass
+        except pytest.skip.Exception as skip:
+            skips.append(f"the row {name!r} alone: {skip}")
         except (Exception, pytest.fail.Exception) as error:
             error.add_note(f"in the row {name!r}")
             failures.append(error)
@@ -29,3 +30,5 @@ def each_row() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
     yield row
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} rows failed", failures)
+    if skips:
+        pytest.skip("; ".join(skips))
