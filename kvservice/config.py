@@ -262,10 +262,10 @@ class ServeConfig(BaseModel):
         description="Size in GiB of the block store, host memory for blocks of engines that have a pool of their own. "
         "At least 1/64; 0: there is none.",
     )
-    share_store: Literal["off", "read", "write"] = Field(
-        "read",
+    share_store: Literal["off", "read", "auto", "write"] = Field(
+        "auto",
         description="Whether clients on the unix socket may map the block store: read lets them read all of it, write "
-        "also write.",
+        "also write. auto: the daemon's own user and root write, others read.",
     )
     max_store_namespaces: int = Field(
         64, ge=1, le=4096, description="Most namespaces of the block store: models with their layouts, and tenants."
@@ -543,7 +543,7 @@ class ServeConfig(BaseModel):
         return bool(self.unix_socket) and self.allow_client_shm != "off"
 
     @property
-    def shares_store(self) -> Literal["off", "read", "write"]:
+    def shares_store(self) -> Literal["off", "read", "auto", "write"]:
         """Whether clients may map the block store: `share_store`, if there is a store."""
         return self.share_store if self.unix_socket and self.store_gib else "off"
 

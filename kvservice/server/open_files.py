@@ -39,7 +39,7 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
         needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
     if config.shares_store != "off":
         needed["share_store"] = _OF_STORE * config.max_sessions
-    if config.shares_store == "write":
+    if config.shares_store in ("auto", "write"):
         needed["share_store"] += MAX_WRITERS
     return needed
 

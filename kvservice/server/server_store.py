@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,14 +86,14 @@ class ServerStore:
         """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
         ResourceExhaustedError, QuotaExceededError.
 
-        Unless share_store is "write", a seal of the memory keeps every process but the daemon from writing, whatever
-        descriptor it has. Memory that a keeper keeps has no seal: there the mode of the file keeps other users from
-        writing (kvservice.pool.sealed). With "write", a descriptor for reading only prevents accidents: its owner is
-        trusted to write.
+        With "read", a seal of the memory keeps every process but the daemon from writing, whatever descriptor it has.
+        With "auto", and with "read" where a keeper keeps the memory, it has no seal: there the mode of the file keeps
+        other users from opening their descriptor again for writing (kvservice.pool.sealed). With "write", a descriptor
+        for reading only prevents accidents: its owner is trusted to write.
         """
-        if self.shared == "off" or (writable and self.shared != "write"):
+        if self.shared == "off" or (writable and self.shared == "read"):
             raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
-        access.user.check_may_map_store()
+        access.user.check_may_map_store(writable=writable)
         mode = os.O_RDWR if writable else os.O_RDONLY
         with descriptors.needed():
             descriptor = os.open(f"/proc/self/fd/{self.memory.fd}", mode | os.O_CLOEXEC)
@@ -110,8 +111,10 @@ def open_store(
         return None
     sizes = store_config(config)
     try:
-        read_only, children_write = config.shares_store != "write", bool(config.mooncake)
+        read_only, children_write = config.shares_store in ("off", "read"), bool(config.mooncake)
         memory = kept.memory("store", sizes.num_bytes, read_only=read_only, children_write=children_write)
+        if config.shares_store == "auto":
+            os.fchmod(memory.fd, stat.S_IRUSR | stat.S_IWUSR)
         await_children(memory.fd)
         index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
         index_memory = kept.memory("store-index", index_bytes, read_only=False, sparse=True)

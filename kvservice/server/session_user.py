@@ -25,15 +25,16 @@ MAX_INTRODUCTIONS = 8
 class Trust:
     """The users that the daemon shares memory with.
 
-    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool,
-    `store_uids` the block store. `private` is true if only the owner and root can connect to the unix socket. `shm` is
-    the option that sets `shm_uids`.
+    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool, `store_uids`
+    the block store, and `store_writers` for writing too. `private` is true if only the owner and root can connect to
+    the unix socket. `shm` is the option that sets `shm_uids`.
     """
 
     owner: Peer
     shm_uids: frozenset[int]
     pool_uids: frozenset[int]
     store_uids: frozenset[int]
+    store_writers: frozenset[int]
     private: bool
     shm: str
 
@@ -48,6 +49,7 @@ class Trust:
             shm_uids={"off": nobody, "auto": own, "on": trusted}[config.allow_client_shm],
             pool_uids=nobody if config.share_pool == "off" else trusted,
             store_uids=nobody if config.shares_store == "off" else trusted,
+            store_writers={"off": nobody, "read": nobody, "auto": own, "write": trusted}[config.shares_store],
             private=config.unix_socket_is_private,
             shm=f"--allow-client-shm {config.allow_client_shm}",
         )
@@ -91,10 +93,12 @@ class SessionUser:
         if self._peer is None or self._peer.uid not in self._trust.pool_uids:
             raise PoolNotSharedError("not for this session's user: see trusted_uids")
 
-    def check_may_map_store(self) -> None:
-        """Raise StoreNotSharedError unless the session's client may map the block store."""
+    def check_may_map_store(self, *, writable: bool) -> None:
+        """Raise StoreNotSharedError unless the session's client may map the block store, for writing if `writable`."""
         if self._peer is None or self._peer.uid not in self._trust.store_uids:
             raise StoreNotSharedError("not for this session's user: see trusted_uids")
+        if writable and self._peer.uid not in self._trust.store_writers:
+            raise StoreNotSharedError("for writing, not for this session's user: see share_store", field="writable")
 
     def opening_peer(self, token: bytes) -> Peer:
         """Return the user with whose permissions a call opens a shared memory object by name.
@@ -110,7 +114,7 @@ class SessionUser:
                     "for calls with a handover_token"
                 )
             return self._trust.owner
-        peer, expires = self._introductions.pop(token, (self._trust.owner, 0.0))
-        if self._clock.time() > expires:
+        introduction = self._introductions.pop(token, None)
+        if introduction is None or self._clock.time() > introduction[1]:
             raise InvalidArgumentError("is not known, was used, or has expired", field="handover_token")
-        return peer
+        return introduction[0]

@@ -35,7 +35,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_one_call_maps_what_the_daemon_shares(store_daemon: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
     with each_row() as row:
-        for share_store, writable in (("write", True), ("read", False)):
+        for share_store, writable in (("write", True), ("auto", True), ("read", False)):
             with row(share_store), KVClient(store_daemon(share_store).address) as client, seen_calls() as seen:
                 with client.store(new_namespace()) as store:
                     assert store.memory is not None
@@ -55,6 +55,10 @@ def test_a_store_that_is_not_shared_is_not_asked_for(store_daemon: OpenStore, ca
             client.store(new_namespace(), transport="mapped")
         with failing_calls({**refusal}), client.store(new_namespace()) as store:
             assert store.transport == "region"
+        refusal = {"store_map_store": StoreNotSharedError("not for writing", field="writable")}
+        with failing_calls({**refusal}), client.store(new_namespace()) as store:
+            assert store.memory is not None
+            assert not store.memory.writable
     assert warnings(caplog) == []
 
 

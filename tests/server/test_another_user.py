@@ -23,7 +23,7 @@ from small_pool import SMALL_POOL
 from kvservice.client import KVClient
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
-from kvservice.v1 import host_pb2, shared_memory_pb2
+from kvservice.v1 import host_pb2, shared_memory_pb2, store_pb2
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -83,6 +83,24 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
             outcomes[key] = error.reason
 print(json.dumps(outcomes))
 """
+# Maps the store, and tries to open the descriptors of its memory again for writing.
+STORE = """
+from kvservice.client import StoreNamespace
+found = []
+with KVClient(sys.argv[1]) as client, client.store(StoreNamespace("model", 4096)) as store:
+    statuses = store.put([b"k" * 32], np.full((1, 4096), 7, np.uint8))
+    out = np.zeros((1, 4096), np.uint8)
+    assert store.get([b"k" * 32], out).all() and (out == 7).all()
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.exists(path) and "kvservice-store" in os.readlink(path):
+            try:
+                os.close(os.open(path, os.O_RDWR))
+                found.append("opened")
+            except PermissionError:
+                found.append("refused")
+    print(json.dumps([store.memory.writable, sorted(set(found))]))
+"""
 SILENT = """
 path = fd_socket.path_of(sys.argv[1])
 connections = [socket.socket(socket.AF_UNIX) for _ in range(200)]
@@ -107,7 +125,7 @@ def trusting() -> Iterator[Daemon]:
 
 @contextlib.contextmanager
 def open_to_all(**options: Any) -> Iterator[Daemon]:
-    with Daemon(**OPEN_TO_ALL, **options) as running:
+    with Daemon(**OPEN_TO_ALL | options) as running:
         os.chmod(Path(running.address.removeprefix("unix://")).parent, 0o755)
         yield running
 
@@ -230,6 +248,12 @@ def test_idle_connections_of_one_user_keep_no_other_out(trusting: Daemon) -> Non
         process.communicate()
 
 
+def test_by_default_the_store_is_written_by_the_daemons_own_user_and_read_by_those_it_trusts() -> None:
+    with open_to_all(share_store="auto", store_gib=1 / 64, trusted_uids=str(UID)) as daemon:
+        assert json.loads(run_as(UID, STORE, daemon.address)) == [False, ["refused"]]
+        assert json.loads(run_as(os.geteuid(), STORE, daemon.address)) == [True, ["opened"]]
+
+
 # ---- the user of a session, as identified by its introduction
 
 
@@ -243,7 +267,6 @@ MAX_INTRODUCTIONS, TOKEN_S = 8, 10.0
 @contextlib.contextmanager
 def life(clock: ManualClock, **options: Any) -> Iterator[Life]:
     """A daemon to which other users can connect, one of whom is trusted."""
-    clock.advance(1000.0)  # a machine's clock is not at its begin
     held = HeldFiles()
     opened = Life(held, clock, **{"unix_socket_mode": "0666", "trusted_uids": "1"} | options)
     yield opened
@@ -280,6 +303,33 @@ def test_who_may_have_regions_and_the_pool(clock: ManualClock) -> None:
                                 may_map = shared == "read" and peer in (OWN, TRUSTED)
                                 refused = await refusal(daemon, session, "map_pool", host_pb2.MapPoolRequest())
                                 assert refused == ("" if may_map else "POOL_NOT_SHARED")
+
+    asyncio.run(scenario())
+
+
+def test_who_may_map_the_store(clock: ManualClock) -> None:
+    may: dict[str, tuple[list[Any], list[Any]]] = {
+        "off": ([], []),
+        "read": ([OWN, TRUSTED], []),
+        "auto": ([OWN, TRUSTED], [OWN]),
+        "write": ([OWN, TRUSTED], [OWN, TRUSTED]),
+    }
+
+    async def scenario() -> None:
+        with each_row() as row:
+            for option, allowed in may.items():
+                with life(clock, share_store=option, store_gib=1 / 64) as daemon:
+                    for peer in (OWN, TRUSTED, STRANGER):
+                        for writable in (False, True):
+                            with row((option, peer, writable)):
+                                session = daemon.open()
+                                session.access.user.introduce(peer)
+                                namespace = store_pb2.StoreNamespace(model="m", layout="l", block_bytes=4096)
+                                opened = store_pb2.OpenNamespaceRequest(namespace=namespace)
+                                assert await refusal(daemon, session, "store_open_namespace", opened) == ""
+                                request = store_pb2.MapStoreRequest(writable=writable)
+                                refused = await refusal(daemon, session, "store_map_store", request)
+                                assert refused == ("" if peer in allowed[writable] else "STORE_NOT_SHARED")
 
     asyncio.run(scenario())
 

@@ -157,7 +157,7 @@ def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away() -> None:
         kv.allocate([1])
         leaves_at_once(daemon, signal.SIGTERM)
         log = daemon.log.read_text()
-    assert f"the block store takes {4 * (4 << 20) * 1025 // 1024} bytes, share_store is read" in log
+    assert f"the block store takes {4 * (4 << 20) * 1025 // 1024} bytes, share_store is auto" in log
     assert log.index("draining") < log.index("stopped")
 
 

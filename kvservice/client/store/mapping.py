@@ -44,6 +44,9 @@ class StoreMapper:
                 return await self._map(True, num_threads)
             except ResourceExhaustedError as error:
                 logger.warning("the block store is not mapped for writing: %s", error)
+            except StoreNotSharedError as error:
+                if error.field != "writable":
+                    raise
         try:
             return await self._map(False, num_threads)
         except ResourceExhaustedError as error:
