@@ -235,7 +235,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, stores, restarts, vLLM, limits, attention, swap."""
+    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, stores, restarts, limits, attention, vLLM."""
 
 
 def _report(

@@ -157,6 +157,8 @@ SCALES = {
         ),
     ),
 }
+# To compare tokens, a smaller model is enough. The pool holds as many tokens.
+SCALES["check"] = replace(SCALES["cuda"], model=llama(16, 2048, 16, 8, 128, 5632, 32_000), pool_gib=2.875)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class VLLMOptions:
     @property
     def scale(self) -> Scale:
         """The sizes for the device, with those that are given instead."""
-        scale = SCALES["tiny" if self.device == "cpu" and (self.quick or self.check) else self.device]
+        names = {"cpu": "tiny" if self.quick or self.check else "cpu", "cuda": "check" if self.check else "cuda"}
+        scale = SCALES[names[self.device]]
         sizes = replace(scale.sizes, lengths=scale.sizes.lengths[:2]) if self.quick else scale.sizes
         pool_gib, store_gib = self.pool_gib or scale.pool_gib, self.store_gib or scale.store_gib
         engine = scale.engine | (self.engine or {})
@@ -363,17 +366,16 @@ def save_model(directory: Path, config: dict[str, Any], random: bool) -> Path:
         from safetensors.torch import save_file
 
         generator = torch.Generator().manual_seed(0)
-        weights = {
-            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * deviation
-            for name, shape, deviation in llama_weights(config)
-        }
-        stored = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-        save_file(stored, directory / "model.safetensors", {"format": "pt"})
+        weights = {}
+        for name, shape, deviation in llama_weights(config):
+            weight = torch.randn(shape, generator=generator) * deviation if deviation else torch.ones(shape)
+            weights[name] = weight.to(getattr(torch, dtype))
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
 def llama_weights(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Yield name, shape and standard deviation of the weights of a Llama."""
+    """Yield name, shape and standard deviation of the weights of a Llama; 0: they are ones."""
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     query, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     wide = 2.0 / hidden**0.5
@@ -454,7 +456,7 @@ class EngineProcess:
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    """Print a row for each figure: that of the engine without a connector, and how many times as fast the others are."""
+    """Print a row for each figure: that without a connector, and how many times as fast the others are."""
     names = results["engines"]
     console.print(
         f"vLLM {results['vllm']}, {results['device']}: pool of {results['pool_tokens']:,} tokens, "
@@ -470,7 +472,9 @@ def render(results: dict[str, Any], console: Console) -> None:
         shown = table("Times as fast as without a connector, and the share of prompts found", ("workload", ""), heads)
         for row in results["rows"]:
             first, *others = (row["engines"][name] for name in names)
-            value = f"{1e3 * first['median']:,.1f} ms" if row["unit"] == "s" else f"{first['median']:,.0f} {row['unit']}"
+            value = (
+                f"{1e3 * first['median']:,.1f} ms" if row["unit"] == "s" else f"{first['median']:,.0f} {row['unit']}"
+            )
             ratios = (f"{one['ratio']:.2f} ({one['found']:.0%})" for one in others)
             shown.add_row(row["workload"], row["row"], value, *ratios)
         console.print(shown)
