@@ -27,10 +27,10 @@ from rich.console import Console
 
 from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.vllm_workloads import WORKLOADS, Batch, Output, Sizes
+from kvservice.bench.vllm_workloads import WORKLOADS, Output, RequestBatch, Sizes
 from kvservice.launch import Daemon
 
-__all__ = ["SCALES", "WORKLOADS", "Batch", "Output", "Sizes", "VLLMOptions", "failures", "render", "run"]
+__all__ = ["SCALES", "WORKLOADS", "Output", "RequestBatch", "Sizes", "VLLMOptions", "failures", "render", "run"]
 
 BASELINE = "none"
 # The engines that are compared with the one without a connector.
@@ -106,12 +106,12 @@ SCALES = {
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]},
         },
         sizes=Sizes(
-            chat=Batch(128, 512, 128),
-            prompts=Batch(64, 2048, 8),
+            chat=RequestBatch(128, 512, 128),
+            prompts=RequestBatch(64, 2048, 8),
             lengths=(2048, 8192, 32_768),
-            documents=Batch(48, 2048, 16),
-            beside=Batch(8, 8192, 1),
-            small=Batch(16, 64, 4),
+            documents=RequestBatch(48, 2048, 16),
+            beside=RequestBatch(8, 8192, 1),
+            small=RequestBatch(16, 64, 4),
         ),
     ),
     # 64 KiB of K/V a token.
@@ -127,12 +127,12 @@ SCALES = {
             "enforce_eager": True,
         },
         sizes=Sizes(
-            chat=Batch(32, 128, 64),
-            prompts=Batch(8, 512, 8),
+            chat=RequestBatch(32, 128, 64),
+            prompts=RequestBatch(8, 512, 8),
             lengths=(512, 1024, 2048, 4096),
-            documents=Batch(20, 512, 8),
-            beside=Batch(4, 2048, 1),
-            small=Batch(4, 32, 4),
+            documents=RequestBatch(20, 512, 8),
+            beside=RequestBatch(4, 2048, 1),
+            small=RequestBatch(4, 32, 4),
         ),
     ),
     # For a first look on the CPU: 2 KiB of K/V a token, and a pool of 768 tokens.
@@ -148,12 +148,12 @@ SCALES = {
             "enforce_eager": True,
         },
         sizes=Sizes(
-            chat=Batch(12, 64, 32),
-            prompts=Batch(4, 128, 4),
+            chat=RequestBatch(12, 64, 32),
+            prompts=RequestBatch(4, 128, 4),
             lengths=(256,),
-            documents=Batch(12, 128, 4),
-            beside=Batch(2, 256, 1),
-            small=Batch(4, 16, 2),
+            documents=RequestBatch(12, 128, 4),
+            beside=RequestBatch(2, 256, 1),
+            small=RequestBatch(4, 16, 2),
         ),
     ),
 }

@@ -29,7 +29,7 @@ class Output:
     ended: bool
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """One vLLM. `stores`: whether it has a connector, so that prompts can be found after `forget`."""
 
     vocabulary: int
@@ -51,7 +51,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
+class RequestBatch:
     """Requests of `num` prompts of `length` tokens, with `max_tokens` tokens generated for each."""
 
     num: int
@@ -67,18 +67,18 @@ class Batch:
 class Sizes:
     """Sizes of the workloads. `chat` should need more than the engine's pool, and `documents` about twice the pool."""
 
-    chat: Batch
-    prompts: Batch
+    chat: RequestBatch
+    prompts: RequestBatch
     lengths: tuple[int, ...]
-    documents: Batch
+    documents: RequestBatch
     # Long prompts, and small requests of which so many run beside them.
-    beside: Batch
-    small: Batch
+    beside: RequestBatch
+    small: RequestBatch
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Sizes:
         """Return the sizes that `asdict` made these values of, also after JSON."""
-        batches = {name: Batch(**value) for name, value in values.items() if name != "lengths"}
+        batches = {name: RequestBatch(**value) for name, value in values.items() if name != "lengths"}
         return cls(lengths=tuple(values["lengths"]), **batches)
 
     @property
@@ -107,7 +107,7 @@ class Turn:
     figures: list[Figure] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
 
-    def add(self, row: str, value: float, unit: str, prompts: list[list[int]], served: list[Served]) -> None:
+    def add(self, row: str, value: float, unit: str, prompts: list[list[int]], served: list[ServedRequest]) -> None:
         found = sum(one.num_cached for one in served) / sum(map(len, prompts))
         self.figures.append(Figure(row, value, unit, found))
         self.answers += [one.tokens for one in served]
@@ -117,7 +117,7 @@ class Turn:
 
 
 @dataclass
-class Served:
+class ServedRequest:
     """A request: when it was submitted, the seconds to its first token, and what came out."""
 
     began: float
@@ -142,12 +142,12 @@ class Served:
 class Desk:
     """Submits requests and follows them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self.open: dict[str, Served] = {}
+        self.open: dict[str, ServedRequest] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, streamed: bool = True) -> Served:
-        served = Served(time.perf_counter())
+    def submit(self, prompt: list[int], max_tokens: int, streamed: bool = True) -> ServedRequest:
+        served = ServedRequest(time.perf_counter())
         self.open[self._engine.submit(prompt, max_tokens, streamed)] = served
         return served
 
@@ -163,7 +163,9 @@ class Desk:
             self.step()
 
 
-def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, streamed: bool = True) -> list[Served]:
+def serve(
+    engine: ServingEngine, prompts: list[list[int]], max_tokens: int, streamed: bool = True
+) -> list[ServedRequest]:
     """Serve requests that all come at once."""
     desk = Desk(engine)
     served = [desk.submit(prompt, max_tokens, streamed) for prompt in prompts]
@@ -171,12 +173,12 @@ def serve(engine: Engine, prompts: list[list[int]], max_tokens: int, streamed: b
     return served
 
 
-def prompt_of(engine: Engine, length: int, *of: object) -> list[int]:
+def prompt_of(engine: ServingEngine, length: int, *of: object) -> list[int]:
     """Return the prompt that these values name."""
     return random.Random(repr(of)).choices(range(3, engine.vocabulary), k=length)
 
 
-def tokens_per_s(turn: Turn, row: str, engine: Engine, prompts: list[list[int]], max_tokens: int) -> None:
+def tokens_per_s(turn: Turn, row: str, engine: ServingEngine, prompts: list[list[int]], max_tokens: int) -> None:
     """Add the tokens a second, read and generated, of requests that come at once."""
     start = time.perf_counter()
     served = serve(engine, prompts, max_tokens, streamed=False)
@@ -186,7 +188,7 @@ def tokens_per_s(turn: Turn, row: str, engine: Engine, prompts: list[list[int]],
     engine.settle()
 
 
-def new_prompts(name: str, engine: Engine, batch: Batch, number: int) -> Turn:
+def new_prompts(name: str, engine: ServingEngine, batch: RequestBatch, number: int) -> Turn:
     """Prompts that nobody has seen."""
     engine.forget()
     turn = Turn()
@@ -195,17 +197,17 @@ def new_prompts(name: str, engine: Engine, batch: Batch, number: int) -> Turn:
     return turn
 
 
-def chat(engine: Engine, sizes: Sizes, number: int) -> Turn:
+def chat(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """Nothing is found, and requests grow until the pool is full and some are preempted."""
     return new_prompts("chat", engine, sizes.chat, number)
 
 
-def prompts(engine: Engine, sizes: Sizes, number: int) -> Turn:
+def prompts(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """Nothing is found, and nearly everything is prompts."""
     return new_prompts("prompts", engine, sizes.prompts, number)
 
 
-def found(engine: Engine, sizes: Sizes, number: int) -> Turn:
+def found(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """The time to the first token of single prompts: computed, in the engine's own cache, and after that is forgotten:
     in the connector's store, or computed again."""
     turn = Turn()
@@ -224,7 +226,7 @@ def found(engine: Engine, sizes: Sizes, number: int) -> Turn:
     return turn
 
 
-def find(engine: Engine, prompt: list[int]) -> Served:
+def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
     """Send a prompt that the engine itself has forgotten. What is not found to its last block is sent again."""
     wanted = (len(prompt) - 1) // engine.block_size * engine.block_size if engine.stores else 0
     for _ in range(TRIES):
@@ -236,7 +238,7 @@ def find(engine: Engine, prompt: list[int]) -> Served:
     return served
 
 
-def cycle(engine: Engine, sizes: Sizes, number: int) -> Turn:
+def cycle(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """Questions about documents that all do not fit into the pool: about all of them, then about half of them and as
     many new ones. The first turn reads the documents before it is timed."""
     turn, batch = Turn(), sizes.documents
@@ -255,7 +257,7 @@ def cycle(engine: Engine, sizes: Sizes, number: int) -> Turn:
     return turn
 
 
-def beside(engine: Engine, sizes: Sizes, number: int) -> Turn:
+def beside(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """The time to the first token of small requests, alone and beside long prompts that come one after the other. The
     long ones are in the connector's store, or computed."""
     turn, batch = Turn(), sizes.beside
@@ -275,12 +277,14 @@ def beside(engine: Engine, sizes: Sizes, number: int) -> Turn:
     return turn
 
 
-def crowd(engine: Engine, batch: Batch, long: list[list[int]], of: object) -> tuple[list[Served], list[Served]]:
+def crowd(
+    engine: ServingEngine, batch: RequestBatch, long: list[list[int]], of: object
+) -> tuple[list[ServedRequest], list[ServedRequest]]:
     """Keep `batch.num` small requests running, beside one long one after the other. Returns the small ones and the long
     ones. It ends with the last long one, or after 16 times `batch.num` small ones if there are none."""
     desk = Desk(engine)
-    small: list[Served] = []
-    loads: list[Served] = []
+    small: list[ServedRequest] = []
+    loads: list[ServedRequest] = []
     while len(small) < 16 * batch.num if not long else len(loads) < len(long) or not loads[-1].ended:
         is_loading = bool(loads) and not loads[-1].ended
         for _ in range(batch.num - (len(desk.open) - is_loading)):
@@ -292,7 +296,7 @@ def crowd(engine: Engine, batch: Batch, long: list[list[int]], of: object) -> tu
     return small, loads
 
 
-WORKLOADS: dict[str, Callable[[Engine, Sizes, int], Turn]] = {
+WORKLOADS: dict[str, Callable[[ServingEngine, Sizes, int], Turn]] = {
     "chat": chat,
     "prompts": prompts,
     "found": found,

@@ -24,12 +24,12 @@ BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.
 COMPUTE_S, LOAD_S = 1e-3, 1e-4
 SIZES = vllm.Sizes(
-    chat=vllm.Batch(3, 50, 5),
-    prompts=vllm.Batch(2, 100, 2),
+    chat=vllm.RequestBatch(3, 50, 5),
+    prompts=vllm.RequestBatch(2, 100, 2),
     lengths=(64,),
-    documents=vllm.Batch(4, 64, 8),
-    beside=vllm.Batch(2, 128, 1),
-    small=vllm.Batch(3, 20, 2),
+    documents=vllm.RequestBatch(4, 64, 8),
+    beside=vllm.RequestBatch(2, 128, 1),
+    small=vllm.RequestBatch(3, 20, 2),
 )
 
 
@@ -113,7 +113,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
     return lambda **options: FakeEngine(monkeypatch, **options)
 
 
-def turn(workload: str, engine: FakeEngine, number: int = 1) -> dict[str, tuple[float, float]]:
+def turn(workload: str, engine: FakeEngine, number: int = 1) -> dict[str, Any]:
     """Return value and share found by row."""
     figures = vllm.WORKLOADS[workload](engine, SIZES, number).figures
     return {one.row: (pytest.approx(one.value), pytest.approx(one.found)) for one in figures}
@@ -197,9 +197,10 @@ def test_sizes_survive_the_way_to_the_process() -> None:
 
 class FakeDaemon:
     address = "unix:///nowhere"
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **options: Any) -> None:
-        FakeDaemon.options = options
+        self.options.update(options)
 
     def __enter__(self) -> FakeDaemon:
         return self
