@@ -257,13 +257,14 @@ def measure(options: VLLMOptions, engines: dict[str, EngineProcess], missing: di
     for workload in options.workloads:
         for number in options.turns:
             for name in [name for name in engines if name not in missing]:
-                start = time.perf_counter()
                 try:
-                    turns[workload][name][number] = engines[name].turn(workload, number)
+                    turn = turns[workload][name][number] = engines[name].turn(workload, number)
                 except PeerMissingError as error:
                     leave_out(name, error, missing)
-                took_s = time.perf_counter() - start
-                print(f"{workload}, round {number}, {name}: {took_s:.1f} s", file=sys.stderr, flush=True)
+                    continue
+                said = (f"{one['row']} {one['value']:.4g} {one['unit']}" for one in turn["figures"])
+                # Who waits for minutes, or is stopped, has these.
+                print(f"{workload}, round {number}, {name}: {'; '.join(said)}", file=sys.stderr, flush=True)
     return {workload: {n: one for n, one in by.items() if n not in missing} for workload, by in turns.items()}
 
 
