@@ -5,14 +5,13 @@ Each command imports its heavy dependencies itself, and gRPC only after its envi
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
 from kvservice.commands.token import token
@@ -151,10 +151,8 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
         raise click.UsageError("--tiers starts its own daemons, for float32")
     _settings({"device": device}, None)
     _reexec_with(missing_environment(os.environ))
-    try:
+    with needs("demo"):
         from kvservice.demo import run, run_tiers
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
     from rich.console import Console
 
     try:
@@ -253,15 +251,6 @@ def _report(
     render(results, Console())
 
 
-@contextlib.contextmanager
-def _torch_wanted() -> Iterator[None]:
-    """Report a missing torch as a usage error. Measurements on a CUDA device need it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
-
-
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 _device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 _quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions, for a rough result.")
@@ -313,7 +302,7 @@ def bench_serve(dtype: str | None, as_json: bool, **options: Any) -> None:
     "out" (tokens to generate) and, if they do not come all at once, "arrival_s".
     """
     _reexec_with(missing_environment(os.environ))
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import serve
     by_device = ("float32", "bfloat16") if options["device"] == "cpu" else ("bfloat16",)
     settings = serve.ServeOptions(dtypes=by_device if dtype is None else (dtype,), **options)
@@ -354,7 +343,7 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
     _reexec_with(missing_environment(os.environ))
     from kvservice.bench import rpc
 
-    with _torch_wanted():
+    with needs("torch"):
         _report(lambda: rpc.run(quick, device), rpc.render, as_json)
 
 
@@ -370,7 +359,7 @@ def bench_store(device: str, quick: bool, as_json: bool) -> None:
     """
     _reexec_with(missing_environment(os.environ))
     if device == "cuda":
-        with _torch_wanted():
+        with needs("torch"):
             from kvservice.bench import cuda_store
 
         _report(lambda: cuda_store.run(quick), cuda_store.render, as_json)
@@ -546,7 +535,7 @@ def bench_attention(device: str, quick: bool, as_json: bool, **options: Any) -> 
 
 
 def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import attention_cuda
     failed: list[str] = []
 
@@ -566,7 +555,7 @@ def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
 def bench_lane(quick: bool, as_json: bool) -> None:
     """Measure a decode step of 32 layers by a daemon on a CUDA device, in units of its kernels alone."""
     _reexec_with(missing_environment(os.environ))
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import lane_cuda
 
         _report(lambda: lane_cuda.run(quick), lane_cuda.render, as_json)
@@ -577,7 +566,7 @@ def bench_lane(quick: bool, as_json: bool) -> None:
 @_json_option
 def bench_slots(quick: bool, as_json: bool) -> None:
     """Check and measure writing new K and V into the pool of a CUDA device, in units of a plain copy."""
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import cuda_slots
 
     _report(lambda: cuda_slots.run(quick), cuda_slots.render, as_json)
@@ -592,7 +581,7 @@ def bench_slots(quick: bool, as_json: bool) -> None:
 @_json_option
 def bench_spill(device: str, directory: str | None, quick: bool, as_json: bool) -> None:
     """Measure a prompt whose blocks left the pool: loading them from the store or the disk against computing them."""
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import spill
 
         _report(lambda: spill.run(device, quick, directory), spill.render, as_json)
@@ -603,7 +592,7 @@ def bench_spill(device: str, directory: str | None, quick: bool, as_json: bool) 
 @_json_option
 def bench_swap(quick: bool, as_json: bool) -> None:
     """Measure swapping of blocks between a CUDA device and pinned memory, alone and during a decode."""
-    with _torch_wanted():
+    with needs("torch"):
         from kvservice.bench import swap
 
     _report(lambda: swap.run(quick), swap.render, as_json)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
+from kvservice.bench.cuda_timing import require_device
 from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
 from kvservice.bench.serve_engine import EngineWay, ScheduleRecord
@@ -93,7 +94,9 @@ class ServeOptions:
 
 def run(options: ServeOptions) -> dict[str, Any]:
     """Return the trace, the model, and for each dtype the figures of every contender. Raises InvalidArgumentError for a
-    file that is not a trace."""
+    file that is not a trace, FailedPreconditionError without the device."""
+    if options.device == "cuda":
+        require_device()
     shape = options.model or shape_of(options.device)
     trace = options.read(shape["vocab_size"])
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)

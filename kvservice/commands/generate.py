@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.extras import needs
 from kvservice.commands.prompt_lines import PromptLine, check_lines, read_lines
 from kvservice.errors import KVServiceError
 
@@ -86,10 +87,8 @@ def generate(prompts: Any, as_json: bool, presented: Presented, **given: Any) ->
     terminal, standard error shows the queues. With a journal of unfinished requests, the command finishes these, and
     leaves the file of prompts alone.
     """
-    try:
-        import kvservice.engines  # noqa: F401  it needs optional packages
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install .kvservice[transformers].") from None
+    with needs("transformers"):
+        import kvservice.engines  # noqa: F401
     try:
         lines = read_lines(prompts, _parameters(given))
         started_s = time.monotonic()

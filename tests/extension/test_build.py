@@ -57,20 +57,35 @@ def test_what_is_missing_has_a_name(tmp_path: Path) -> None:
     assert found(environment(tmp_path, (9, 0), result=NO_DEVICE)) == "no GPU that the NVIDIA driver can use"
 
 
+def configure(folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Return the status of CMake, and what it says."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuda", ["auto", "on", "off"])
+def test_architectures_that_cannot_be_are_refused_by_name(cuda: str, tmp_path: Path) -> None:
+    wanted = environment(tmp_path, (9, 0)) | {"KVSERVICE_CUDA": cuda}
+    for wrong in ("banana", "75", "90a-real;70", "all"):
+        status, said = configure(tmp_path / "build", wanted | {"CUDAARCHS": wrong})
+        assert status != 0, wrong
+        assert f"CUDAARCHS has '{wrong.split(';')[-1]}'" in said, said
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
 def test_cuda_is_built_where_it_can_run(tmp_path: Path) -> None:
     def configured(environment: dict[str, str]) -> str:
-        folder = tmp_path / "build"
-        shutil.rmtree(folder, ignore_errors=True)
-        command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        lines = (done.stdout + done.stderr).splitlines()
-        return next(line.removeprefix("-- ") for line in lines if "kvservice: building" in line)
+        _, said = configure(tmp_path / "build", environment)
+        return next(line.removeprefix("-- ") for line in said.splitlines() if "kvservice: building" in line)
 
     hopper = environment(tmp_path, (9, 0))
     assert configured(hopper).endswith(" for 90a-real")
     assert configured(hopper | {"CUDAARCHS": "80-real"}).endswith(" for 80-real")
+    assert configured(hopper | {"CUDAARCHS": ""}).endswith(" for 90a-real")
 
     nothing = environment(tmp_path, (9, 0), result=NO_DEVICE)
     left_out = configured(nothing)
