@@ -355,7 +355,7 @@ def test_without_vllm_the_bench_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_processes_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real processes, with a package that only looks like vLLM."""
     fake = Path(sys.modules["bench_command"].__file__ or "").with_name("fake_vllm")
-    monkeypatch.setenv("PYTHONPATH", f"{fake}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fake), *filter(None, [os.environ.get("PYTHONPATH")])]))
     chosen = ("--connector", "kvservice", "--connector", "offloading", "--workload", "prompts")
     results = json.loads(shown("vllm", "--quick", *chosen, "--json"))
     assert results["vllm"] == "0.0.0"
