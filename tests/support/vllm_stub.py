@@ -33,6 +33,10 @@ class ConnectorBase:
         return self._metadata
 
 
+class WorkerMetadata:
+    """KVConnectorWorkerMetadata."""
+
+
 class Stats:
     """KVConnectorStats."""
 
@@ -59,7 +63,7 @@ def stub_vllm() -> Iterator[Any]:
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend.name))
     v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "1.2.3"},
+        "vllm": {"__version__": "0.33.1"},
         "vllm.config": {"get_layers_from_vllm_config": lambda *_: {"layer": layer}},
         "vllm.distributed": {},
         "vllm.distributed.kv_transfer": {},
@@ -70,6 +74,7 @@ def stub_vllm() -> Iterator[Any]:
             "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (), {}),
             "KVConnectorMetadata": type("KVConnectorMetadata", (), {}),
             "KVConnectorRole": Role,
+            "KVConnectorWorkerMetadata": WorkerMetadata,
         },
         f"{v1}.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Stats},
         "vllm.distributed.parallel_state": {
@@ -82,6 +87,8 @@ def stub_vllm() -> Iterator[Any]:
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.kv_cache_utils": {"DEFAULT_NONE_HASH_SEED": 0},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), {"_request_blocks_can_be_freed": None})},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(HOST="host")},
     }

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_connector import cache_config, connector_config
+from vllm_connector import FakePool, cache_config, connector_config
 from vllm_requests import FakeOutput
 
 # Imports of vLLM warn.
@@ -39,6 +39,7 @@ def keys(algorithm: str = "sha256_cbor", **options: Any) -> list[bytes]:
     request = Request(request_id="a", block_hasher=get_request_block_hasher(BLOCK_SIZE, function), **arguments)
     config = connector_config(algorithm=algorithm, block_size=BLOCK_SIZE)
     connector = KVServiceConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    connector.bind_gpu_block_pool(FakePool(100))
     connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 0)
     output = FakeOutput({request.request_id: 3 * BLOCK_SIZE}, new=[(request, [1, 2, 3], 0)])
     (save,) = connector.build_connector_meta(output).step.saves

@@ -30,7 +30,8 @@ class VLLMOptions(ConnectorOptions):
     max_step_load_mib: float = 512.0
     """The most MiB of K/V that a step loads in itself. Larger loads are asynchronous. 0: all are."""
     max_held_percent: float = 10.0
-    """The most blocks of vLLM's pool that wait to be saved, in percent. Others are not saved."""
+    """The most blocks of vLLM's pool that no request uses any more and that wait to be saved, in percent. While it is
+    reached, nothing more is saved."""
     save_decode: bool = False
     """Save the blocks of generated tokens, too."""
 

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # The least number of decoded blocks of a request that are saved together, unless it ends.
 DECODED_BLOCKS = 8
+# How many times as many blocks may be held while requests use them, too.
+SHARED = 5
 # How long blocks are held for workers that do not report, and how long vLLM waits for them instead of preempting.
 HOLD_S, DELAY_S = 30.0, 1.0
 
@@ -45,8 +47,8 @@ HOLD_S, DELAY_S = 30.0, 1.0
 @dataclass(frozen=True)
 class SchedulingOptions:
     """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most
-    that the loads of a step may have together on each worker, `max_held` is the largest part of vLLM's blocks that is
-    held. `save_decode`: blocks of generated tokens are saved, too."""
+    that the loads of a step may have together on each worker, `max_held` is the largest part of vLLM's blocks that
+    is held for saves alone. `save_decode`: blocks of generated tokens are saved, too."""
 
     block_size: int
     loads: bool
@@ -90,9 +92,11 @@ class HeldBlocks:
     """References to blocks of vLLM's pool, by the number of the save that reads them."""
 
     def __init__(self, pool: Any, most: float, clock: Callable[[], float]) -> None:
-        """At most this part of the pool's blocks is held. `pool` is vLLM's BlockPool."""
+        """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
+        held together with requests. `pool` is vLLM's BlockPool."""
         self._pool, self._clock = pool, clock
         self._most = int(pool.num_gpu_blocks * most)
+        self._most_shared = int(pool.num_gpu_blocks * min(SHARED * most, 1.0))
         self._saves: dict[int, tuple[tuple[int, ...], float]] = {}
         self._held: set[int] = set()
 
@@ -105,7 +109,11 @@ class HeldBlocks:
     @property
     def room(self) -> int:
         """How many more blocks may be held."""
-        return max(self._most - len(self._held), 0)
+        shared = max(self._most_shared - len(self._held), 0)
+        if len(self._held) < self._most:
+            return shared
+        alone = sum(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._held)
+        return shared if alone < self._most else 0
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
         """Hold blocks that are not held yet."""

@@ -88,7 +88,7 @@ class ConnectorWorker:
         self._memories: dict[MemoryId, tuple[MappedStore, float, int]] = {}
         self._num_steps = 0
         self._memory: MappedStore | None = None
-        self._reported: MemoryId | None = None
+        self._reported: tuple[MemoryId | None, ...] = ()
         self._mark: Any = None
         self._in_step: list[tuple[StepLoad, float, Callable[[], Flags] | None]] = []
         self._num_loading = 0
@@ -173,8 +173,8 @@ class ConnectorWorker:
         """Return what the scheduler's side has not been told yet."""
         with self._lock:
             report, self._report = self._report, WorkerReport()
-        if self.memory != self._reported:
-            self._reported = self.memory
+        if self._reported != (self.memory,):
+            self._reported = (self.memory,)
             report.memories[self._rank] = self.memory
         return None if report.empty else report
 
