@@ -168,7 +168,7 @@ class Finder:
         self.now += self.answers_s
         return FoundBlocks(len(keys), len(keys))
 
-    def lease(self, keys: Sequence[bytes], timeout_s: float, **_: Any) -> FakeLease:
+    def lease(self, keys: Sequence[bytes], timeout_s: float, **_: Any) -> FakeLease:  # noqa: ARG002
         self.store.values |= dict.fromkeys(keys, b"")
         self.leases.append(FakeLease(self.store, keys))
         return self.leases[-1]
@@ -179,7 +179,7 @@ class Finder:
     def touch(self, keys: Sequence[bytes]) -> None:
         self.touched.append(list(keys))
 
-    def answers(self, timeout_s: float) -> bool:
+    def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
         return self.is_back.is_set()
 
     def close(self) -> None:

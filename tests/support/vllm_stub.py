@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -51,8 +51,9 @@ class PromMetrics:
 
 
 @contextmanager
-def stub_vllm() -> Iterator[Any]:
-    """Yield the connector's class. Its modules and those of the stub are imported only inside of the block.
+def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
+    """Yield the connector's class. Its modules and those of the stub are imported only inside of the block. `without`:
+    modules that this vLLM does not have.
 
     The class has `groups`, the ranks of a worker, and `backend`, the name of the attention of all layers.
     """
@@ -92,9 +93,14 @@ def stub_vllm() -> Iterator[Any]:
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(HOST="host")},
     }
-    before = set(sys.modules)
+    before = {name for name in sys.modules if not name.startswith(f"{CONNECTOR}.")}
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith(f"{CONNECTOR}.")]:
+            patch.delitem(sys.modules, name)  # those of another stub
         for name, content in contents.items():
+            if name in without:
+                patch.setitem(sys.modules, name, None)
+                continue
             module = ModuleType(name)
             vars(module).update(content)
             parent, _, last = name.rpartition(".")

@@ -6,8 +6,8 @@
 
 A kernel copies between vLLM's tensors and the mapped memory of the store. That memory must be page-locked: a thread
 does it slab by slab from the first moment. Blocks in memory that is not locked yet, or cannot be, go through pinned
-memory of the process, a StagedCopier. Several copies are in flight, so that the link to the GPU is busy while the daemon
-is asked for the next blocks.
+memory of the process, a StagedCopier. Several copies are in flight, so that the link to the GPU is busy while the
+daemon is asked for the next blocks.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ class MappedCopier:
 
     def use(self, memory: Any) -> None:
         self._locks.use(memory)
+
+    @property
+    def has_locked(self) -> bool:
+        """Whether nothing is left to be page-locked, or nothing can be."""
+        return self._locks.complete
 
     def mark(self) -> Any:
         self._locks.busy()
@@ -257,6 +262,15 @@ class PageLocks:
         if memory is not self._wanted:
             self._wanted = memory
             self._wake.set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is locked that can be."""
+        with self._lock:
+            memory = self._memory
+            if memory is not self._wanted:
+                return False
+            return memory is None or self._refused or len(self._slabs) == memory.num_bytes // memory.slab_bytes
 
     def busy(self) -> None:
         """vLLM computes now: the thread does not hurry."""
