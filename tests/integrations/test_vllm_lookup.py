@@ -233,15 +233,15 @@ def test_promises_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
     for number in range(MAX_PROMISES + 5):
         lookup.find(str(number), [number.to_bytes(32)])
     until(lambda: len(finder.store.leased) == MAX_PROMISES)
-    assert lookup.take("0", 1) is None
-    taken = lookup.take("5", 1)
+    assert lookup.take("0", 1, "0") is None
+    taken = lookup.take("5", 1, 7)
     assert taken is not None
     assert len(taken[0, 0].offsets) == 8
     # What is taken stays until it is loaded.
     finder.now += 2 * PROMISE_S
     lookup.end_step()
     until(lambda: finder.store.leased == [(5).to_bytes(32)])
-    lookup.release(["5"])
+    lookup.release(7)
     until(lambda: finder.store.leased == [])
 
 

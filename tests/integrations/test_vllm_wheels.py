@@ -176,7 +176,7 @@ def test_what_is_looked_for_is_there_where_the_table_says(sources: Path) -> None
     version = tuple(int(part) for part in sources.name.split(".")[:2])
     assert (sources / "vllm/v1/metrics/cache_hit_source.py").exists() == (version >= (0, 32))
     scheduler = methods(class_of(sources / "vllm/v1/core/sched/scheduler.py", "Scheduler"))
-    assert ("_request_blocks_can_be_freed" in scheduler) == (version >= (0, 32))
+    assert ("_request_blocks_can_be_freed" in scheduler) == (version >= (0, 31))
     utilities = (sources / "vllm/v1/core/kv_cache_utils.py").read_text()
     assert ("DEFAULT_NONE_HASH_SEED" in utilities) == (version >= (0, 29))
     # A load that fails in a step is computed again, also its last block if that has one token less.

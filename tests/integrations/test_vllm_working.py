@@ -31,9 +31,11 @@ class Rig:
         self.blocks, self.worker = self.engine.blocks, self.engine.worker
         self.num_saves = 0
 
-    def save(self, *block_ids: int) -> None:
+    def save(self, *block_ids: int) -> int:
+        """Return the number of the save."""
         self.num_saves += 1
-        self.engine.save(f"save {self.num_saves}", [KEYS[b] for b in block_ids], block_ids)
+        (save,) = self.engine.save(f"save {self.num_saves}", [KEYS[b] for b in block_ids], block_ids).step.saves
+        return int(save.number)
 
     def load(self, request_id: str, *block_ids: int) -> None:
         self.engine.load(request_id, [KEYS[b] for b in block_ids], block_ids)
@@ -171,7 +173,7 @@ def test_a_step_loads_before_it_computes(rig: Rig) -> None:
     assert output.invalid_block_ids == set()
     assert output.kv_connector_worker_meta.report.loads == {7: 1}
     assert rig.blocks[5:7, 0].tolist() == [2, 3]
-    rig.counted(blocks_loaded=2, bytes_loaded=2 * 64)
+    rig.counted(blocks_loaded=2, blocks_loaded_in_step=2, bytes_loaded=2 * 64)
     assert rig.store.calls == ["acquire", "read"], "the worker asks nobody"
 
 
@@ -235,8 +237,8 @@ def test_a_save_that_has_not_begun_is_given_up(rig: Rig) -> None:
     with rig.store.held_up():
         rig.save(1)
         assert rig.store.waiting.wait(60)
-        rig.save(2)
-        step = ConnectorStep(abandoned=frozenset({2, 99}))
+        number = rig.save(2)
+        step = ConnectorStep(abandoned=frozenset({number, 99}))
         stepping = threading.Thread(target=rig.worker.handle_preemptions, args=(rig.engine.message_of(step),))
         stepping.start()
         stepping.join(0.2)

@@ -221,11 +221,13 @@ class Engine:
         return output
 
     def save(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> Any:
-        """Run a request that has just computed these blocks."""
+        """Run a request that has just computed these blocks. Returns the message of the step."""
         request = KeyedRequest(request_id, keys)
         self.allocated(request, block_ids)
         computed = len(keys) * BLOCK_SIZE
-        return self.compute(self.step(FakeOutput({request_id: 0}, new=[(request, block_ids, computed)])))
+        message = self.step(FakeOutput({request_id: 0}, new=[(request, block_ids, computed)]))
+        self.compute(message)
+        return message
 
     def settle(self) -> None:
         """Run empty steps until nothing is held."""

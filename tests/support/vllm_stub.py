@@ -117,3 +117,5 @@ def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
             for name in set(sys.modules) - before:
                 if name.startswith(f"{CONNECTOR}."):
                     del sys.modules[name]
+                    # Otherwise `from package import module` finds it.
+                    vars(sys.modules[CONNECTOR]).pop(name.rpartition(".")[2], None)

@@ -162,8 +162,9 @@ def test_another_process_loads_the_blocks_and_generates_the_same_tokens(server: 
 
 def test_the_statistics_of_vllm_count_the_blocks(server: Server) -> None:
     metrics = server.get("/metrics")
-    (loaded,) = re.findall(r"^vllm:kvservice_blocks_loaded_total{.*} (\S+)$", metrics, re.MULTILINE)
-    assert float(loaded) >= full_blocks(LONG[0]) // BLOCK_SIZE
+    for name in ("blocks_loaded", "blocks_loaded_in_step"):
+        (loaded,) = re.findall(rf"^vllm:kvservice_{name}_total{{.*}} (\S+)$", metrics, re.MULTILINE)
+        assert float(loaded) >= full_blocks(LONG[0]) // BLOCK_SIZE, name
 
 
 def test_the_log_of_vllm_has_the_statistics(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -237,11 +238,12 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- both
 
     def shutdown(self) -> None:
+        until = time.monotonic() + CLOSE_S
         if self._worker is not None:
             self._worker.close(CLOSE_S)
             self._worker = None
         if self._lookup is not None:
-            self._lookup.close(CLOSE_S)
+            self._lookup.close(max(until - time.monotonic(), 0.0))
             self._lookup = None
         if self._client is not None:
             self._client.close()

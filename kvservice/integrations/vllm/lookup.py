@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -43,7 +43,7 @@ PING_S = 0.1
 _NO_WAIT_S = 1e-6
 
 
-class Lease(Protocol):
+class BlockLease(Protocol):
     """A lease of the client."""
 
     found: Any
@@ -64,14 +64,16 @@ class BlockFinder(Protocol):
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         """Return how many keys are there before the first missing one, and how many of them are in memory."""
 
-    def lease(self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False) -> Lease:
+    def lease(
+        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
+    ) -> BlockLease:
         """Lease the blocks before the first that is missing, and bring those below the daemon's memory up, at most for
         `wait_s` seconds. `counted`: the blocks are read under this lease."""
 
     def compute_s(self, num_blocks: int) -> float:
         """Return how long the engine takes to compute blocks."""
 
-    def places(self, lease: Lease, num_blocks: int) -> LeasedBlocks | None:
+    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
         """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -94,8 +96,10 @@ class StoreFinder:
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
 
-    def lease(self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False) -> Lease:
-        lease: Lease = self._store.acquire(
+    def lease(
+        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
+    ) -> BlockLease:
+        lease: BlockLease = self._store.acquire(
             keys,
             leading_only=True,
             counted=counted,
@@ -107,7 +111,7 @@ class StoreFinder:
     def compute_s(self, num_blocks: int) -> float:
         return self._compute.wait_s(num_blocks)
 
-    def places(self, lease: Lease, num_blocks: int) -> LeasedBlocks | None:
+    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
         memory = self._store.memory
         if memory is None or not lease.alive:
             return None
@@ -140,8 +144,8 @@ class _Promise:
     until_s: float
     fresh_s: float = 0.0
     found: Found = field(default_factory=lambda: Found(0, True))
-    leases: dict[Rank, Lease] = field(default_factory=dict)
-    bringing: Future[tuple[Found, dict[Rank, Lease]]] | None = None
+    leases: dict[Rank, BlockLease] = field(default_factory=dict)
+    bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
 
 
 class StoreLookup:
@@ -159,7 +163,7 @@ class StoreLookup:
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
-        self._taken: dict[str, dict[Rank, Lease]] = {}
+        self._taken: dict[str | int, dict[Rank, BlockLease]] = {}  # by the load
         self._asks = True
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
@@ -199,15 +203,14 @@ class StoreLookup:
             self.drop(next(iter(self._promises)))
         return promise.found if promise.bringing is None else None
 
-    def take(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
-        """Keep the lease of a request until `release`, since it loads `num_blocks` blocks; 0: it loads none. Returns
-        the same as `places`."""
+    def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
+        """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
+        none. Returns the same as `places`."""
         places = self.places(request_id, num_blocks)
         promise = self._promises.get(request_id)
         if promise is not None and num_blocks and promise.bringing is None:
             del self._promises[request_id]
-            self._release_later(self._taken.pop(request_id, {}))
-            self._taken[request_id] = promise.leases
+            self._taken[load] = promise.leases
         else:
             self.drop(request_id)
         return places
@@ -225,10 +228,9 @@ class StoreLookup:
             found[finder.rank] = places
         return found
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        """End the leases of requests that have loaded their blocks."""
-        for request_id in request_ids:
-            self._release_later(self._taken.pop(request_id, {}))
+    def release(self, load: str | int) -> None:
+        """End the lease of a load."""
+        self._release_later(self._taken.pop(load, {}))
 
     def drop(self, request_id: str) -> None:
         """Forget the answer to a request that will not use it."""
@@ -315,9 +317,9 @@ class StoreLookup:
             promise.leases = {}
         return promise
 
-    def _bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> tuple[Found, dict[Rank, Lease]]:
+    def _bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
         """Lease blocks when they are in memory, so that loads do not wait for one another. On a thread of its own."""
-        leases: dict[Rank, Lease] = {}
+        leases: dict[Rank, BlockLease] = {}
         try:
             for finder in self._finders:
                 if keys:
@@ -332,7 +334,7 @@ class StoreLookup:
             leases = {}
         return Found(len(keys), False), leases
 
-    def _release_brought(self, done: Future[tuple[Found, dict[Rank, Lease]]]) -> None:
+    def _release_brought(self, done: Future[tuple[Found, dict[Rank, BlockLease]]]) -> None:
         if not done.cancelled():
             self._release_later(done.result()[1])
 
@@ -354,7 +356,7 @@ class StoreLookup:
                 logger.debug("the daemon does not answer: %s", error)
             self._closing.wait(PING_S)
 
-    def _release_later(self, leases: dict[Rank, Lease]) -> None:
+    def _release_later(self, leases: dict[Rank, BlockLease]) -> None:
         for lease in leases.values():
             self._queue.put(lease.release)
 
@@ -373,5 +375,5 @@ class StoreLookup:
             logger.error("%s", what, exc_info=error)
 
 
-def _num_leading(lease: Lease) -> int:
+def _num_leading(lease: BlockLease) -> int:
     return len(lease.found) if lease.found.all() else int(lease.found.argmin())

@@ -75,7 +75,6 @@ class _Tracked:
 class _StepLoading:
     """A load of a step that not all workers have ended."""
 
-    request_id: str
     block_ids: tuple[int, ...]
     num_ended: int = 0
 
@@ -222,7 +221,8 @@ class ConnectorScheduler:
             self._lookup.touch(self._keys(request, 0, first))
         # One token less was answered if the blocks have all tokens.
         num_blocks = -(-num_external_tokens // self._block_size)
-        leased = self._lookup.take(request_id, num_blocks)
+        self._number += answer.in_step
+        leased = self._lookup.take(request_id, num_blocks, self._number if answer.in_step else request_id)
         if not num_blocks:
             return
         stop = first + num_blocks
@@ -234,10 +234,9 @@ class ConnectorScheduler:
             self._loads.append(BlockLoad(request_id, tuple(keys), targets))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
-        self._number += 1
         self._step_bytes += num_blocks * self._block_bytes
         self._step_loads.append(StepLoad(self._number, targets, leased))
-        self._loading[self._number] = _StepLoading(request_id, targets)
+        self._loading[self._number] = _StepLoading(targets)
         self._filling.update(dict.fromkeys(targets, self._number))
 
     def received(self, report: WorkerReport, loaded: Iterable[str], wrong: frozenset[int] | set[int]) -> None:
@@ -279,11 +278,11 @@ class ConnectorScheduler:
         for block_id in loading.block_ids:
             if self._filling.get(block_id) == number:
                 del self._filling[block_id]
-        self._release(loading.request_id)
+        self._release(number)
 
-    def _release(self, request_id: str) -> None:
+    def _release(self, load: str | int) -> None:
         if self._lookup is not None:
-            self._lookup.release([request_id])
+            self._lookup.release(load)
 
     # ---- steps
 

@@ -91,6 +91,8 @@ class TransferCounters:
 
     blocks_loaded: int = 0
     """Blocks loaded from the store."""
+    blocks_loaded_in_step: int = 0
+    """Blocks of these that were loaded by the step that computed with them."""
     blocks_not_loaded: int = 0
     """Blocks that could not be loaded and were computed again."""
     bytes_loaded: int = 0

@@ -4,13 +4,14 @@ for: builds from source may have other numbers.
 | since | what | here |
 |---|---|---|
 | 0.24 | `has_pending_push_work`: an idle engine goes on until blocks are given back | the oldest version |
+| 0.27 | `requires_kv_delivery` | not read before |
 | 0.29 | `start_load_kv` comes before the computation only if the step itself loads | works with both |
 | 0.29 | `DEFAULT_NONE_HASH_SEED`: without PYTHONHASHSEED the hashes of blocks have a fixed seed | `has_fixed_seed` |
 | 0.30 | `has_pending_block_frees`: vLLM waits a step for held blocks instead of preempting | not called before |
 | 0.30 | `bind_kv_cache_manager`, which calls `bind_gpu_block_pool` | works with both |
 | 0.31 | blocks that could not be loaded are an error if there are several groups of K/V caches | refused by `checks` |
+| 0.31 | mended: asynchronous scheduling with a connector that loads preempts too many requests | `preempts_too_many` |
 | 0.32 | `CacheHitSource` | `cache_hit_source` |
-| 0.32 | mended: asynchronous scheduling and a connector that loads preempt too many requests | `preempts_too_many` |
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def warn_of_faults(vllm_config: Any) -> None:
     if preempts_too_many(vllm_config):
         logger.warning(
             "this version of vLLM preempts tens of requests where one would do, if it schedules asynchronously and a "
-            "connector loads blocks. Start it with --no-async-scheduling, or use vLLM 0.32 or later"
+            "connector loads blocks. Start it with --no-async-scheduling, or use vLLM 0.31 or later"
         )
 
 

@@ -226,6 +226,7 @@ class ConnectorWorker:
             logger.exception("blocks could not be loaded")
         with self._lock:
             self._count_load(len(load.block_ids), len(wrong), began)
+            self._counters.blocks_loaded_in_step += len(load.block_ids) - len(wrong)
             self._failed |= wrong
             self._report.loads[load.number] += 1
         if wrong and not self._recomputes:
@@ -283,7 +284,7 @@ class ConnectorWorker:
             parts = self._parts(job.keys)
             job.num_parts = len(parts)
             for part in parts:
-                if job.given_up:
+                if job.given_up or not self._store.reachable:
                     started: Future[Statuses] = Future()
                     started.set_result(np.full(len(job.keys[part]), PutStatus.UNREACHABLE, np.uint8))
                 else:
