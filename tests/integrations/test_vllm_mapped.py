@@ -68,7 +68,7 @@ class Rig:
     def load(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> list[bool]:
         return self.copier.get(store, keys_of(*numbers), into, None).result(60).tolist()
 
-    def read(self, store: Store, numbers: list[int], into: list[int]) -> Callable[[], list[bool]]:
+    def read(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> Callable[[], list[bool]]:
         """Begin to load blocks that somebody else has leased, for a step."""
         lease, memory = store.acquire(keys_of(*numbers)), store.memory
         assert memory is not None
@@ -242,6 +242,7 @@ def test_locking_stops_when_vllm_ends(store_daemon: OpenStore) -> None:
     rig = Rig()
     rig.gpu.may_lock.clear()
     with rig.store(store_daemon("write"), locked=False):
+        assert rig.gpu.is_locking.wait(60)
         with ThreadPoolExecutor(1) as thread:
             closed = thread.submit(rig.copier.close)
             rig.gpu.may_lock.set()

@@ -57,7 +57,7 @@ def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "--no-deps",
             "--no-cache-dir",
             "--dest",
-            download,
+            str(download),
         ]
         found = subprocess.run(
             [*command, "--only-binary=:all:", f"{WHEELS[version]}=={version}"],

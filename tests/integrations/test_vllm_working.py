@@ -15,7 +15,7 @@ from vllm_requests import FakeOutput
 from waiting import until
 
 from kvservice.errors import InternalError
-from kvservice.integrations.vllm.steps import ConnectorStep, LeasedBlocks, StepLoad
+from kvservice.integrations.vllm.steps import ConnectorStep, StepLoad
 from kvservice.integrations.vllm.working import KEEP_STEPS
 
 KEYS = tuple(bytes([n]) * 32 for n in range(NUM_BLOCKS))
@@ -42,10 +42,9 @@ class Rig:
 
     def load_in_step(self, *block_ids: int) -> Any:
         """Let a step load blocks, which it computes with. Returns the output."""
-        with self.store.acquire([KEYS[b] for b in block_ids]) as lease:
-            leased = LeasedBlocks(self.store.memory.identity, lease.offsets, lease.versions)
-            step = ConnectorStep(step_loads=(StepLoad(7, block_ids, {(0, 0): leased}),))
-            return self.engine.compute(self.engine.message_of(step))
+        leased = self.store.lease_of([KEYS[b] for b in block_ids])
+        step = ConnectorStep(step_loads=(StepLoad(7, block_ids, {(0, 0): leased}),))
+        return self.engine.compute(self.engine.message_of(step))
 
     def counted(self, **expected: int) -> None:
         """Wait until the counters since the last call are these."""
@@ -199,9 +198,7 @@ def test_no_wrong_block_becomes_a_token_if_vllm_schedules_ahead(open_rig: OpenRi
 def test_a_mapping_that_is_lost_is_kept_for_steps_that_are_scheduled(rig: Rig) -> None:
     """The daemon has ended, and its memory is as it was."""
     rig.store.values[KEYS[5]] = rig.value(5)
-    with rig.store.acquire([KEYS[5]]) as lease:
-        leased = LeasedBlocks(rig.store.memory.identity, lease.offsets, lease.versions)
-    step = ConnectorStep(step_loads=(StepLoad(7, (5,), {(0, 0): leased}),))
+    step = ConnectorStep(step_loads=(StepLoad(7, (5,), {(0, 0): rig.store.lease_of([KEYS[5]])}),))
     rig.store.is_mapped = False
     output = rig.engine.compute(rig.engine.message_of(step))
     assert output.invalid_block_ids == set()
@@ -214,12 +211,17 @@ def test_a_mapping_that_is_lost_is_kept_for_steps_that_are_scheduled(rig: Rig) -
 def test_a_step_without_tokens_waits_a_little_for_loads(rig: Rig) -> None:
     """Nothing else is held up."""
     rig.store.values[KEYS[5]] = rig.value(5)
-    taken = set()
+    taken: set[str] = set()
+
+    def is_taken() -> bool:
+        taken.update(rig.worker.get_finished(set())[1])
+        return taken == {"a"}
+
     with rig.store.held_up("get"):
         rig.load("a", 5)
         assert rig.store.waiting.wait(60)
         assert rig.worker.get_finished(set()) == (None, set())
-    until(lambda: taken.update(rig.worker.get_finished(set())[1]) or taken == {"a"})
+    until(is_taken)
 
 
 def test_no_step_waits_for_a_save(rig: Rig) -> None:

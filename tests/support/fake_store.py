@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvservice.client import Lookup, PutStatus, Scatter
 from kvservice.errors import InternalError
+from kvservice.integrations.vllm.steps import LeasedBlocks
 
 
 class FakeMemory:
@@ -98,6 +99,11 @@ class FakeStore:
     @property
     def reachable(self) -> bool:
         return not self.away
+
+    def lease_of(self, keys: Sequence[bytes]) -> LeasedBlocks:
+        """Return what the scheduler's side tells the workers after it has leased blocks."""
+        lease = self.acquire(keys)
+        return LeasedBlocks(self._memory.identity, lease.offsets, lease.versions)
 
     def number(self, key: bytes) -> int:
         if key not in self.numbered:

@@ -60,6 +60,7 @@ class HostGpu:
     refuses: bool = False
     broken: bool = False
     may_lock: threading.Event = field(default_factory=threading.Event)
+    is_locking: threading.Event = field(default_factory=threading.Event)
     lockers: set[int] = field(default_factory=set)
     followed: list[Any] = field(default_factory=list)
 
@@ -87,6 +88,7 @@ class HostGpu:
         """All copies have ended."""
 
     def page_lock(self, address: int, num_bytes: int, *, read_only: bool) -> HostLock | None:
+        self.is_locking.set()
         assert self.may_lock.wait(60)
         self.lockers.add(threading.get_ident())
         if self.refuses:

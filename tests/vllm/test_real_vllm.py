@@ -125,6 +125,16 @@ def server(
         yield running
 
 
+@pytest.fixture(scope="module")
+def loader(model: Path, store: Restartable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine that does not verify its loads, so that they are part of its steps, and a daemon without blocks."""
+    store.restart()
+    transfer = connector(store.running.address, max_held_percent=49)
+    log = tmp_path_factory.mktemp("loader") / "log"
+    with Engine(model, log, kv_transfer_config=transfer, num_gpu_blocks_override=FEW_BLOCKS) as engine:
+        yield engine
+
+
 def test_saving_changes_no_token(saver: Engine, expected: Expected) -> None:
     assert [saver.generate([tokens])["tokens"][0] for tokens in LONG] == expected["long"]
 
@@ -229,24 +239,34 @@ def assert_is_not_missed(engine: Engine, stop: Callable[[], None], expected: Exp
     assert max(away["steps_s"]) < before_s + 1.0
 
 
-def test_a_daemon_that_is_frozen_changes_no_token(saver: Engine, store: Restartable, expected: Expected) -> None:
+def test_requests_that_are_preempted_load_in_steps(loader: Engine, expected: Expected) -> None:
+    for _ in range(2):
+        done = loader.generate(GROWING, GROWN_TOKENS)
+        assert done["preemptions"] > 0
+        assert done["tokens"] == expected["growing"]
+        for tokens, generated in zip(LONG, expected["long"], strict=True):
+            assert loader.generate([tokens])["tokens"] == [generated]
+        loader.reset()
+
+
+def test_a_daemon_that_is_frozen_changes_no_token(loader: Engine, store: Restartable, expected: Expected) -> None:
     process = store.running.process
     try:
-        assert_is_not_missed(saver, lambda: process.send_signal(signal.SIGSTOP), expected)
+        assert_is_not_missed(loader, lambda: process.send_signal(signal.SIGSTOP), expected)
     finally:
         process.send_signal(signal.SIGCONT)
-    saver.reset()
-    assert_is_used_again(saver, expected["long"][:1])
+    loader.reset()
+    assert_is_used_again(loader, expected["long"][:1])
 
 
 def test_a_daemon_that_is_killed_and_restarted_changes_no_token(
-    saver: Engine, store: Restartable, expected: Expected
+    loader: Engine, store: Restartable, expected: Expected
 ) -> None:
     store.restart()
-    assert_is_not_missed(saver, store.kill, expected)
+    assert_is_not_missed(loader, store.kill, expected)
     store.restart()
-    saver.reset()
-    assert_is_used_again(saver, expected["long"][:1])
+    loader.reset()
+    assert_is_used_again(loader, expected["long"][:1])
 
 
 def test_ranks_of_a_tensor_parallel_engine_load_their_own_blocks(
