@@ -4,7 +4,7 @@
 
 It needs vLLM in the environment (kvservice/integrations/vllm/README.md), starts a daemon, and makes a Llama with random
 weights. For each length it computes a new prompt, forgets vLLM's own prefix cache, and sends the prompt again, which
-then loads all its blocks but the last. The result is one JSON object.
+then loads all its blocks, so that vLLM computes one token. The result is one JSON object.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(llm: Any, length: int) -> dict[str, Any]:
         seconds, cached = first_token(llm, prompt)
         assert cached == 0
         recomputed.append(seconds)
-        while cached != (length - 1) // BLOCK_SIZE * BLOCK_SIZE:
+        while cached != min(length // BLOCK_SIZE * BLOCK_SIZE, length - 1):
             llm.reset_prefix_cache()
             seconds, cached = first_token(llm, prompt)
         loaded.append(seconds)

@@ -38,7 +38,7 @@ class FakeEngine:
 
 
 def test_a_prompt_is_sent_again_until_all_its_blocks_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [(8.0, 0), (7.0, 0), (5.0, 2 * BLOCK_SIZE), (2.0, 3 * BLOCK_SIZE)]
+    requests = [(8.0, 0), (7.0, 0), (5.0, 3 * BLOCK_SIZE), (2.0, 4 * BLOCK_SIZE - 1)]
     engine = FakeEngine(monkeypatch, requests * REPEATS)
     row = measure(engine, 4 * BLOCK_SIZE)
     assert row == {"tokens": 4 * BLOCK_SIZE, "recomputed_s": 8.0, "loaded_s": 2.0, "ratio": 4.0}

@@ -15,15 +15,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.steps import LeasedBlocks, Rank
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # The least time in seconds between two requests to touch blocks.
 TOUCH_INTERVAL_S = 0.5
@@ -169,6 +170,7 @@ class StoreLookup:
         self._touch_s = -TOUCH_INTERVAL_S
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._bringing = ThreadPoolExecutor(NUM_BRINGING, thread_name_prefix="kvservice-bringing")
+        self._asking = ThreadPoolExecutor(max(len(self._finders) - 1, 1), thread_name_prefix="kvservice-asking")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvservice-lookup", daemon=True)
         self._thread.start()
@@ -263,7 +265,8 @@ class StoreLookup:
         self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
-        self._bringing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._bringing, self._asking):
+            threads.shutdown(wait=False, cancel_futures=True)
         for finder in self._finders:
             finder.close()
 
@@ -291,19 +294,19 @@ class StoreLookup:
         def left_s() -> float:
             return max(self._left_s - (self._clock() - began), _NO_WAIT_S)
 
+        def lease(finder: BlockFinder) -> None:
+            promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
+
         try:
-            num_in_memory = len(keys)
-            for finder in self._finders:
-                if keys:
-                    found = finder.find(keys, left_s())
-                    keys, num_in_memory = keys[: found.num_leading], min(num_in_memory, found.num_in_memory)
+            found = self._of_each(lambda finder: finder.find(keys, left_s()))
+            keys = keys[: min((each.num_leading for each in found), default=0)]
+            num_in_memory = min((each.num_in_memory for each in found), default=0)
             if num_in_memory < len(keys):
                 promise.bringing = self._bringing.submit(self._bring_up, keys, num_in_memory)
                 return promise
-            for finder in self._finders:
-                if keys:
-                    lease = promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
-                    keys = keys[: _num_leading(lease)]
+            if keys:
+                self._of_each(lease)
+                keys = keys[: min(map(_num_leading, promise.leases.values()))]
         except Exception as error:
             # The requests must go on after any error.
             self._failed("blocks could not be looked up", error)
@@ -316,6 +319,15 @@ class StoreLookup:
             self._release_later(promise.leases)
             promise.leases = {}
         return promise
+
+    def _of_each(self, ask: Callable[[BlockFinder], T]) -> list[T]:
+        """Ask all finders at the same time. Returns their answers when all have come, or raises one of their errors."""
+        asked = [self._asking.submit(ask, finder) for finder in self._finders[1:]]
+        try:
+            answers = [ask(finder) for finder in self._finders[:1]]
+        finally:
+            wait(asked)
+        return answers + [each.result() for each in asked]
 
     def _bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
         """Lease blocks when they are in memory, so that loads do not wait for one another. On a thread of its own."""
