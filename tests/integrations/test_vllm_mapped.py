@@ -70,7 +70,7 @@ class Rig:
 
     def read(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> Callable[[], list[bool]]:
         """Begin to load blocks that somebody else has leased, for a step."""
-        lease, memory = store.acquire(keys_of(*numbers)), store.memory
+        lease, memory = store.acquire(b"".join(keys_of(*numbers))), store.memory
         assert memory is not None
         self.lease = lease
         end = self.copier.read(memory, LeasedBlocks(memory.identity, lease.offsets, lease.versions), into)

@@ -25,8 +25,8 @@ class VLLMOptions(ConnectorOptions):
     }
 
     lookup_timeout_s: float = 0.05
-    """How long in seconds a step of the scheduler waits for all its look-ups together. What is late is a miss, and the
-    daemon is not asked again before it answers in time."""
+    """How long in seconds a step of the scheduler waits for a look-up. What is late is a miss, and the daemon is not
+    asked again before it answers in time. When all look-ups of a step have taken as long, others wait for the next."""
     max_step_load_mib: float = 512.0
     """The most MiB of K/V that a step loads in itself. Larger loads are asynchronous. 0: all are."""
     max_held_percent: float = 10.0

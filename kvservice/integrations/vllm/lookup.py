@@ -159,8 +159,9 @@ class StoreLookup:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_s` is how long a step of the scheduler waits for all its answers together, `timeout_s` the time limit
-        of a call in the background, without its wait for blocks below the daemon's memory."""
+        """`step_s` is how long a step of the scheduler waits for an answer, and after which it asks no more.
+        `timeout_s` is the time limit of a call in the background, without its wait for blocks below the daemon's
+        memory."""
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
@@ -182,7 +183,8 @@ class StoreLookup:
 
     def find(self, request_id: str, keys: Sequence[bytes], *, reads: bool = False) -> Found | None:
         """Return how many of the first blocks are there for every worker. They are leased from now on. None: they are
-        being brought into memory, ask again in a later step. `reads`: workers read the blocks under this lease."""
+        being brought into memory, or the time of this step is used up: ask again in a later step. `reads`: workers read
+        the blocks under this lease."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.bringing is not None and promise.keys == keys:
             if not promise.bringing.done():
@@ -193,12 +195,15 @@ class StoreLookup:
         if promise is not None and promise.keys == keys and self._is_kept(promise):
             return promise.found
         self.drop(request_id)
-        if not self._asks or self._left_s <= 0:
+        if not self._asks:
             return Found(0, True)
+        if self._left_s <= 0:
+            return None  # too many have asked in this step
         began = self._clock()
         promise = self._ask(keys, began, reads=reads)
-        self._left_s -= self._clock() - began
-        if self._left_s <= 0:
+        taken_s = self._clock() - began
+        self._left_s -= taken_s
+        if taken_s >= self._step_s:
             self._stop_asking("the daemon answers late")
         self._promises[request_id] = promise
         while len(self._promises) > MAX_PROMISES:
@@ -278,9 +283,9 @@ class StoreLookup:
         if now < promise.fresh_s or not promise.leases:
             return True
         renewed = False
-        if self._asks and self._left_s > 0:
+        if self._asks:
             try:
-                renewed = all(lease.renew(timeout_s=max(self._left_s, _NO_WAIT_S)) for lease in promise.leases.values())
+                renewed = all(lease.renew(timeout_s=self._step_s) for lease in promise.leases.values())
             except KVServiceError as error:
                 logger.warning("a lease could not be renewed: %s", error)
             self._left_s -= self._clock() - now
@@ -292,7 +297,7 @@ class StoreLookup:
         promise = _Promise(keys, began + NOTHING_S)
 
         def left_s() -> float:
-            return max(self._left_s - (self._clock() - began), _NO_WAIT_S)
+            return max(self._step_s - (self._clock() - began), _NO_WAIT_S)
 
         def lease(finder: BlockFinder) -> None:
             promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
