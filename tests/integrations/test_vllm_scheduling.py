@@ -131,6 +131,20 @@ def test_a_small_load_is_part_of_the_step_and_leased_until_it_has_ended(engine: 
     assert asked.calls.count("acquire") == 1
 
 
+def test_a_load_of_a_step_ends_when_all_workers_have_ended_it(engine: OpenEngine) -> None:
+    made = engine(stored(TOKENS), stored(TOKENS[:12]))
+    request = FakeRequest("a", TOKENS)
+    assert made.asked_for(request) == (12, False)
+    made.allocated(request, [1, 2, 3, 4, 5], 12)
+    message = made.step(FakeOutput({"a": 6}, new=[(request, [1, 2, 3, 4, 5], 12)]))
+    made.compute(message, ranks=[0])
+    assert saves(made.step(FakeOutput({"a": 0}, cached=[("a", None, 18)]))) == []
+    assert made.asked[1].leased == chain(TOKENS)[:3]
+    made.compute(message, ranks=[1])
+    until(lambda: made.asked[0].leased == made.asked[1].leased == [])
+    assert saves(made.step(FakeOutput({"a": 0}, cached=[("a", None, 18)]))) == [([chain(TOKENS)[3]], [4])]
+
+
 def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
     """The limit is for the loads of a step together. A block has 64 bytes."""
     made = engine(stored(TOKENS), extra={"max_step_load_mib": 5 * 64 / (1 << 20)})
