@@ -235,7 +235,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, store, disk, restarts, limits, attention, swap."""
+    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, stores, restarts, limits, attention, vLLM."""
 
 
 def _report(
@@ -453,6 +453,54 @@ def bench_restart(num_blocks: int | None, gib: float | None, as_json: bool, **op
 
     settings = restart.RestartOptions(num_blocks=num_blocks or 100_000, gib=gib, **options)
     _report(lambda: restart.run(settings), restart.render, as_json)
+
+
+@bench.command("vllm")
+@_device_option
+@click.option("--model", metavar="PATH", help="A model instead of a Llama with 3 billion weights without a meaning.")
+@click.option("--connector", "connectors", type=click.Choice(["kvservice", "offloading", "simple"]), multiple=True)
+@click.option(
+    "--workload", "workloads", type=click.Choice(["chat", "prompts", "found", "cycle", "beside"]), multiple=True
+)
+@click.option("--pool-gib", type=_Finite(0, 65_536, min_open=True), help="K/V on the device.  [default: 5; cpu: 0.3]")
+@click.option("--store-gib", type=_Finite(0, 65_536, min_open=True), help="Of each store.  [default: 16; cpu: 2]")
+@click.option("--share-store", type=click.Choice(["read", "write"]), default="write", show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median one counts.")
+@click.option("--check", is_flag=True, help="Compare tokens instead of times, where vLLM is batch-invariant.")
+@click.option("--engine", metavar="JSON", help="More options of vLLM's LLM, for all engines.")
+@click.option("--logs", type=click.Path(file_okay=False), metavar="DIR", help="Keep the logs of the engines here.")
+@_quick_option
+@_json_option
+def bench_vllm(engine: str | None, as_json: bool, **options: Any) -> None:
+    """Measure vLLM without a connector, with kvservice's and with its own OffloadingConnector and
+    SimpleCPUOffloadConnector, on the same bytes of host memory.
+
+    It needs vLLM in the environment, and starts its own daemon. The engines live at the same time and take turns.
+    Workloads: chat (nothing is found, requests are preempted), prompts (nothing is found), found (the first token of
+    one prompt), cycle (documents that do not fit into the pool), beside (the first token of small requests beside
+    loads).
+    Without --connector or --workload all are measured.
+    """
+    prepare_grpc()
+    from kvservice.bench import vllm
+
+    try:
+        more = json.loads(engine or "{}")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--engine") from None
+    if not isinstance(more, dict):
+        raise click.BadParameter("a JSON object", param_hint="--engine")
+    chosen = {name: value for name, value in options.items() if value != ()}
+    failed: list[str] = []
+
+    def run() -> dict[str, Any]:
+        results = vllm.run(vllm.VLLMOptions(engine=more, **chosen))
+        failed.extend(vllm.failures(results))
+        return results
+
+    _report(run, vllm.render, as_json)
+    if failed:
+        raise click.ClickException("; ".join(failed))
 
 
 @bench.command("limits")
