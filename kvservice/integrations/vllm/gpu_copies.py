@@ -376,7 +376,7 @@ class GpuBlocks:
         table = np.array([starts, layout.strides, np.cumsum(layout.piece_bytes)], np.int64)
         self._memories = layout.memories
         self._table = torch.from_numpy(table).to(self._device)
-        self._pieces = BlockPieces(_array(self._table), layout.num_blocks, layout.block_bytes)
+        self._pieces = BlockPieces(_array(self._table), layout.num_blocks, layout.block_bytes, host_table=table)
         self._loads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._saves = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
