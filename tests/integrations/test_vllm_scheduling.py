@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -333,6 +334,32 @@ def test_adapters_with_the_same_path_and_other_weights_have_other_keys(engine: O
         ((saved, _),) = saves(made.step(FakeOutput({"a": 4}, new=[(request, [1], 0)])))
         keys += saved
     assert len({*keys, chain(TOKENS)[0]}) == 3
+
+
+def test_adapters_that_vllm_mixes_up_share_nothing(
+    engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions hash the name alone: they take blocks of one adapter for those of another."""
+    loras = []
+    for place in ("first", "second"):
+        (tmp_path / place).mkdir()
+        loras.append(SimpleNamespace(lora_name="same", lora_path=str(tmp_path / place)))
+    for extra_keys, shared in ((("lora_name", "lora_path"), [4, 4, 4]), (("lora_name",), [4, 0, 0])):
+        monkeypatch.setattr(
+            sys.modules["vllm.v1.core.kv_cache_utils"],
+            "_gen_lora_extra_hash_keys",
+            lambda request, names=extra_keys: [getattr(request.lora_request, name) for name in names],
+            raising=False,
+        )
+        made = engine(FakeStore())
+        found = []
+        for number, lora in enumerate((*loras, loras[0])):
+            request = FakeRequest(str(number), [number] * 16, lora_request=lora)
+            run(made, request, [1, 2, 3, 4])
+            step = made.step(FakeOutput({str(number): 16}, new=[(request, [1, 2, 3, 4], 0)]))
+            found.append(sum(len(keys) for keys, _ in saves(step)))
+            made.pool.reset_prefix_cache()
+        assert found == shared
 
 
 def test_an_adapter_whose_files_change_shares_nothing_until_a_restart(engine: OpenEngine, tmp_path: Path) -> None:

@@ -179,6 +179,12 @@ def test_what_is_looked_for_is_there_where_the_table_says(sources: Path) -> None
     assert ("_request_blocks_can_be_freed" in scheduler) == (version >= (0, 31))
     utilities = (sources / "vllm/v1/core/kv_cache_utils.py").read_text()
     assert ("DEFAULT_NONE_HASH_SEED" in utilities) == (version >= (0, 29))
+    (hashes,) = [
+        node
+        for node in ast.parse(utilities).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_gen_lora_extra_hash_keys"
+    ]
+    assert ("lora_path" in ast.unparse(hashes)) == (version >= (0, 31))
     # A load that fails in a step is computed again, also its last block if that has one token less.
     assert "req_num_computed_tokens + self.block_size - 1" in ast.unparse(
         scheduler["_update_requests_with_invalid_blocks"]

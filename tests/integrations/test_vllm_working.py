@@ -176,6 +176,20 @@ def test_a_step_loads_before_it_computes(rig: Rig) -> None:
     assert rig.store.calls == ["acquire", "read"], "the worker asks nobody"
 
 
+def test_all_loads_of_a_step_are_one_copy(rig: Rig) -> None:
+    rig.store.values |= {KEYS[n]: rig.value(n - 4) for n in (5, 6, 7)}
+    rig.store.broken_leases = {rig.store.number(KEYS[7])}
+    loads = [
+        StepLoad(number, blocks, {(0, 0): rig.store.lease_of([KEYS[n] for n in blocks])})
+        for number, blocks in ((7, (6, 5)), (8, (7,)))
+    ]
+    output = rig.engine.compute(rig.engine.message_of(ConnectorStep(step_loads=tuple(loads))))
+    assert output.invalid_block_ids == {7}
+    assert output.kv_connector_worker_meta.report.loads == {7: 1, 8: 1}
+    assert rig.blocks[5:7, 0].tolist() == [2, 3]
+    assert rig.store.calls.count("read") == 1
+
+
 def test_wrong_blocks_of_a_step_are_named_in_the_same_step(rig: Rig) -> None:
     rig.store.values |= {KEYS[5]: rig.value(1), KEYS[6]: rig.value(2)}
     rig.store.broken_leases = {rig.store.number(KEYS[6])}

@@ -17,7 +17,7 @@ from ports import free_port
 from small_pool import SMALL_POOL
 from store_memory import damage_values, zero_values
 from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter
-from vllm_processes import Engine, Server, connector
+from vllm_processes import Engine, Server, connector, source_of
 from waiting import until
 
 from kvservice.launch import Daemon
@@ -25,6 +25,7 @@ from kvservice.launch import Daemon
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 BLOCK_SIZE = 32
+HASHING = source_of("v1/core/kv_cache_utils.py")
 # Blocks of the engine that saves: fewer than its requests need, so that it preempts them.
 FEW_BLOCKS = 48
 
@@ -139,6 +140,7 @@ def test_saving_changes_no_token(saver: Engine, expected: Expected) -> None:
     assert [saver.generate([tokens])["tokens"][0] for tokens in LONG] == expected["long"]
 
 
+@pytest.mark.skipif("lora_path" not in HASHING, reason="vLLM itself mixes adapters with the same name up")
 def test_adapters_and_embeddings_have_blocks_of_their_own(
     saver: Engine, special: list[dict[str, Any]], expected: Expected
 ) -> None:

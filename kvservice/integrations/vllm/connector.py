@@ -98,6 +98,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 max_step_bytes=max_step_mib * MIB,
                 max_held=options.max_held_percent / 100,
                 save_decode=options.save_decode,
+                adapters_by_name=not versions.hashes_have_paths(),
             )
         )
         if role is KVConnectorRole.SCHEDULER:

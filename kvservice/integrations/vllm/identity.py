@@ -102,9 +102,13 @@ class AdapterIdentities:
     vLLM reads the files whenever it likes. So an adapter whose files have changed since its first request here has no
     identity: nobody knows which weights vLLM has in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_name: bool = False) -> None:
+        """`by_name`: vLLM's hashes do not even know the paths, so that it mixes adapters with the same name up."""
+        self._by_name = by_name
         self._first: dict[str, bytes | None] = {}
         self._of_request: dict[str, bytes | None] = {}
+        # The paths of each name. Blocks of a name with several are not shared.
+        self._paths: dict[str, set[str]] = {}
 
     def of(self, request: Any) -> bytes | None:
         """Return what distinguishes the weights of a request's adapter, b"" without one; None: its blocks can not be
@@ -112,6 +116,15 @@ class AdapterIdentities:
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return b""
+        if self._by_name:
+            paths = self._paths.setdefault(adapter.lora_name, set())
+            if adapter.lora_path not in paths and paths:
+                logger.warning(
+                    "adapters in several places are called %s: their blocks are not shared", adapter.lora_name
+                )
+            paths.add(adapter.lora_path)
+            if len(paths) > 1:
+                return None
         if request.request_id not in self._of_request:
             self._of_request[request.request_id] = self._look(adapter.lora_path)
         return self._of_request[request.request_id]

@@ -48,7 +48,8 @@ HOLD_S, DELAY_S = 30.0, 1.0
 class SchedulingOptions:
     """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most
     that the loads of a step may have together on each worker, `max_held` is the largest part of vLLM's blocks that
-    is held for saves alone. `save_decode`: blocks of generated tokens are saved, too."""
+    is held for saves alone. `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see
+    AdapterIdentities."""
 
     block_size: int
     loads: bool
@@ -56,6 +57,7 @@ class SchedulingOptions:
     max_step_bytes: float
     max_held: float
     save_decode: bool
+    adapters_by_name: bool = False
 
 
 @dataclass
@@ -154,7 +156,7 @@ class ConnectorScheduler:
         self._memories: dict[Rank, MemoryId | None] = {}
         self._requests: dict[str, _Tracked] = {}
         self._answers: dict[str, _Answer] = {}
-        self._adapters = AdapterIdentities()
+        self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
         # What the next step tells the workers.
         self._loads: list[BlockLoad] = []

@@ -9,6 +9,7 @@ for: builds from source may have other numbers.
 | 0.29 | `DEFAULT_NONE_HASH_SEED`: without PYTHONHASHSEED the hashes of blocks have a fixed seed | `has_fixed_seed` |
 | 0.30 | `has_pending_block_frees`: vLLM waits a step for held blocks instead of preempting | not called before |
 | 0.30 | `bind_kv_cache_manager`, which calls `bind_gpu_block_pool` | works with both |
+| 0.31 | hashes have the paths of adapters, before only their names | `hashes_have_paths` |
 | 0.31 | blocks that could not be loaded are an error if there are several groups of K/V caches | refused by `checks` |
 | 0.31 | mended: asynchronous scheduling with a connector that loads preempts too many requests | `preempts_too_many` |
 | 0.32 | `CacheHitSource` | `cache_hit_source` |
@@ -20,6 +21,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -69,6 +71,13 @@ def schedules_ahead(vllm_config: Any) -> bool:
 def has_fixed_seed() -> bool:
     """Whether the hashes of blocks are the same in all processes."""
     return "PYTHONHASHSEED" in os.environ or hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def hashes_have_paths() -> bool:
+    """Whether the hashes of blocks have the path of an adapter, and not its name alone."""
+    extra_keys = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="the name", lora_path="the path"))
+    return extra_keys is None or "the path" in extra_keys(request)
 
 
 def cache_hit_source() -> Any:

@@ -28,6 +28,7 @@ from kvservice.integrations.vllm.copies import BlockCopier, Flags, Statuses
 from kvservice.integrations.vllm.steps import (
     BlockLoad,
     ConnectorStep,
+    LeasedBlocks,
     MemoryId,
     Rank,
     StepLoad,
@@ -90,7 +91,7 @@ class ConnectorWorker:
         self._memory: MappedStore | None = None
         self._reported: tuple[MemoryId | None, ...] = ()
         self._mark: Any = None
-        self._in_step: list[tuple[StepLoad, float, Callable[[], Flags] | None]] = []
+        self._in_step: list[tuple[list[StepLoad], float, Callable[[], Flags] | None]] = []
         self._num_loading = 0
         self._saving: dict[int, _Save] = {}
         self._finished: set[str] = set()
@@ -125,15 +126,22 @@ class ConnectorWorker:
 
     def start_loads(self, step: ConnectorStep) -> None:
         """Launch the loads of the step, and let a thread start the others."""
+        by_memory: dict[MemoryId, list[StepLoad]] = {}
         for load in step.step_loads:
+            by_memory.setdefault(load.leased[self._rank].memory, []).append(load)
+        for identity, loads in by_memory.items():
             began, end = time.monotonic(), None
-            leased = load.leased[self._rank]
+            leased = LeasedBlocks(
+                identity,
+                b"".join(load.leased[self._rank].offsets for load in loads),
+                b"".join(load.leased[self._rank].versions for load in loads),
+            )
             try:
-                if (kept := self._memories.get(leased.memory)) is not None:
-                    end = self._copier.read(kept[0], leased, load.block_ids)
+                if (kept := self._memories.get(identity)) is not None:
+                    end = self._copier.read(kept[0], leased, [b for load in loads for b in load.block_ids])
             except Exception:
                 logger.exception("blocks could not be loaded")
-            self._in_step.append((load, began, end))
+            self._in_step.append((loads, began, end))
         for async_load in step.loads:
             self._num_loading += 1
             self._loads.put(_Load(async_load, self._mark))
@@ -158,8 +166,8 @@ class ConnectorWorker:
     def end_step(self, *, computes: bool) -> tuple[set[str], set[int]]:
         """Wait for the loads of the step. Returns the requests whose asynchronous loads have ended since the last call,
         and the blocks that are not right. Raises InternalError if one of them would become a token."""
-        for load, began, end in self._in_step:
-            self._end_step_load(load, began, end)
+        for loads, began, end in self._in_step:
+            self._end_step_loads(loads, began, end)
         self._in_step = []
         with self._lock:
             if not computes and self._num_loading:
@@ -217,18 +225,19 @@ class ConnectorWorker:
 
     # ---- loads
 
-    def _end_step_load(self, load: StepLoad, began: float, end: Callable[[], Flags] | None) -> None:
-        wrong = set(load.block_ids)
+    def _end_step_loads(self, loads: Sequence[StepLoad], began: float, end: Callable[[], Flags] | None) -> None:
+        block_ids = [block_id for load in loads for block_id in load.block_ids]
+        wrong = set(block_ids)
         try:
             if end is not None:
-                wrong = {load.block_ids[i] for i in np.flatnonzero(~end())}
+                wrong = {block_ids[i] for i in np.flatnonzero(~end())}
         except Exception:
             logger.exception("blocks could not be loaded")
         with self._lock:
-            self._count_load(len(load.block_ids), len(wrong), began)
-            self._counters.blocks_loaded_in_step += len(load.block_ids) - len(wrong)
+            self._count_load(len(block_ids), len(wrong), began)
+            self._counters.blocks_loaded_in_step += len(block_ids) - len(wrong)
             self._failed |= wrong
-            self._report.loads[load.number] += 1
+            self._report.loads.update(load.number for load in loads)
         if wrong and not self._recomputes:
             raise InternalError(
                 f"{len(wrong)} blocks that this step computes with are not right: a lease ended too early. vLLM cannot "
