@@ -348,7 +348,7 @@ def test_adapters_that_vllm_mixes_up_share_nothing(
         monkeypatch.setattr(
             sys.modules["vllm.v1.core.kv_cache_utils"],
             "_gen_lora_extra_hash_keys",
-            lambda request, names=extra_keys: [getattr(request.lora_request, name) for name in names],
+            lambda request, names=extra_keys: [("lora", *(getattr(request.lora_request, name) for name in names))],
             raising=False,
         )
         made = engine(FakeStore())

@@ -76,8 +76,8 @@ def has_fixed_seed() -> bool:
 def hashes_have_paths() -> bool:
     """Whether the hashes of blocks have the path of an adapter, and not its name alone."""
     extra_keys = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
-    request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="the name", lora_path="the path"))
-    return extra_keys is None or "the path" in extra_keys(request)
+    one, other = (SimpleNamespace(lora_request=SimpleNamespace(lora_name="", lora_path=path)) for path in "ab")
+    return extra_keys is None or bool(extra_keys(one) != extra_keys(other))
 
 
 def cache_hit_source() -> Any:
