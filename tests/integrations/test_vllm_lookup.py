@@ -20,9 +20,13 @@ from waiting import until
 from kvservice.client import KVClient
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks
 from kvservice.integrations.vllm.lookup import (
+    EXPECTED_S,
     FRESH_S,
+    MAX_KEYS_EACH,
     MAX_PROMISES,
     PROMISE_S,
+    RENEWED_S,
+    TOUCH_INTERVAL_S,
     Found,
     StoreFinder,
     StoreLookup,
@@ -145,7 +149,7 @@ def test_parts_of_blocks_are_brought_up_one_after_the_other(open_engine: OpenEng
         store.below = dict.fromkeys(below, b"")
     assert answer(engine, "a", KEYS) == 5
     assert [len(store.values) for store in engine.asked] == [5, 5]
-    assert [store.calls for store in engine.asked] == [["lookup", "lookup", "acquire"]] * 2
+    assert [store.calls[:3] for store in engine.asked] == [["lookup", "lookup", "acquire"]] * 2
 
 
 class Finder:
@@ -159,6 +163,9 @@ class Finder:
         self.limits_s: list[float] = []
         self.leases: list[FakeLease] = []
         self.touched: list[list[bytes]] = []
+        self.early: list[list[bytes]] = []
+        self.counted: list[list[bytes]] = []
+        self.missing: set[bytes] = set()
         self.is_back = threading.Event()
         self.store = FakeStore()
 
@@ -167,6 +174,10 @@ class Finder:
         self.limits_s.append(timeout_s)
         self.now += self.answers_s
         return FoundBlocks(len(keys), len(keys))
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> Any:  # noqa: ARG002
+        (self.counted if counted else self.early).append(list(keys))
+        return np.array([key not in self.missing for key in keys])
 
     def lease(self, keys: Sequence[bytes], timeout_s: float, **_: Any) -> FakeLease:  # noqa: ARG002
         self.store.values |= dict.fromkeys(keys, b"")
@@ -207,6 +218,76 @@ def test_a_step_asks_no_more_when_its_time_is_used_up(finder: Any, lookup: Store
     lookup.end_step()
     assert lookup.find("c", [bytes(32)]) == Found(1, True)
     assert finder.limits_s == [0.05] * 3
+
+
+def expect(finder: Any, lookup: StoreLookup, *prompts: Sequence[bytes]) -> None:
+    """Let requests come, named by their numbers, and wait until all of them have been asked for."""
+    num_asked = sum(map(len, finder.early))
+    for number, keys in enumerate(prompts):
+        lookup.expect(str(number), keys)
+
+    def all_asked() -> bool:
+        lookup.end_step()
+        return sum(map(len, finder.early)) == num_asked + sum(len(keys[:MAX_KEYS_EACH]) for keys in prompts)
+
+    until(all_asked)
+
+
+def test_what_is_known_to_be_missing_costs_no_call(finder: Any, lookup: StoreLookup) -> None:
+    """It is counted by the daemon all the same."""
+    finder.missing = {KEYS[2], KEYS[3]}
+    expect(finder, lookup, KEYS[2:3], KEYS[:4])
+    until(lambda: lookup.find("0", KEYS[2:3]) == Found(0, True))
+    until(lambda: lookup.find("1", KEYS[2:4], 2) == Found(0, True))
+    assert (finder.asked, finder.leases) == ([], [])
+    finder.now += TOUCH_INTERVAL_S
+    lookup.end_step()
+    until(lambda: finder.counted != [])
+    assert {key for keys in finder.counted for key in keys} == {KEYS[2], KEYS[3]}
+
+
+def test_what_is_known_to_be_there_is_leased_at_once(finder: Any, lookup: StoreLookup) -> None:
+    finder.missing = {KEYS[0]}
+    expect(finder, lookup, KEYS)
+    until(lambda: lookup.find("0", KEYS) == Found(0, True))
+    assert lookup.find("0", KEYS[1:], 1) == Found(5, True)
+    assert (finder.asked, len(finder.leases)) == ([], 1)
+
+
+def test_an_early_answer_is_renewed_and_not_used_when_it_is_old(finder: Any, lookup: StoreLookup) -> None:
+    finder.missing = set(KEYS)
+    expect(finder, lookup, KEYS)
+    until(lambda: lookup.find("0", KEYS) == Found(0, True))
+    finder.missing = set()
+    finder.now += EXPECTED_S
+    assert lookup.find("0", KEYS) == Found(6, True), "it has been asked for"
+    assert len(finder.asked) == 1
+    num_early = len(finder.early)
+    finder.now += RENEWED_S
+    lookup.end_step()
+    until(lambda: len(finder.early) == num_early + 1)
+
+
+def test_blocks_far_behind_in_a_prompt_are_asked_for(finder: Any, lookup: StoreLookup) -> None:
+    keys = [number.to_bytes(32) for number in range(MAX_KEYS_EACH + 2)]
+    finder.missing = set(keys)
+    expect(finder, lookup, keys)
+    assert lookup.find("0", keys[MAX_KEYS_EACH:], MAX_KEYS_EACH) == Found(2, True)
+
+
+@pytest.mark.parametrize("ends", ["scheduled", "finished"])
+def test_a_request_that_waits_no_more_is_not_asked_for(finder: Any, lookup: StoreLookup, ends: str) -> None:
+    finder.missing = set(KEYS)
+    expect(finder, lookup, KEYS, KEYS[:1])
+    if ends == "scheduled":
+        lookup.take("0", 0, "0")
+    else:
+        lookup.forget("0")
+    finder.early.clear()
+    finder.now += RENEWED_S
+    lookup.end_step()
+    until(lambda: finder.early != [])
+    assert finder.early == [KEYS[:1]]
 
 
 def test_a_late_answer_is_used_and_the_next_ones_are_misses(finder: Any, lookup: StoreLookup) -> None:

@@ -203,6 +203,9 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._scheduler.received(report, (), frozenset())
 
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.expect(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.num_matched_tokens(request, num_computed_tokens)
 

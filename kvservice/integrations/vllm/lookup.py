@@ -1,6 +1,8 @@
 """The scheduler's questions to the store: which blocks are there, and may they stay until they are loaded.
 
-    find ── in memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when they are loaded
+    expect ─▶ a thread asks for all requests that have come, in one call
+    find ── expected, and not there ─▶ a miss, without asking
+      ├── in memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when they are loaded
       │                                                └── vLLM does not: kept for a while, then dropped
       ├── below memory ─▶ None; a thread brings them up ─▶ leased, a promise
       └── late, an error, away ─▶ a miss; then misses without asking, until a ping is answered in time
@@ -18,6 +20,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
@@ -38,6 +43,10 @@ MAX_PROMISES = 128
 PROMISE_S, NOTHING_S = 10.0, 0.25
 # The age at which a promise is renewed before it is answered again: the daemon may have restarted.
 FRESH_S = 1.0
+# Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
+# answer is used for some time, and asked for anew before that.
+MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 16384
+EXPECTED_S, RENEWED_S = 1.0, 0.4
 # Time between pings of a store that does not answer in time.
 PING_S = 0.1
 # A lease is of blocks that are in memory. 0 would stand for no limit.
@@ -63,7 +72,11 @@ class BlockFinder(Protocol):
     rank: Rank
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        """Return how many keys are there before the first missing one, and how many of them are in memory."""
+        """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
+        does not count the answer."""
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
+        """Return which blocks are there, in memory or below. The daemon counts the answer if `counted`."""
 
     def lease(
         self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
@@ -95,7 +108,11 @@ class StoreFinder:
         self.rank, self._store, self._compute = rank, store, compute
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
+        return find_blocks(self._store, keys, self._compute, counted=False, timeout_s=timeout_s)
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self._store.lookup(keys, counted=counted, timeout_s=timeout_s).found
+        return found
 
     def lease(
         self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
@@ -149,6 +166,26 @@ class _Promise:
     bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
 
 
+@dataclass(eq=False)
+class _Expected:
+    """The first blocks of a prompt that vLLM has not scheduled yet. `found` says which were there at `asked_s`."""
+
+    keys: Sequence[bytes]
+    found: npt.NDArray[np.bool_] | None = None
+    asked_s: float = 0.0
+
+    def is_miss(self, first: int, now: float) -> bool:
+        """Whether it is known that this block was not there."""
+        return self._is_known(first, now) and not self.found[first]  # type: ignore[index]
+
+    def is_hit(self, first: int, now: float) -> bool:
+        """Whether it is known that this block was there."""
+        return self._is_known(first, now) and bool(self.found[first])  # type: ignore[index]
+
+    def _is_known(self, first: int, now: float) -> bool:
+        return self.found is not None and now < self.asked_s + EXPECTED_S and first < len(self.found)
+
+
 class StoreLookup:
     """Asks the finders of all workers. Methods are for one thread, vLLM's scheduler; only `find` and `close` wait."""
 
@@ -166,7 +203,10 @@ class StoreLookup:
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
         self._taken: dict[str | int, dict[Rank, BlockLease]] = {}  # by the load
+        self._expected: dict[str, _Expected] = {}
+        self._expecting: Future[None] | None = None
         self._asks = True
+        self._counted: list[bytes] = []
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -181,10 +221,16 @@ class StoreLookup:
         """Whether the store is asked: it has answered in time."""
         return self._asks
 
-    def find(self, request_id: str, keys: Sequence[bytes], *, reads: bool = False) -> Found | None:
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """A request has come, and will ask for blocks of this prompt. Ask early, for all that have come meanwhile."""
+        if keys and len(self._expected) < MAX_EXPECTED:
+            self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
+            self._ask_early(self._clock())
+
+    def find(self, request_id: str, keys: Sequence[bytes], first: int = 0, *, reads: bool = False) -> Found | None:
         """Return how many of the first blocks are there for every worker. They are leased from now on. None: they are
-        being brought into memory, or the time of this step is used up: ask again in a later step. `reads`: workers read
-        the blocks under this lease."""
+        being brought into memory, or the time of this step is used up: ask again in a later step. `keys` are those of
+        the prompt from block `first` on. `reads`: workers read the blocks under this lease."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.bringing is not None and promise.keys == keys:
             if not promise.bringing.done():
@@ -200,7 +246,11 @@ class StoreLookup:
         if self._left_s <= 0:
             return None  # too many have asked in this step
         began = self._clock()
-        promise = self._ask(keys, began, reads=reads)
+        expected = self._expected.get(request_id)
+        if expected is not None and expected.is_miss(first, began):
+            self._count_later(keys)
+            return Found(0, True)
+        promise = self._ask(keys, began, likely=expected is not None and expected.is_hit(first, began), reads=reads)
         taken_s = self._clock() - began
         self._left_s -= taken_s
         if taken_s >= self._step_s:
@@ -213,6 +263,7 @@ class StoreLookup:
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
         none. Returns the same as `places`."""
+        self._expected.pop(request_id, None)
         places = self.places(request_id, num_blocks)
         promise = self._promises.get(request_id)
         if promise is not None and num_blocks and promise.bringing is None:
@@ -239,6 +290,11 @@ class StoreLookup:
         """End the lease of a load."""
         self._release_later(self._taken.pop(load, {}))
 
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._expected.pop(request_id, None)
+        self.drop(request_id)
+
     def drop(self, request_id: str) -> None:
         """Forget the answer to a request that will not use it."""
         promise = self._promises.pop(request_id, None)
@@ -260,10 +316,11 @@ class StoreLookup:
         old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
         for request_id in old:
             self.drop(request_id)
-        if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
-            keys, self._touched, self._touch_s = list(self._touched), {}, now
-            for finder in self._finders:
-                self._queue.put(lambda finder=finder: finder.touch(keys))  # type: ignore[misc]
+        self._ask_early(now)
+        if now >= self._touch_s + TOUCH_INTERVAL_S and (self._touched or self._counted):
+            touched, self._touched, self._touch_s = list(self._touched), {}, now
+            counted, self._counted = self._counted, []
+            self._queue.put(lambda: self._report(touched, counted))
 
     def close(self, timeout_s: float) -> None:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
@@ -274,6 +331,49 @@ class StoreLookup:
             threads.shutdown(wait=False, cancel_futures=True)
         for finder in self._finders:
             finder.close()
+
+    def _ask_early(self, now: float) -> None:
+        """Ask for the requests that have come, and those whose answers get old, unless such a question is under way."""
+        if not self._asks or (self._expecting is not None and not self._expecting.done()):
+            return
+        chosen, num_keys = [], 0
+        for expected in self._expected.values():
+            if expected.found is None or now >= expected.asked_s + RENEWED_S:
+                chosen.append(expected)
+                num_keys += len(expected.keys)
+                if num_keys >= MAX_KEYS:
+                    break
+        if chosen:
+            self._expecting = self._bringing.submit(self._answer_early, chosen)
+
+    def _answer_early(self, chosen: Sequence[_Expected]) -> None:
+        """On a thread of its own. An error leaves the answers as they are: `find` asks."""
+        keys = [key for expected in chosen for key in expected.keys]
+        asked_s = self._clock()
+        try:
+            found = np.ones(len(keys), np.bool_)
+            for finder in self._finders:
+                found &= finder.flags(keys, self._timeout_s, counted=False)
+        except Exception as error:
+            self._failed("blocks could not be looked up", error)
+            return
+        stop = 0
+        for expected in chosen:
+            start, stop = stop, stop + len(expected.keys)
+            expected.asked_s, expected.found = asked_s, found[start:stop]
+
+    def _count_later(self, keys: Sequence[bytes]) -> None:
+        """The daemon counts how many of the blocks that are asked for it has."""
+        if len(self._counted) < MAX_KEYS:
+            self._counted += keys
+
+    def _report(self, touched: Sequence[bytes], counted: Sequence[bytes]) -> None:
+        """Tell the store what was used, and what was asked for."""
+        for finder in self._finders:
+            if touched:
+                finder.touch(touched)
+            if counted:
+                finder.flags(counted, self._timeout_s, counted=True)
 
     def _is_kept(self, promise: _Promise) -> bool:
         """Whether an answer can be given again. Renews its leases from time to time."""
@@ -292,8 +392,9 @@ class StoreLookup:
         promise.fresh_s = now + FRESH_S
         return renewed
 
-    def _ask(self, keys: Sequence[bytes], began: float, *, reads: bool) -> _Promise:
-        """Ask all finders, and lease what they have in memory. An error is a miss."""
+    def _ask(self, keys: Sequence[bytes], began: float, *, likely: bool, reads: bool) -> _Promise:
+        """Ask all finders, and lease what they have in memory. An error is a miss. `likely`: the first block is there,
+        so that a lease answers as well."""
         promise = _Promise(keys, began + NOTHING_S)
 
         def left_s() -> float:
@@ -303,15 +404,24 @@ class StoreLookup:
             promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
 
         try:
-            found = self._of_each(lambda finder: finder.find(keys, left_s()))
-            keys = keys[: min((each.num_leading for each in found), default=0)]
-            num_in_memory = min((each.num_in_memory for each in found), default=0)
-            if num_in_memory < len(keys):
-                promise.bringing = self._bringing.submit(self._bring_up, keys, num_in_memory)
-                return promise
-            if keys:
+            self._count_later(keys)
+            num_leased = 0
+            if likely:
                 self._of_each(lease)
-                keys = keys[: min(map(_num_leading, promise.leases.values()))]
+                num_leased = min(map(_num_leading, promise.leases.values()), default=0)
+            if num_leased < len(keys):
+                found = self._of_each(lambda finder: finder.find(keys, left_s()))
+                keys = keys[: min((each.num_leading for each in found), default=0)]
+                num_in_memory = min((each.num_in_memory for each in found), default=0)
+                if num_in_memory < len(keys):
+                    self._release_later(promise.leases)
+                    promise.leases = {}
+                    promise.bringing = self._bringing.submit(self._bring_up, keys, num_in_memory)
+                    return promise
+                if keys and not likely:
+                    self._of_each(lease)
+                    num_leased = min(map(_num_leading, promise.leases.values()))
+            keys = keys[:num_leased]
         except Exception as error:
             # The requests must go on after any error.
             self._failed("blocks could not be looked up", error)

@@ -183,6 +183,15 @@ class ConnectorScheduler:
 
     # ---- loads
 
+    def expect(self, request: Any) -> None:
+        """A request waits in vLLM's queue."""
+        if (
+            self._options.loads
+            and self._lookup is not None
+            and not getattr(request, "skip_reading_prefix_cache", False)
+        ):
+            self._lookup.expect(request.request_id, self._keys(request, 0, request.num_tokens // self._block_size))
+
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
         that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
@@ -199,7 +208,7 @@ class ConnectorScheduler:
         if not keys:
             return 0, False
         fits = self._step_bytes + len(keys) * self._block_bytes <= self._options.max_step_bytes
-        found = self._lookup.find(request.request_id, keys, reads=fits)
+        found = self._lookup.find(request.request_id, keys, first, reads=fits)
         if found is None:
             return None, False
         in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
@@ -330,7 +339,7 @@ class ConnectorScheduler:
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
         if self._lookup is not None:
-            self._lookup.drop(request_id)
+            self._lookup.forget(request_id)
 
     def reset(self) -> None:
         """Find nothing that was saved until now: the weights may have changed in memory, so that blocks of this engine
