@@ -252,10 +252,12 @@ def save_blocks(
     sums: int,
     checksums: int,
     stream: int,
+    host_pieces: object = None,
 ) -> None:
     """The inverse of load_blocks. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
     address of page-locked uint64[num_copies]. `sums` is the address of scratch memory on the device for
-    uint64[num_copies, 16]."""
+    uint64[num_copies, 16]. `host_pieces` is the table of pieces as a contiguous NumPy array int64[3 * num_pieces]: with
+    it, large pieces are copied by the copy engines, else by a kernel."""
 
 class CudaLaneExecutor(LaneExecutor):
     """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.

@@ -225,10 +225,18 @@ void load_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, cons
 }
 
 void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream) {
+                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream,
+                 const py::object& host_pieces) {
   const auto places = numbers_of<uint64_t>(addresses, "addresses");
   const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
-  const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
+  MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
+  py::array_t<int64_t, py::array::c_style> table;
+  if (!host_pieces.is_none()) {
+    table = numbers_of<int64_t>(host_pieces, "host_pieces");
+    require(num_pieces > 0 && table.size() == 3 * num_pieces, "host_pieces",
+            "does not have three numbers of each piece");
+    params.host_pieces = table.data();
+  }
   const py::gil_scoped_release release;
   save_blocks_cuda(params, {at<uint64_t>(sums), at<uint64_t>(checksums)}, stream_at(stream));
 }
@@ -321,7 +329,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("load_blocks", &load_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
         py::arg("addresses"), py::arg("block_ids"), py::arg("stream"));
   m.def("save_blocks", &save_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
-        py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"));
+        py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"),
+        py::arg("host_pieces") = py::none());
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
         py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
   m.def("advance_tables", &advance_tables, py::arg("positions"), py::arg("growth"), py::arg("shift"),

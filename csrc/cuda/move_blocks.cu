@@ -1,8 +1,11 @@
-// The kernel reads and writes host memory itself. A copy engine needs microseconds for each piece, and a block has as
-// many pieces as the model has layers.
+// The kernel reads and writes host memory itself: a copy engine needs a microsecond for each piece, and a block has as
+// many pieces as the model has layers. Where pieces are large enough for that, saves take the copy engines, because a
+// kernel that computes beside the copy may need all multiprocessors at once. A load is waited for: a kernel begins and
+// ends sooner.
 #include "cuda/move_blocks.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "errors.h"
 
@@ -15,6 +18,8 @@ constexpr int kVectorsPerThread = 8;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
 // Enough to saturate the host link. More would only occupy multiprocessors.
 constexpr int64_t kThreadBlocks = 16;
+// From this size on, copy engines keep the host link busy.
+constexpr int64_t kEnginePieceBytes = 16 << 10;
 constexpr int64_t kVectorBytes = sizeof(uint4);
 constexpr int64_t kMaxBlockBytes = int64_t{1} << 34;
 
@@ -97,8 +102,10 @@ __global__ void __launch_bounds__(kThreads)
   values[block] = value;
 }
 
+enum class Way { kToDevice, kToHost, kSumsOnly };
+
 // `sums` are those of the first copy; only blocks that are saved have them.
-template <bool kToDevice>
+template <Way kWay>
 __global__ void __launch_bounds__(kThreads) move_blocks(Pieces pieces, int64_t num_vectors, int num_copies,
                                                         uint64_t* sums, const __grid_constant__ Copies copies) {
   const int64_t num_stripes = (num_vectors + 1) / 2;
@@ -118,14 +125,16 @@ __global__ void __launch_bounds__(kThreads) move_blocks(Pieces pieces, int64_t n
     const auto find = [&](int i, int64_t vector) {
       device[i] = pieces.find(copies.block_ids[copy], vector * kVectorBytes);
     };
-    if constexpr (kToDevice) {
+    if constexpr (kWay == Way::kToDevice) {
       for_each([&](int i, int64_t vector) { data[i] = __ldcs(host + vector); });
       for_each(find);
       for_each([&](int i, int64_t) { *device[i] = data[i]; });
     } else {
       for_each(find);
       for_each([&](int i, int64_t) { data[i] = __ldcs(device[i]); });
-      for_each([&](int i, int64_t vector) { __stcs(host + vector, data[i]); });
+      if constexpr (kWay == Way::kToHost) {
+        for_each([&](int i, int64_t vector) { __stcs(host + vector, data[i]); });
+      }
       PartialSums partial;
       for_each([&](int i, int64_t vector) { partial.add(data[i], static_cast<uint32_t>(num_stripes - vector / 2)); });
       partial.add_to(sums + copy * kSumsPerBlock);
@@ -143,7 +152,7 @@ void check(const MoveBlocksParams& p) {
   }
 }
 
-template <bool kToDevice>
+template <Way kWay>
 void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
   const Pieces pieces = {p.pieces, p.pieces + p.num_pieces, p.pieces + 2 * p.num_pieces,
                          static_cast<int>(p.num_pieces)};
@@ -155,17 +164,56 @@ void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
     std::copy_n(p.addresses + first, count, copies.addresses);
     std::copy_n(p.block_ids + first, count, copies.block_ids);
     const auto grid = static_cast<unsigned>(std::min(kThreadBlocks, tiles * count));
-    move_blocks<kToDevice><<<grid, kThreads, 0, stream>>>(
-        pieces, num_vectors, static_cast<int>(count), sums == nullptr ? nullptr : sums + first * kSumsPerBlock, copies);
+    move_blocks<kWay><<<grid, kThreads, 0, stream>>>(pieces, num_vectors, static_cast<int>(count),
+                                                     sums == nullptr ? nullptr : sums + first * kSumsPerBlock, copies);
     check_launch("move_blocks");
   }
+}
+
+// Saves blocks by the copy engines, in one call. Returns false if the pieces are too small, or the driver too old.
+bool save_by_engines(const MoveBlocksParams& p, cudaStream_t stream) {
+#if CUDART_VERSION >= 13000
+  if (p.host_pieces == nullptr || p.block_bytes / p.num_pieces < kEnginePieceBytes) return false;
+  const int64_t* const starts = p.host_pieces;
+  const int64_t* const strides = starts + p.num_pieces;
+  const int64_t* const ends = strides + p.num_pieces;
+  const auto count = static_cast<size_t>(p.num_copies * p.num_pieces);
+  std::vector<const void*> from(count);
+  std::vector<void*> to(count);
+  std::vector<size_t> sizes(count);
+  size_t next = 0;
+  for (int64_t i = 0; i < p.num_copies; ++i) {
+    for (int64_t piece = 0; piece < p.num_pieces; ++piece, ++next) {
+      const int64_t begin = piece == 0 ? 0 : ends[piece - 1];
+      from[next] = reinterpret_cast<const void*>(starts[piece] + p.block_ids[i] * strides[piece]);
+      to[next] = reinterpret_cast<void*>(p.addresses[i] + static_cast<uint64_t>(begin));
+      sizes[next] = static_cast<size_t>(ends[piece] - begin);
+    }
+  }
+  cudaMemcpyAttributes attributes = {};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+  const cudaError_t code =
+      cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), count, &attributes, &first, 1, stream);
+  if (code == cudaErrorNotSupported || code == cudaErrorCallRequiresNewerDriver) {
+    clear_error(code);
+    return false;
+  }
+  check_cuda(code, "cudaMemcpyBatchAsync");
+  return true;
+#else
+  (void)p;
+  (void)stream;
+  return false;
+#endif
 }
 
 }  // namespace
 
 void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) {
   check(params);
-  launch<true>(params, nullptr, stream);
+  launch<Way::kToDevice>(params, nullptr, stream);
 }
 
 void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream) {
@@ -173,7 +221,11 @@ void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& chec
   if (params.num_copies == 0) return;
   const auto num_bytes = static_cast<size_t>(params.num_copies * kSumsPerBlock) * sizeof(uint64_t);
   check_cuda(cudaMemsetAsync(checksums.sums, 0, num_bytes, stream), "cudaMemsetAsync");
-  launch<false>(params, checksums.sums, stream);
+  if (save_by_engines(params, stream)) {
+    launch<Way::kSumsOnly>(params, checksums.sums, stream);
+  } else {
+    launch<Way::kToHost>(params, checksums.sums, stream);
+  }
   const auto grid = static_cast<unsigned>((params.num_copies + kThreads - 1) / kThreads);
   finish_checksums<<<grid, kThreads, 0, stream>>>(checksums.sums, params.block_bytes, params.num_copies,
                                                   checksums.values);

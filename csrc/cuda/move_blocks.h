@@ -14,8 +14,9 @@ struct MoveBlocksParams {
   int64_t num_pieces = 0;
   int64_t block_bytes = 0;  // the last end
   int64_t num_copies = 0;
-  const uint64_t* addresses = nullptr;  // [num_copies], page-locked memory of this process
-  const int64_t* block_ids = nullptr;   // [num_copies], on the device. Distinct if blocks are written to the device
+  const int64_t* host_pieces = nullptr;  // the same table in host memory; nullptr: a kernel copies, in any case
+  const uint64_t* addresses = nullptr;   // [num_copies], page-locked memory of this process
+  const int64_t* block_ids = nullptr;    // [num_copies], on the device. Distinct if blocks are written to the device
 };
 
 // Receives the checksums of saved blocks (store/checksum.h).
@@ -24,8 +25,8 @@ struct BlockChecksums {
   uint64_t* values = nullptr;  // [num_copies], page-locked
 };
 
-// `addresses` and `block_ids` are in host memory and are not read after the call. Few thread blocks copy, so that
-// kernels of other streams can run beside them.
+// `addresses`, `block_ids` and `host_pieces` are in host memory and are not read after the call. Large pieces are saved
+// by the copy engines, which take nothing from kernels of other streams; all else is copied by few thread blocks.
 void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to the device
 void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums,
                       cudaStream_t stream);  // to host memory

@@ -21,8 +21,8 @@ from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
 from kvservice.bench.harness import medians, table, take_turns
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.errors import InternalError
-from kvservice.integrations.vllm.copiers import block_copier
-from kvservice.integrations.vllm.layout import block_layout
+from kvservice.integrations.vllm.copies import block_layout
+from kvservice.integrations.vllm.gpu_copies import block_copier
 from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
 from kvservice.integrations.vllm.working import ConnectorWorker
 from kvservice.launch import Daemon
@@ -61,17 +61,21 @@ class StandIn:
         self._saved, self._loaded = tuple(ids[:count]), tuple(ids[count:])
         self._keys = tuple(rng.bytes(32) for _ in range(count))
         self.store = store_of(StoreNamespace("bench", block_bytes, layout=layout))
-        self._worker = ConnectorWorker(self.store, block_copier(found), found.block_bytes)
+        copier: Any = block_copier(found)
+        self._worker = ConnectorWorker(self.store, copier, found.block_bytes)
+        until = time.perf_counter() + TIMEOUT_S
+        while not copier.has_locked:  # a thread locks the memory; what is not locked yet is copied twice
+            if time.perf_counter() > until:
+                raise InternalError("the memory of the store is not locked")
+            time.sleep(0.01)
 
     def save_s(self) -> float:
         """Save blocks that the store does not have. Returns the seconds until they are there."""
         self.store.clear()
         start = time.perf_counter()
-        self._worker.start_saves(ConnectorStep(saves=(BlockSave(self._keys, self._saved),)))
-        for pending in self._worker._pending:
-            pending.ended.wait(TIMEOUT_S)
+        self._worker.start_saves(ConnectorStep(saves=(BlockSave(1, self._keys, self._saved),)))
+        self._worker.settle(TIMEOUT_S)
         taken = time.perf_counter() - start
-        self._worker.before_step(ConnectorStep())  # forgets the saves
         if self._worker.take_counters().blocks_saved != len(self._keys):
             raise InternalError("not all blocks were saved")
         return taken
@@ -79,9 +83,11 @@ class StandIn:
     def load_s(self) -> float:
         """Load the blocks. Returns the seconds until the worker reports them."""
         start = time.perf_counter()
-        self._worker.start_loads(ConnectorStep(loads=(BlockLoad("bench", self._keys, self._loaded),)))
+        step = ConnectorStep(loads=(BlockLoad("bench", self._keys, self._loaded),), computes=False)
+        self._worker.before_step(step)
+        self._worker.start_loads(step)
         while time.perf_counter() < start + TIMEOUT_S:
-            finished, failed = self._worker.take_finished_loads()
+            finished, failed = self._worker.end_step(computes=True)
             if failed:
                 raise InternalError("blocks were not found")
             if finished:

@@ -1,7 +1,8 @@
 """Blocks in device memory whose bytes lie in pieces, for example one per layer, and their copies to and from host
 memory, where a block is contiguous.
 
-A kernel copies: it needs no copy engine, whose every copy takes microseconds to start, and no buffer in between. All
+Nothing is copied in between. A kernel loads. Saves of large pieces take the copy engines of the GPU, so that whatever
+computes meanwhile keeps all multiprocessors; small pieces, for which these take too long, a kernel saves as well. All
 work is enqueued on the given stream.
 """
 
@@ -36,17 +37,22 @@ class PageLock(Protocol):
 class BlockPieces:
     """`num_blocks` blocks of `block_bytes` bytes. `table` is int64[3, num_pieces] on the device: piece p of block b
     starts at the address table[0, p] + b * table[1, p], and ends before byte table[2, p] of the block. All numbers are
-    multiples of 16. The content of the table is not checked."""
+    multiples of 16. The content of the table is not checked. `host_table` is the same in host memory; None: a kernel
+    saves pieces of any size."""
 
     table: DeviceArray
     num_blocks: int
     block_bytes: int
+    host_table: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         check_array(self.table, "table", "int64", (3, None))
         require(self.table.device >= 0, "table", "is not on a device")
         require(self.table.shape[1] > 0, "table", "has no pieces")
         as_int(self.num_blocks, "num_blocks", 1)
+        if self.host_table is not None:
+            same = self.host_table.dtype == np.int64 and self.host_table.shape == self.table.shape
+            require(same, "host_table", "does not have the dtype and shape of the table")
         in_range = ALIGNMENT <= as_int(self.block_bytes, "block_bytes", 0) <= MAX_BLOCK_BYTES
         require(in_range and self.block_bytes % ALIGNMENT == 0, "block_bytes", "is not a multiple of 16 up to 16 GiB")
 
@@ -71,7 +77,8 @@ class BlockPieces:
         check_array(checksums, "checksums", "int64", (block_ids.size,))
         require(checksums.device == HOST, "checksums", "is not in host memory")
         arguments = self._arguments(addresses, block_ids)
-        _extension(self.table.device).save_blocks(*arguments, sums.pointer, checksums.pointer, stream)
+        host_pieces = None if self.host_table is None else np.ascontiguousarray(self.host_table).ravel()
+        _extension(self.table.device).save_blocks(*arguments, sums.pointer, checksums.pointer, stream, host_pieces)
 
     def _arguments(
         self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64]

@@ -19,6 +19,7 @@ from waiting import until
 from kvservice.client import KVClient, PutStatus
 from kvservice.errors import (
     ConnectionLostError,
+    InvalidArgumentError,
     QuotaExceededError,
     RegionsNotAllowedError,
     ResourceExhaustedError,
@@ -185,3 +186,39 @@ def test_a_connection_that_is_lost_is_not_taken_for_a_missing_socket(
         assert not cuts
         assert store.transport == "region"
     assert not [line for line in warnings(caplog) if "travel in messages" in line]
+
+
+def test_what_one_process_has_leased_another_reads(store_daemon: OpenStore) -> None:
+    """It maps the same memory, perhaps in another way, and notices when a lease has ended."""
+    address = store_daemon("write").address
+    namespace = new_namespace()
+    with KVClient(address) as one, KVClient(address) as other:
+        store, reader = one.store(namespace, timeout_s=30.0), other.store(namespace, timeout_s=30.0)
+        store.put(keys_of(1, 2, 3), blocks_of(1, 2, 3))
+        lease = store.acquire(keys_of(1, 9, 3))
+        assert store.memory is not None
+        assert reader.memory is not None
+        assert store.memory is not reader.memory
+        assert store.memory.identity == reader.memory.identity
+        out = np.zeros((2, BLOCK_BYTES), np.uint8)
+        assert reader.memory.read(lease.offsets, lease.versions, out).tolist() == [True, True]
+        assert np.array_equal(out, blocks_of(1, 3))
+        lease.release()
+        store.remove(keys_of(3))
+        store.put(keys_of(5), blocks_of(5))
+        assert reader.memory.read(lease.offsets, lease.versions, out).tolist() == [True, False]
+        with pytest.raises(InvalidArgumentError):
+            reader.memory.read(lease.offsets, lease.versions, out[:1])
+        assert lease.alive
+        store.close()
+        assert not lease.alive
+        reader.close()
+    with KVClient(store_daemon("read").address) as another, another.store(namespace) as store:
+        assert store.memory is not None
+        assert store.memory.identity != reader_identity(address)
+
+
+def reader_identity(address: str) -> tuple[int, int]:
+    with KVClient(address) as client, client.store(new_namespace()) as store:
+        assert store.memory is not None
+        return store.memory.identity

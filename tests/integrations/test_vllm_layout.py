@@ -18,8 +18,8 @@ from waiting import until
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.vllm import transfers
-from kvservice.integrations.vllm.layout import block_layout
+from kvservice.integrations.vllm import gpu_copies
+from kvservice.integrations.vllm.copies import block_layout
 
 NUM_BLOCKS, HEADS, SIZE, HEAD = 6, 3, 4, 8
 
@@ -124,8 +124,8 @@ def test_a_staged_block_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         for case, (layers_of_case, axis) in CASES.items():
             kv_caches, store = copy.deepcopy(dict(layers_of_case)), FakeStore()
             layout = block_layout(kv_caches, NUM_BLOCKS)
-            monkeypatch.setattr(transfers, "CALL_BYTES", layout.block_bytes)
-            copier = transfers.StagedCopier(layout, verify=False)
+            monkeypatch.setattr(gpu_copies, "CALL_BYTES", layout.block_bytes)
+            copier = gpu_copies.StagedCopier(layout, verify=False)
 
             def put(keys: list[bytes], block_ids: list[int], copier: Any = copier, store: Any = store) -> None:
                 copier.put(store, keys, block_ids, copier.mark()).result()

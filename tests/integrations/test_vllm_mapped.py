@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -16,9 +17,9 @@ from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace, store_
 from waiting import until
 
 from kvservice.client import KVClient, PutStatus, Store
-from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.mapped_copies import IN_FLIGHT, MappedCopier
-from kvservice.integrations.vllm.transfers import HostCopier
+from kvservice.integrations.vllm.copies import HostCopier, block_layout
+from kvservice.integrations.vllm.gpu_copies import IN_FLIGHT, MappedCopier
+from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.launch import Daemon
 
 __all__ = ["store_daemon"]
@@ -37,21 +38,43 @@ class Rig:
         self.gpu = HostGpu(self.layout)
         self.gate = Gate(self.gpu)
         self.gate.open.set()
-        self.copier = MappedCopier(self.gate, HostCopier(self.layout, verify=verify), verify=verify)
+        self.staged = HostCopier(self.layout, verify=verify)
+        self.copier = MappedCopier(self.gate, self.staged, verify=verify)
 
     @contextlib.contextmanager
-    def store(self, daemon: Daemon) -> Iterator[Store]:
+    def store(self, daemon: Daemon, *, locked: bool = True) -> Iterator[Store]:
+        """Open a store, and wait until its memory is locked."""
         namespace = new_namespace(self.layout.block_bytes)
         with KVClient(daemon.address) as client, client.store(namespace, timeout_s=30.0) as store:
+            self.use(store)
+            if locked:
+                self.wait_for_locks(store)
             yield store
             self.copier.close()
             assert self.gpu.locks == []
+
+    def use(self, store: Store) -> None:
+        self.copier.use(store.memory)
+
+    def wait_for_locks(self, store: Store) -> None:
+        memory = store.memory
+        if memory is not None and not self.gpu.refuses:
+            slabs = {memory.address + n * memory.slab_bytes for n in range(memory.num_bytes // memory.slab_bytes)}
+            until(lambda: {lock.address for lock in self.gpu.locks} == slabs)
 
     def save(self, store: Store | LeakyStore, *numbers: int) -> list[int]:
         return self.copier.put(store, keys_of(*numbers), numbers, None).result(60).tolist()
 
     def load(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> list[bool]:
         return self.copier.get(store, keys_of(*numbers), into, None).result(60).tolist()
+
+    def read(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> Callable[[], list[bool]]:
+        """Begin to load blocks that somebody else has leased, for a step."""
+        lease, memory = store.acquire(b"".join(keys_of(*numbers))), store.memory
+        assert memory is not None
+        self.lease = lease
+        end = self.copier.read(memory, LeasedBlocks(memory.identity, lease.offsets, lease.versions), into)
+        return lambda: end().tolist()
 
     def clear(self) -> None:
         for layer in self.layers.values():
@@ -72,8 +95,15 @@ def assert_saved_blocks_are_loaded(daemon: Daemon, share: str, refuses: bool, ca
         assert rig.load(store, [2, 9, 3], [40, 41, 42]) == [True, False, True]
         assert (rig.equal(40, 2), rig.equal(42, 3)) == (True, True)
         assert not any(layer[:, [1, 2, 3, 41]].any() for layer in rig.layers.values())
-        locked = share != "off" and not refuses
-        assert [lock.read_only for lock in rig.gpu.locks] == [share == "read"] * locked
+        assert {lock.read_only for lock in rig.gpu.locks} == (
+            {share == "read"} if share != "off" and not refuses else set()
+        )
+        if share != "off":
+            rig.clear()
+            assert rig.read(store, [3, 1], [44, 45])() == [True, True]
+            assert (rig.equal(44, 3), rig.equal(45, 1)) == (True, True)
+            assert len(rig.gpu.followed) == (not refuses)
+            assert rig.lease.renew()
         assert ("cannot be page-locked" in caplog.text) == (share != "off" and refuses)
 
 
@@ -167,15 +197,71 @@ def test_a_daemon_that_is_killed_during_copies_leaves_loads_right_and_saves_undo
         # The client unmaps the memory of the dead daemon, and loads become misses.
         until(lambda: not store.reachable)
         assert rig.load(store, [1], [41]) == [False]
-        assert rig.gpu.locks == []
+        rig.use(store)
+        until(lambda: rig.gpu.locks == [])
 
 
 def test_another_mapping_is_locked_anew(store_daemon: OpenStore) -> None:
     rig = Rig()
-    with rig.store(store_daemon("read")) as first, rig.store(store_daemon("write")) as second:
-        for store in (first, second, first):
+    with rig.store(store_daemon("read")) as first, rig.store(store_daemon("write"), locked=False) as second:
+        for store in (second, first):
             store.put(keys_of(7), torch.full((1, rig.layout.block_bytes), 7, dtype=torch.uint8))
+            rig.use(store)
+            rig.wait_for_locks(store)
+            rig.gate.num_started = 0
             assert rig.load(store, [7], [40]) == [True]
-            memory = store.memory
-            assert memory is not None
-            assert [(lock.address - memory.address) // memory.num_bytes for lock in rig.gpu.locks] == [0]
+            assert rig.gate.num_started == 1
+
+
+def test_nothing_waits_for_locks(store_daemon: OpenStore) -> None:
+    """What is not locked yet takes the other way. A thread locks, those slabs first that are asked for."""
+    rig = Rig()
+    rig.gpu.may_lock.clear()
+    with rig.store(store_daemon("write"), locked=False) as store:
+        assert rig.save(store, 1, 2) == [DONE] * 2
+        rig.clear()
+        assert rig.load(store, [1], [40]) == [True]
+        assert rig.read(store, [2], [41])() == [True]
+        assert (rig.equal(40, 1), rig.equal(41, 2)) == (True, True)
+        assert (rig.gate.num_started, rig.gpu.lockers) == (0, set())
+        with store.acquire(keys_of(1)) as lease:
+            memory = lease.memory
+            slab = (int(lease.addresses[0]) - memory.address) // memory.slab_bytes
+        rig.gpu.may_lock.set()
+        rig.wait_for_locks(store)
+        order = [(lock.address - memory.address) // memory.slab_bytes for lock in rig.gpu.locks]
+        # The thread had begun with the first.
+        assert slab in order[:2]
+        assert rig.load(store, [1], [42]) == [True]
+        assert rig.gate.num_started == 1
+        assert len(rig.gpu.lockers) == 1
+        assert threading.get_ident() not in rig.gpu.lockers
+
+
+def test_locking_stops_when_vllm_ends(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    rig.gpu.may_lock.clear()
+    with rig.store(store_daemon("write"), locked=False):
+        assert rig.gpu.is_locking.wait(60)
+        with ThreadPoolExecutor(1) as thread:
+            closed = thread.submit(rig.copier.close)
+            rig.gpu.may_lock.set()
+            closed.result(60)
+        assert rig.gpu.locks == []
+        assert len(rig.gpu.lockers) == 1
+
+
+def test_a_step_checks_its_load_when_it_has_ended(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        rig.save(store, 1, 2, 3)
+        leaky = LeakyStore(store)
+        rig.gate.open.clear()
+        end = rig.read(leaky, [1, 2, 3], [40, 41, 42])
+        with ThreadPoolExecutor(1) as thread:
+            right = thread.submit(end)
+            assert rig.gate.held_up.wait(60)
+            leaky.lose(2)
+            rig.gate.open.set()
+            assert right.result(60) == [True, False, True]
+        assert (rig.equal(40, 1), rig.equal(42, 3)) == (True, True)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_store import FakeStore
-from vllm_connector import Engine, connector_config
-from vllm_requests import FakeOutput, FakeRequest, chain
+from vllm_connector import Engine, FakePool, connector_config
+from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, chain
 from waiting import until
+
+from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
+from kvservice.integrations.vllm.steps import WorkerReport
 
 TOKENS = list(range(18))
 OpenEngine = Callable[..., Engine]
@@ -32,7 +39,7 @@ def engine(vllm_connector: Any) -> Iterator[OpenEngine]:
 
 
 def stored(tokens: list[int]) -> FakeStore:
-    return FakeStore(dict.fromkeys(chain(tokens), b""))
+    return FakeStore(dict.fromkeys(chain(tokens), bytes(64)))
 
 
 def run(made: Engine, request: FakeRequest, blocks: list[int], external: int = 0) -> None:
@@ -45,9 +52,17 @@ def saves(message: Any) -> list[tuple[list[bytes], list[int]]]:
     return [(list(save.keys), list(save.block_ids)) for save in message.step.saves]
 
 
-def overwritten(message: Any) -> set[int]:
-    """Return the blocks of which the workers are told that they change."""
-    return set(message.step.overwritten)
+def keyed(made: Engine, message: Any) -> list[tuple[list[bytes], list[int]]]:
+    """Return the loads of a step, each with its keys as the first worker finds them."""
+    (memory,) = {store.memory for store in made.asked[:1]}
+    assert memory is not None
+    found = []
+    for load in message.step.step_loads:
+        leased = load.leased[0, 0]
+        assert leased.memory == memory.identity
+        keys = [FakeStore.numbered[number] for number in np.frombuffer(leased.offsets, np.uint64).tolist()]
+        found.append((keys, list(load.block_ids)))
+    return found
 
 
 def test_leading_blocks_are_found_by_every_worker_or_not_at_all(engine: OpenEngine) -> None:
@@ -66,18 +81,22 @@ def test_blocks_after_a_gap_are_not_found(engine: OpenEngine) -> None:
 
 
 def test_the_last_token_is_always_computed(engine: OpenEngine) -> None:
-    assert engine(stored(TOKENS)).matched(FakeRequest("a", TOKENS[:16])) == 12
+    """All blocks are matched. vLLM computes one token to get the logits, not the last block."""
+    made = engine(stored(TOKENS))
+    request = FakeRequest("a", TOKENS[:16])
+    assert made.matched(request) == 15
+    made.allocated(request, [1, 2, 3, 4], 15)
+    assert keyed(made, made.step()) == [(chain(TOKENS), [1, 2, 3, 4])]
+    assert made.matched(FakeRequest("b", TOKENS[:17])) == 16
 
 
-def test_look_up_has_no_effects(engine: OpenEngine) -> None:
-    store = stored(TOKENS)
-    made = engine(store)
-    for _ in range(3):
-        made.matched(FakeRequest("a", TOKENS))
-    assert set(made.asked[0].calls) == {"lookup"}
-    message = made.step()
-    assert not message.step.loads
-    assert not overwritten(message)
+def test_a_request_of_which_vllm_has_all_blocks_asks_for_nothing(engine: OpenEngine) -> None:
+    """vLLM computes the last block of a prompt that ends with it: that is no reason to ask for one block."""
+    made = engine(stored(TOKENS))
+    assert made.matched(FakeRequest("a", TOKENS), 16) == 0
+    assert made.matched(FakeRequest("b", TOKENS[:16]), 12) == 0
+    assert made.asked[0].calls == []
+    assert made.matched(FakeRequest("c", TOKENS[:16]), 8) == 7
 
 
 def test_requests_that_must_not_read_find_nothing(engine: OpenEngine) -> None:
@@ -93,26 +112,72 @@ def test_a_store_that_fails_has_no_blocks(engine: OpenEngine) -> None:
         setattr(made.asked[0], state, True)
         request = FakeRequest("a", TOKENS)
         assert made.matched(request) == 0, state
-        made.allocated(request, [1, 2, 3, 4], 8)
-        made.scheduler.update_connector_output(SimpleNamespace(finished_recving={"a"}))
+        made.allocated(request, [1, 2, 3, 4], 0)
+        made.compute(made.step())
 
 
-def test_a_load_goes_to_the_blocks_after_the_local_ones_and_is_leased_until_it_ends(engine: OpenEngine) -> None:
+def test_a_small_load_is_part_of_the_step_and_leased_until_it_has_ended(engine: OpenEngine) -> None:
     made = engine(stored(TOKENS))
-    asked, request = made.asked[0], FakeRequest("a", TOKENS)
-    assert made.matched(request, 4) == 12
+    asked, request, keys = made.asked[0], FakeRequest("a", TOKENS), chain(TOKENS)
+    assert made.asked_for(request, 4) == (12, False)
+    assert asked.leased == keys[1:4]
     made.allocated(request, [7, 3, 4, 5, 6], 8)
-    keys = chain(TOKENS)
-    until(lambda: asked.leased == keys[1:3])
+    message = made.step()
+    assert keyed(made, message) == [(keys[1:3], [3, 4])]
+    assert (message.step.loads, made.step().step.step_loads) == ((), ())
+    assert asked.leased == keys[1:4]
+    made.compute(message)
+    until(lambda: asked.leased == [])
+    assert asked.calls[:2] == ["lookup", "acquire"]
+    assert asked.calls.count("acquire") == 1
+
+
+def test_a_load_of_a_step_ends_when_all_workers_have_ended_it(engine: OpenEngine) -> None:
+    made = engine(stored(TOKENS), stored(TOKENS[:12]))
+    request = FakeRequest("a", TOKENS)
+    assert made.asked_for(request) == (12, False)
+    made.allocated(request, [1, 2, 3, 4, 5], 12)
+    message = made.step(FakeOutput({"a": 6}, new=[(request, [1, 2, 3, 4, 5], 12)]))
+    made.compute(message, ranks=[0])
+    assert saves(made.step(FakeOutput({"a": 0}, cached=[("a", None, 18)]))) == []
+    assert made.asked[1].leased == chain(TOKENS)[:3]
+    made.compute(message, ranks=[1])
+    until(lambda: made.asked[0].leased == made.asked[1].leased == [])
+    assert saves(made.step(FakeOutput({"a": 0}, cached=[("a", None, 18)]))) == [([chain(TOKENS)[3]], [4])]
+
+
+def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
+    """The limit is for the loads of a step together. A block has 64 bytes."""
+    made = engine(stored(TOKENS), extra={"max_step_load_mib": 5 * 64 / (1 << 20)})
+    first, second = FakeRequest("a", TOKENS), FakeRequest("b", TOKENS)
+    assert made.asked_for(first) == (16, False)
+    made.allocated(first, [0, 1, 2, 3], 16)
+    assert made.asked_for(second) == (16, True)
+    made.allocated(second, [4, 5, 6, 7], 16)
     message = made.step()
     (load,) = message.step.loads
-    assert (load.request_id, list(load.keys), list(load.block_ids)) == ("a", keys[1:3], [3, 4])
-    # All blocks after the local one are new.
-    assert overwritten(message) == {3, 4, 5, 6}
-    assert not made.step().step.loads
-    made.scheduler.update_connector_output(SimpleNamespace(finished_recving={"a", "unknown"}))
-    until(lambda: asked.leased == [])
-    assert asked.calls.count("acquire") == 1
+    assert (load.request_id, list(load.keys), list(load.block_ids)) == ("b", chain(TOKENS), [4, 5, 6, 7])
+    assert len(message.step.step_loads) == 1
+    # The leases end when all workers have the blocks.
+    finished = set(made.compute(message).finished_recving)
+    while finished != {"b"}:
+        finished |= made.compute(made.step()).finished_recving
+    until(lambda: made.asked[0].leased == [])
+
+
+def test_loads_are_asynchronous_unless_every_worker_maps_the_memory(engine: OpenEngine) -> None:
+    stores = stored(TOKENS), stored(TOKENS)
+    stores[1].is_mapped = False
+    made = engine(*stores)
+    assert made.asked_for(FakeRequest("a", TOKENS)) == (16, True)
+    stores[1].is_mapped = True
+    made.compute(made.step())
+    assert made.asked_for(FakeRequest("b", TOKENS)) == (16, False)
+    made.asked[0].is_mapped = False
+    assert made.asked_for(FakeRequest("c", TOKENS)) == (16, True)
+    assert engine(stored(TOKENS), extra={"max_step_load_mib": 0}).asked_for(FakeRequest("a", TOKENS)) == (16, True)
+    # A damaged block is found when it is too late for the step.
+    assert engine(stored(TOKENS), extra={"verify": True}).asked_for(FakeRequest("a", TOKENS)) == (16, True)
 
 
 def test_blocks_of_the_local_cache_are_touched_in_the_store(engine: OpenEngine) -> None:
@@ -134,16 +199,11 @@ def test_full_blocks_are_saved_once_in_chunks(engine: OpenEngine) -> None:
     run(made, request, [1, 2])
     first = made.step(FakeOutput({"a": 7}, new=[(request, [1, 2], 0)]))
     assert saves(first) == [([keys[0]], [1])]
-    assert overwritten(first) == {1, 2}
     second = made.step(FakeOutput({"a": 10}, cached=[("a", [3, 4, 5], 7)]))
     assert saves(second) == [(keys[1:4], [2, 3, 4])]
-    assert overwritten(second) == {3, 4, 5}
     request.tokens += [50, 51]
-    third = made.step(FakeOutput({"a": 1}, cached=[("a", None, 18)]))
-    assert saves(third) == []
-    # The last token of the fifth block is known now, and computed in this step.
-    fourth = made.step(FakeOutput({"a": 1}, cached=[("a", None, 19)]))
-    assert saves(fourth) == [([chain(request.tokens)[4]], [5])]
+    # Generated tokens are not saved unless that is wished.
+    assert saves(made.step(FakeOutput({"a": 1}, cached=[("a", None, 19)]))) == []
 
 
 def test_tokens_that_are_not_known_yet_are_not_saved(engine: OpenEngine) -> None:
@@ -155,13 +215,12 @@ def test_tokens_that_are_not_known_yet_are_not_saved(engine: OpenEngine) -> None
     assert saves(step) == [([chain(TOKENS)[0]], [1])]
 
 
-def test_blocks_of_the_local_cache_are_offered_but_not_overwritten(engine: OpenEngine) -> None:
+def test_blocks_of_the_local_cache_are_offered(engine: OpenEngine) -> None:
     made = engine(FakeStore())
     request = FakeRequest("a", TOKENS)
     run(made, request, [1, 2, 3])
     step = made.step(FakeOutput({"a": 4}, new=[(request, [1, 2, 3], 8)]))
     assert saves(step) == [(chain(TOKENS)[:3], [1, 2, 3])]
-    assert overwritten(step) == {3}
 
 
 def test_a_preempted_request_saves_from_its_new_blocks(engine: OpenEngine) -> None:
@@ -172,7 +231,6 @@ def test_a_preempted_request_saves_from_its_new_blocks(engine: OpenEngine) -> No
     run(made, request, [6, 7, 8, 9])
     step = made.step(FakeOutput({"a": 16}, cached=[("a", [6, 7, 8, 9], 0)], resumed={"a"}))
     assert saves(step) == [(chain(TOKENS)[2:4], [8, 9])]
-    assert overwritten(step) == {6, 7, 8, 9}
 
 
 def test_a_consumer_saves_nothing(engine: OpenEngine) -> None:
@@ -181,7 +239,6 @@ def test_a_consumer_saves_nothing(engine: OpenEngine) -> None:
     run(made, request, [1, 2])
     step = made.step(FakeOutput({"a": 8}, new=[(request, [1, 2], 0)]))
     assert saves(step) == []
-    assert overwritten(step) == {1, 2}
 
 
 def test_a_finished_request_leaves_its_first_block_as_the_most_recent(engine: OpenEngine) -> None:
@@ -193,9 +250,70 @@ def test_a_finished_request_leaves_its_first_block_as_the_most_recent(engine: Op
     made.allocated(request, [1, 2], 0)
     made.step(FakeOutput({"a": 8}, new=[(request, [1, 2], 0)]))
     made.step(FakeOutput({"a": 4}, cached=[("a", [3], 8)]))
-    made.scheduler.request_finished(request, [])
+    made.scheduler.request_finished(request, [1, 2, 3])
     made.step()
     until(lambda: list(store.values) == [keys[3], keys[2], keys[1], keys[0]])
+
+
+def test_generated_blocks_are_saved_in_pieces_if_that_is_wished(engine: OpenEngine) -> None:
+    made = engine(FakeStore(), extra={"save_decode": True})
+    request = FakeRequest("a", TOKENS[:8])
+    run(made, request, [1, 2])
+    made.step(FakeOutput({"a": 8}, new=[(request, [1, 2], 0)]))
+    blocks = list(range(3, 15))
+    request.tokens += range(100, 149)
+    keys = chain(request.tokens)
+    assert saves(made.step(FakeOutput({"a": 1}, cached=[("a", blocks, 38)]))) == [], "seven blocks wait"
+    assert saves(made.step(FakeOutput({"a": 1}, cached=[("a", None, 39)]))) == [(keys[2:10], blocks[:8])]
+    # The others are saved at the end. The last token has no K/V.
+    request.num_computed_tokens = 56
+    made.scheduler.request_finished(request, [1, 2, *blocks])
+    assert saves(made.step()) == [(keys[10:14], blocks[8:12])]
+
+
+def test_what_a_request_has_computed_last_is_saved_when_it_ends(engine: OpenEngine) -> None:
+    """It ends after the step that loads and computes its blocks, before it is known that the load was right."""
+    made = engine(stored(TOKENS[:8]))
+    request = FakeRequest("a", TOKENS[:16])
+    assert made.asked_for(request) == (8, False)
+    made.allocated(request, [1, 2, 3, 4], 8)
+    message = made.step(FakeOutput({"a": 8}, new=[(request, [1, 2, 3, 4], 8)]))
+    assert saves(message) == []
+    made.compute(message)
+    request.tokens.append(99)
+    made.scheduler.request_finished(request, [1, 2, 3, 4])
+    assert made.pool.used == {3, 4}
+    assert saves(made.step()) == [(chain(TOKENS)[2:4], [3, 4])]
+
+
+def test_blocks_computed_from_a_load_are_saved_when_it_was_right(engine: OpenEngine) -> None:
+    """Another request that shares them waits, too."""
+    made = engine(stored(TOKENS[:8]))
+    first, second = FakeRequest("a", TOKENS), FakeRequest("b", TOKENS[:12] + [55] * 6)
+    made.asked_for(first)
+    made.allocated(first, [1, 2, 3, 4, 5], 8)
+    made.allocated(second, [1, 2, 3, 6, 7], 0)
+    new = [(first, [1, 2, 3, 4, 5], 8), (second, [1, 2, 3, 6, 7], 12)]
+    message = made.step(FakeOutput({"a": 10, "b": 6}, new=new))
+    assert saves(message) == []
+    made.compute(message)
+    message = made.step(FakeOutput({"a": 1, "b": 1}, cached=[("a", None, 18), ("b", None, 18)]))
+    # The loaded ones are there.
+    ((keys, blocks),) = saves(message)
+    assert blocks == [3, 4, 1, 2, 6]
+    assert keys[:2] == chain(TOKENS)[2:4]
+
+
+def test_a_load_that_fails_is_computed_again_and_saved(engine: OpenEngine) -> None:
+    made = engine(stored(TOKENS[:8]))
+    request = FakeRequest("a", TOKENS)
+    made.asked_for(request)
+    made.allocated(request, [1, 2, 3, 4], 8)
+    message = made.step(FakeOutput({"a": 10}, new=[(request, [1, 2, 3, 4], 8)]))
+    made.store.broken_leases = {FakeStore.numbered.index(chain(TOKENS)[1])}
+    assert made.compute(message).invalid_block_ids == {2}
+    message = made.step(FakeOutput({"a": 14}, cached=[("a", None, 4)]))
+    assert saves(message) == [(chain(TOKENS), [1, 2, 3, 4])]
 
 
 def test_a_finished_request_is_forgotten(engine: OpenEngine) -> None:
@@ -216,6 +334,32 @@ def test_adapters_with_the_same_path_and_other_weights_have_other_keys(engine: O
         ((saved, _),) = saves(made.step(FakeOutput({"a": 4}, new=[(request, [1], 0)])))
         keys += saved
     assert len({*keys, chain(TOKENS)[0]}) == 3
+
+
+def test_adapters_that_vllm_mixes_up_share_nothing(
+    engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions hash the name alone: they take blocks of one adapter for those of another."""
+    loras = []
+    for place in ("first", "second"):
+        (tmp_path / place).mkdir()
+        loras.append(SimpleNamespace(lora_name="same", lora_path=str(tmp_path / place)))
+    for extra_keys, shared in ((("lora_name", "lora_path"), [4, 4, 4]), (("lora_name",), [4, 0, 0])):
+        monkeypatch.setattr(
+            sys.modules["vllm.v1.core.kv_cache_utils"],
+            "_gen_lora_extra_hash_keys",
+            lambda request, names=extra_keys: [("lora", *(getattr(request.lora_request, name) for name in names))],
+            raising=False,
+        )
+        made = engine(FakeStore())
+        found = []
+        for number, lora in enumerate((*loras, loras[0])):
+            request = FakeRequest(str(number), [number] * 16, lora_request=lora)
+            run(made, request, [1, 2, 3, 4])
+            step = made.step(FakeOutput({str(number): 16}, new=[(request, [1, 2, 3, 4], 0)]))
+            found.append(sum(len(keys) for keys, _ in saves(step)))
+            made.pool.reset_prefix_cache()
+        assert found == shared
 
 
 def test_an_adapter_whose_files_change_shares_nothing_until_a_restart(engine: OpenEngine, tmp_path: Path) -> None:
@@ -262,3 +406,114 @@ def test_after_a_reset_an_engine_has_keys_of_its_own(engine: OpenEngine) -> None
     made.scheduler.reset_cache()
     assert made.matched(FakeRequest("b", TOKENS), 0) == 0
     assert engine(store).matched(FakeRequest("b", TOKENS), 0) == 16
+
+
+def held(engine: OpenEngine, *stores: FakeStore, **options: Any) -> tuple[Engine, Any]:
+    """Return an engine and its first step, which saves four blocks."""
+    made = engine(*stores, **options)
+    request = FakeRequest("a", TOKENS)
+    run(made, request, [1, 2, 3, 4, 5])
+    return made, made.step(FakeOutput({"a": 18}, new=[(request, [1, 2, 3, 4, 5], 0)]))
+
+
+def test_blocks_are_held_until_all_workers_have_saved_them(engine: OpenEngine) -> None:
+    stores = FakeStore(), FakeStore()
+    made, message = held(engine, *stores)
+    assert made.pool.used == {1, 2, 3, 4}
+    assert made.scheduler.has_pending_push_work()
+    with stores[1].held_up():
+        made.compute(message)
+        assert stores[1].waiting.wait(60)
+        made.scheduler.request_finished(FakeRequest("a", TOKENS), [1, 2, 3, 4, 5])
+        until(lambda: len(stores[0].values) == 4)
+        made.compute(made.step())
+        assert made.pool.used == {1, 2, 3, 4}
+        assert made.scheduler.has_pending_block_frees()
+    made.settle()
+    assert made.pool.used == set()
+    assert not made.scheduler.has_pending_block_frees()
+    assert [len(store.values) for store in stores] == [4, 4]
+
+
+def test_blocks_come_back_if_they_cannot_be_saved(engine: OpenEngine) -> None:
+    for state in ("away", "broken"):
+        store = FakeStore()
+        made, message = held(engine, store)
+        setattr(store, state, True)
+        made.compute(message)
+        made.settle()
+        assert (made.pool.used, store.values) == (set(), {}), state
+
+
+def test_blocks_that_a_request_uses_delay_nobody(engine: OpenEngine) -> None:
+    made, _ = held(engine, FakeStore())
+    made.pool.touch(made.pool.blocks[1:6])  # the request's own reference
+    assert not made.scheduler.has_pending_block_frees()
+    made.pool.free_blocks(made.pool.blocks[4:5])
+    assert made.scheduler.has_pending_block_frees()
+
+
+def test_a_part_of_the_pool_is_held_and_other_saves_are_skipped(engine: OpenEngine) -> None:
+    """Of 800 blocks, four, and five times as many together with requests."""
+    made, message = held(engine, FakeStore(), extra={"max_held_percent": 0.5})
+
+    def offered(name: str, token: int, blocks: list[int]) -> Any:
+        made.pool.touch(made.pool.blocks[blocks[0] : blocks[-1] + 1])  # the request's own references
+        request = FakeRequest(name, [token] * 4 * len(blocks))
+        run(made, request, blocks)
+        return made.step(FakeOutput({name: 4 * len(blocks)}, new=[(request, blocks, 0)]))
+
+    # The blocks of the first request are held for its save alone now.
+    skipped = offered("b", 8, [6, 7])
+    assert saves(skipped) == []
+    made.compute(message)
+    made.settle()
+    # Those of the others are in use: 20 of them are held, the last ones not.
+    many = offered("c", 9, list(range(10, 35)))
+    assert saves(many)[0][1] == list(range(10, 30))
+    made.compute(skipped)
+    assert made.worker.get_kv_connector_stats().data["blocks_skipped"] == 2
+    assert many.step.num_skipped == 5
+
+
+def test_vllm_forgets_its_prefix_cache_while_blocks_are_held(engine: OpenEngine) -> None:
+    """A save that has not begun is given up. One that reads its blocks ends before they can be overwritten."""
+    store = FakeStore()
+    made, message = held(engine, store)
+    with store.held_up():
+        made.compute(message)
+        assert store.waiting.wait(60)
+        other = FakeRequest("b", [9] * 8)
+        run(made, other, [6, 7])
+        made.compute(made.step(FakeOutput({"b": 8}, new=[(other, [6, 7], 0)])))
+        assert made.pool.used == {1, 2, 3, 4, 6, 7}
+        assert made.pool.reset_prefix_cache()
+        assert made.pool.used == set()
+        step = made.step()
+        stepping = threading.Thread(target=made.worker.handle_preemptions, args=(step,))
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive()
+    stepping.join(60)
+    assert set(store.values) == set(chain(TOKENS))
+    made.settle()
+    assert made.pool.used == set()
+
+
+def test_workers_that_do_not_report_hold_no_blocks_for_ever() -> None:
+    options = SchedulingOptions(BLOCK_SIZE, loads=True, saves=True, max_step_bytes=0, max_held=0.5, save_decode=False)
+    times = [0.0]
+    scheduler, pool = ConnectorScheduler(options, clock=lambda: times[0]), FakePool(20)
+    scheduler.bind(pool)
+    request = FakeRequest("a", TOKENS)
+    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    (save,) = scheduler.step(FakeOutput({"a": 18}, new=[(request, [1, 2, 3, 4, 5], 0)])).saves
+    times[0] = HOLD_S - 1
+    assert not scheduler.step(FakeOutput({})).abandoned
+    assert pool.used == {1, 2, 3, 4}
+    assert not scheduler.delays_others
+    times[0] = HOLD_S
+    assert list(scheduler.step(FakeOutput({})).abandoned) == [save.number]
+    assert pool.used == set()
+    scheduler.received(WorkerReport(saves=Counter({save.number: 1})), (), set())
+    assert pool.used == set()

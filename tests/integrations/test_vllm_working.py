@@ -14,6 +14,10 @@ from vllm_connector import NUM_BLOCKS, Engine, connector_config
 from vllm_requests import FakeOutput
 from waiting import until
 
+from kvservice.errors import InternalError
+from kvservice.integrations.vllm.steps import ConnectorStep, StepLoad
+from kvservice.integrations.vllm.working import KEEP_STEPS
+
 KEYS = tuple(bytes([n]) * 32 for n in range(NUM_BLOCKS))
 OpenRig = Callable[..., "Rig"]
 
@@ -27,18 +31,20 @@ class Rig:
         self.blocks, self.worker = self.engine.blocks, self.engine.worker
         self.num_saves = 0
 
-    def save(self, *block_ids: int) -> None:
+    def save(self, *block_ids: int) -> int:
+        """Return the number of the save."""
         self.num_saves += 1
-        self.engine.save(f"save {self.num_saves}", [KEYS[b] for b in block_ids], block_ids)
+        (save,) = self.engine.save(f"save {self.num_saves}", [KEYS[b] for b in block_ids], block_ids).step.saves
+        return int(save.number)
 
     def load(self, request_id: str, *block_ids: int) -> None:
         self.engine.load(request_id, [KEYS[b] for b in block_ids], block_ids)
 
-    def overwrite(self, block_id: int) -> None:
-        """Let a new request compute something else in a block, as soon as the connector allows it."""
-        message = self.engine.step(FakeOutput({}, new=[(self.engine.request("writer", [bytes(32)]), [block_id], 0)]))
-        self.worker.handle_preemptions(message)
-        self.blocks[block_id] = 99
+    def load_in_step(self, *block_ids: int) -> Any:
+        """Let a step load blocks, which it computes with. Returns the output."""
+        leased = self.store.lease_of([KEYS[b] for b in block_ids])
+        step = ConnectorStep(step_loads=(StepLoad(7, block_ids, {(0, 0): leased}),))
+        return self.engine.compute(self.engine.message_of(step))
 
     def counted(self, **expected: int) -> None:
         """Wait until the counters since the last call are these."""
@@ -118,7 +124,7 @@ def test_blocks_that_are_there_are_not_copied(rig: Rig) -> None:
     rig.save(1)
     rig.save(2)
     rig.counted(blocks_saved=1)
-    assert rig.store.calls == ["lookup", "lookup", "put"]
+    assert rig.store.calls == ["put", "put"], "it is not asked before"
     assert rig.store.values[KEYS[1]] == b"as it was"
 
 
@@ -138,34 +144,108 @@ def test_many_bytes_are_copied_by_several_calls(open_rig: OpenRig) -> None:
     assert [rig.store.calls.count(name) for name in ("put", "get")] == [2, 2]
 
 
-def test_loads_overtake_saves(rig: Rig) -> None:
-    rig.store.values[KEYS[5]] = rig.value(5)
-    with rig.store.held_up():
+def test_all_saves_of_a_step_are_one_call(rig: Rig) -> None:
+    requests = [rig.engine.request(str(number), [KEYS[number]]) for number in (1, 2, 3)]
+    for number, request in enumerate(requests, 1):
+        rig.engine.allocated(request, [number])
+    new = [(request, [number], 0) for number, request in enumerate(requests, 1)]
+    tokens = {request.request_id: 4 for request in requests}
+    rig.engine.compute(rig.engine.step(FakeOutput(tokens, new=new)))
+    rig.engine.settle()
+    assert rig.store.calls == ["put"]
+    assert set(rig.store.values) == {KEYS[1], KEYS[2], KEYS[3]}
+
+
+def test_loads_do_not_wait_for_saves(rig: Rig) -> None:
+    rig.store.values[KEYS[5]] = rig.store.values[KEYS[6]] = rig.value(5)
+    with rig.store.held_up("put"):
         rig.save(1)
         assert rig.store.waiting.wait(60)
-        rig.save(2)
         rig.load("a", 5)
-    assert rig.engine.loaded() == ({"a"}, set())
-    rig.counted(blocks_saved=2)
-    assert [call for call in rig.store.calls if call != "lookup"] == ["put", "get", "put"]
+        assert rig.engine.loaded() == ({"a"}, set())
+        assert rig.load_in_step(6).invalid_block_ids == set()
 
 
-def test_a_step_waits_for_saves_of_blocks_that_it_overwrites(rig: Rig) -> None:
-    """The step writes other bytes as soon as it may. The stored value must be the old one, however long that takes."""
-    stepping = threading.Event()
+def test_a_step_loads_before_it_computes(rig: Rig) -> None:
+    rig.store.values |= {KEYS[5]: rig.value(1), KEYS[6]: rig.value(2)}
+    output = rig.load_in_step(5, 6)
+    assert output.invalid_block_ids == set()
+    assert output.kv_connector_worker_meta.report.loads == {7: 1}
+    assert rig.blocks[5:7, 0].tolist() == [2, 3]
+    rig.counted(blocks_loaded=2, blocks_loaded_in_step=2, bytes_loaded=2 * 64)
+    assert rig.store.calls == ["acquire", "read"], "the worker asks nobody"
 
-    def step() -> None:
-        rig.overwrite(1)
-        stepping.set()
 
+def test_all_loads_of_a_step_are_one_copy(rig: Rig) -> None:
+    rig.store.values |= {KEYS[n]: rig.value(n - 4) for n in (5, 6, 7)}
+    rig.store.broken_leases = {rig.store.number(KEYS[7])}
+    loads = [
+        StepLoad(number, blocks, {(0, 0): rig.store.lease_of([KEYS[n] for n in blocks])})
+        for number, blocks in ((7, (6, 5)), (8, (7,)))
+    ]
+    output = rig.engine.compute(rig.engine.message_of(ConnectorStep(step_loads=tuple(loads))))
+    assert output.invalid_block_ids == {7}
+    assert output.kv_connector_worker_meta.report.loads == {7: 1, 8: 1}
+    assert rig.blocks[5:7, 0].tolist() == [2, 3]
+    assert rig.store.calls.count("read") == 1
+
+
+def test_wrong_blocks_of_a_step_are_named_in_the_same_step(rig: Rig) -> None:
+    rig.store.values |= {KEYS[5]: rig.value(1), KEYS[6]: rig.value(2)}
+    rig.store.broken_leases = {rig.store.number(KEYS[6])}
+    output = rig.load_in_step(5, 6)
+    assert output.invalid_block_ids == {6}
+    assert output.kv_connector_worker_meta.report.loads == {7: 1}
+    rig.counted(blocks_loaded=1, blocks_not_loaded=1)
+
+
+def test_no_wrong_block_becomes_a_token_if_vllm_schedules_ahead(open_rig: OpenRig) -> None:
+    """vLLM would compute the block again, but not the token of the next step."""
+    rig = open_rig(config=connector_config(ahead=True))
+    rig.store.values[KEYS[5]] = rig.value(5)
+    assert rig.load_in_step(5).invalid_block_ids == set()
+    rig.store.broken_leases = {rig.store.number(KEYS[5])}
+    with pytest.raises(InternalError, match="max_step_load_mib"):
+        rig.load_in_step(5)
+
+
+def test_a_mapping_that_is_lost_is_kept_for_steps_that_are_scheduled(rig: Rig) -> None:
+    """The daemon has ended, and its memory is as it was."""
+    rig.store.values[KEYS[5]] = rig.value(5)
+    step = ConnectorStep(step_loads=(StepLoad(7, (5,), {(0, 0): rig.store.lease_of([KEYS[5]])}),))
+    rig.store.is_mapped = False
+    output = rig.engine.compute(rig.engine.message_of(step))
+    assert output.invalid_block_ids == set()
+    assert output.kv_connector_worker_meta.report.memories == {(0, 0): None}
+    for _ in range(KEEP_STEPS):
+        rig.engine.compute(rig.engine.step())
+    assert rig.engine.compute(rig.engine.message_of(step)).invalid_block_ids == {5}
+
+
+def test_a_step_without_tokens_waits_a_little_for_loads(rig: Rig) -> None:
+    """Nothing else is held up."""
+    rig.store.values[KEYS[5]] = rig.value(5)
+    taken: set[str] = set()
+
+    def is_taken() -> bool:
+        taken.update(rig.worker.get_finished(set())[1])
+        return taken == {"a"}
+
+    with rig.store.held_up("get"):
+        rig.load("a", 5)
+        assert rig.store.waiting.wait(60)
+        assert rig.worker.get_finished(set()) == (None, set())
+    until(is_taken)
+
+
+def test_no_step_waits_for_a_save(rig: Rig) -> None:
+    """Another request computes in its block only after it was given back."""
     with rig.store.held_up():
         rig.save(1)
         assert rig.store.waiting.wait(60)
-        thread = threading.Thread(target=step)
-        thread.start()
-        assert not stepping.wait(0.5)
-    thread.join(60)
-    rig.counted(blocks_saved=1)
+        for _ in range(3):
+            rig.engine.compute(rig.engine.step())
+    rig.engine.settle()
     assert rig.store.values[KEYS[1]] == rig.value(1)
 
 
@@ -173,28 +253,15 @@ def test_a_save_that_has_not_begun_is_given_up(rig: Rig) -> None:
     with rig.store.held_up():
         rig.save(1)
         assert rig.store.waiting.wait(60)
-        rig.save(2)
-        rig.overwrite(2)
+        number = rig.save(2)
+        step = ConnectorStep(abandoned=frozenset({number, 99}))
+        stepping = threading.Thread(target=rig.worker.handle_preemptions, args=(rig.engine.message_of(step),))
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive(), "its turn comes after the first"
+    stepping.join(60)
+    assert not stepping.is_alive()
     rig.counted(blocks_saved=1, blocks_not_saved=1)
-    assert set(rig.store.values) == {KEYS[1]}
-
-
-def test_a_save_whose_look_up_is_not_answered_is_given_up(rig: Rig) -> None:
-    """The daemon may be frozen. The step does not wait for it."""
-    with rig.store.held_up("lookup"):
-        rig.save(1)
-        assert rig.store.waiting.wait(60)
-        rig.overwrite(1)
-    rig.counted(blocks_not_saved=1)
-    assert rig.store.values == {}
-
-
-def test_a_step_does_not_wait_for_saves_of_other_blocks(rig: Rig) -> None:
-    with rig.store.held_up():
-        rig.save(1)
-        assert rig.store.waiting.wait(60)
-        rig.overwrite(2)
-    rig.counted(blocks_saved=1)
     assert set(rig.store.values) == {KEYS[1]}
 
 

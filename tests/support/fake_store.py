@@ -5,20 +5,43 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.client import Lookup, PutStatus, Scatter
 from kvservice.errors import InternalError
+from kvservice.integrations.vllm.steps import LeasedBlocks
+
+
+class FakeMemory:
+    """The memory of a fake store. The offset of a block is the number of its key."""
+
+    def __init__(self, store: FakeStore) -> None:
+        self._store = store
+        self.identity = (0, id(store.values))
+
+    def read(self, offsets: bytes, versions: bytes, out: Any) -> npt.NDArray[np.bool_]:
+        self._store._called("read")
+        keys = [self._store.numbered[number] for number in np.frombuffer(offsets, np.uint64).tolist()]
+        right = self._store._copy(keys, out)
+        return right & np.array([version not in self._store.broken_leases for version in np.frombuffer(versions, "u8")])
 
 
 class FakeLease:
+    """`offsets` and `versions` are the numbers of the keys."""
+
     def __init__(self, store: FakeStore, keys: Sequence[bytes]) -> None:
         self.store, self.keys = store, [key for key in keys if key in store.values]
         self.found = np.array([key in store.values for key in keys], np.bool_)
+        self.alive = True
+        self.offsets = self.versions = np.array([store.number(key) for key in self.keys], np.uint64).tobytes()
         store.leased += self.keys
+
+    def renew(self, **_: Any) -> bool:
+        self.store._called("renew")
+        return self.alive
 
     def __enter__(self) -> FakeLease:
         return self
@@ -36,7 +59,10 @@ class FakeStore:
     """`values` are the blocks by key, the most recently used last: in each call the first key. `below` are those of a
     tier from which a block comes in a second: a call that waits long enough brings it up. `damaged` are the keys whose
     checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of
-    the calls made, and `waits_s` the waits that look-ups ask about."""
+    the calls made, and `waits_s` the waits that look-ups ask about. `is_mapped`: its memory is, see FakeMemory. A store
+    with the same `values` has the same memory. `broken_leases` are the numbers of blocks that change while leased."""
+
+    numbered: ClassVar[list[bytes]] = []
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
         self.values = {} if values is None else values
@@ -46,6 +72,9 @@ class FakeStore:
         self.calls: list[str] = []
         self.waits_s: list[float] = []
         self.away = self.broken = self.closed = False
+        self.is_mapped = True
+        self.broken_leases: set[int] = set()
+        self._memory = FakeMemory(self)
         self._held: tuple[str, ...] = ()
         self._free = threading.Event()
         self._free.set()
@@ -53,8 +82,8 @@ class FakeStore:
 
     @contextmanager
     def held_up(self, *names: str) -> Iterator[None]:
-        """Calls of these names, without names of get and put, wait until the end of the block. `waiting` is set when
-        one waits."""
+        """Calls of these names, without names of get and put, wait until the end of the block; "bring up": those that
+        bring blocks up. `waiting` is set when one waits."""
         self._held = names or ("get", "put")
         self._free.clear()
         self.waiting.clear()
@@ -62,6 +91,24 @@ class FakeStore:
             yield
         finally:
             self._free.set()
+
+    @property
+    def memory(self) -> FakeMemory | None:
+        return self._memory if self.is_mapped and not self.away else None
+
+    @property
+    def reachable(self) -> bool:
+        return not self.away
+
+    def lease_of(self, keys: Sequence[bytes]) -> LeasedBlocks:
+        """Return what the scheduler's side tells the workers after it has leased blocks."""
+        lease = self.acquire(keys)
+        return LeasedBlocks(self._memory.identity, lease.offsets, lease.versions)
+
+    def number(self, key: bytes) -> int:
+        if key not in self.numbered:
+            self.numbered.append(key)
+        return self.numbered.index(key)
 
     def lookup(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> Lookup:
         self._called("lookup")
@@ -77,7 +124,9 @@ class FakeStore:
     ) -> npt.NDArray[np.bool_]:
         self._called("get")
         self._bring_up(keys, max_wait_s)
-        missing = self.damaged if verify else set()
+        return self._copy(keys, out, self.damaged if verify else set())
+
+    def _copy(self, keys: Sequence[bytes], out: Any, missing: set[bytes] = frozenset()) -> npt.NDArray[np.bool_]:  # type: ignore[assignment]
         found = np.array([key in self.values and key not in missing and not self.away for key in keys], np.bool_)
         for row, key in enumerate(keys):
             if found[row]:
@@ -88,15 +137,27 @@ class FakeStore:
 
     def put(self, keys: Sequence[bytes], values: Scatter) -> npt.NDArray[Any]:
         self._called("put")
+        statuses = np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.PRESENT, np.uint8)
         if not self.away:
             for row, key in reversed(list(enumerate(keys))):
-                self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
-        return np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.DONE, np.uint8)
+                if key not in self.values:
+                    self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
+                    statuses[row] = PutStatus.DONE
+        return statuses
 
-    def acquire(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> FakeLease:
+    def acquire(
+        self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, leading_only: bool = False, **_: Any
+    ) -> FakeLease:
         self._called("acquire")
+        if self._in_time(keys, max_wait_s):
+            self._hold_up("bring up")
         self._bring_up(keys, max_wait_s)
-        return FakeLease(self, keys)
+        lease = FakeLease(self, keys)
+        if leading_only and not lease.found.all():
+            lease.release()
+            lease = FakeLease(self, keys[: int(lease.found.argmin())])
+            lease.found = np.arange(len(keys)) < len(lease.found)
+        return lease
 
     def touch(self, keys: Sequence[bytes]) -> int:
         self._called("touch")
@@ -120,6 +181,9 @@ class FakeStore:
         self.calls.append(name)
         if self.broken:
             raise InternalError("the fake store is broken")
+        self._hold_up(name)
+
+    def _hold_up(self, name: str) -> None:
         if name in self._held and not self._free.is_set():
             self.waiting.set()
             assert self._free.wait(60)

@@ -52,15 +52,26 @@ class HostSave:
 @dataclass
 class HostGpu:
     """Copies blocks of a layout in host memory at once. `refuses`: no memory can be page-locked. `broken`: no copy can
-    be launched."""
+    be launched. `lockers` are the threads that have locked memory; none does before `may_lock` is set. `followed` are
+    the loads that computations wait for."""
 
     layout: Any
     locks: list[HostLock] = field(default_factory=list)
     refuses: bool = False
     broken: bool = False
+    may_lock: threading.Event = field(default_factory=threading.Event)
+    is_locking: threading.Event = field(default_factory=threading.Event)
+    lockers: set[int] = field(default_factory=set)
+    followed: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.may_lock.set()
 
     def mark(self) -> None:
         return None
+
+    def follow(self, passing: Any) -> None:
+        self.followed.append(passing)
 
     def load(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
         self._copy(addresses, block_ids, to_host=False)
@@ -77,6 +88,9 @@ class HostGpu:
         """All copies have ended."""
 
     def page_lock(self, address: int, num_bytes: int, *, read_only: bool) -> HostLock | None:
+        self.is_locking.set()
+        assert self.may_lock.wait(60)
+        self.lockers.add(threading.get_ident())
         if self.refuses:
             return None
         self.locks.append(HostLock(self.locks, address, num_bytes, read_only))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest
 from vllm_stub import Role
 
 from kvservice.client import KVClient
+from kvservice.integrations.vllm.steps import BlockLoad, ConnectorStep
 
 NUM_BLOCKS = 8
 
@@ -30,6 +32,7 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
         "block_size": BLOCK_SIZE,
         "cache_dtype": "auto",
         "caching": True,
+        "ahead": False,
         "consumer": True,
         "dcp": 1,
         "dtype": "torch.float32",
@@ -48,7 +51,8 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
     } | changes
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"address": address} | values["extra"],
+            # Tests must not depend on the speed of the machine.
+            kv_connector_extra_config={"address": address, "lookup_timeout_s": 60} | values["extra"],
             is_kv_consumer=values["consumer"],
             is_kv_producer=values["producer"],
             kv_load_failure_policy="recompute",
@@ -60,7 +64,10 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
             block_size=values["block_size"],
             cache_dtype=values["cache_dtype"],
         ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=values["dcp"], prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=values["dcp"], prefill_context_parallel_size=1, pipeline_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=values["ahead"]),
         speculative_config=values["speculative"],
         model_config=SimpleNamespace(
             model=str(values["model"]),
@@ -90,6 +97,35 @@ def stores_of(open_store: Callable[[str], Any]) -> Iterator[None]:
         yield
 
 
+class FakeBlock:
+    def __init__(self, block_id: int) -> None:
+        self.block_id, self.ref_cnt = block_id, 0
+
+
+class FakePool:
+    """vLLM's BlockPool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.blocks = [FakeBlock(block_id) for block_id in range(num_blocks)]
+
+    @property
+    def used(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.ref_cnt}
+
+    def touch(self, blocks: Sequence[FakeBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Sequence[FakeBlock]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.used
+
+
 class Engine:
     """An engine of vLLM with a worker for each store; None: one of the daemon. Block b of a layer is full of b + 1.
 
@@ -104,19 +140,25 @@ class Engine:
         config: Any = None,
         layers: dict[str, torch.Tensor] | None = None,
         num_blocks: int = NUM_BLOCKS,
+        pool_blocks: int = 100 * NUM_BLOCKS,
     ) -> None:
         self.stores = [store for store in stores if store is not None]
         self.asked = [FakeStore(store.values) for store in self.stores]
         config = connector_config() if config is None else config
+        groups = connector.groups.tensor
         self.layers = {"layer": blocks_of(values)} if layers is None else layers
         self.workers = []
-        for store in stores:
+        for rank, store in enumerate(stores):
+            groups.rank_in_group, groups.world_size = rank, len(stores)
             worker = connector(config, Role.WORKER, cache_config(num_blocks=num_blocks))
             with contextlib.nullcontext() if store is None else stores_of(lambda _, store=store: store):  # type: ignore[misc]
                 worker.register_kv_caches(self.layers)
             self.workers.append(worker)
+        groups.rank_in_group, groups.world_size = 0, 1
         self.scheduler = connector(config, Role.SCHEDULER, cache_config(num_blocks=num_blocks))
         handshakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.pool = FakePool(pool_blocks)
+        self.scheduler.bind_gpu_block_pool(self.pool)
         opened = iter(self.asked)
         with stores_of(lambda _: next(opened)) if self.stores else contextlib.nullcontext():
             if handshakes:
@@ -134,18 +176,22 @@ class Engine:
     def worker(self) -> Any:
         return self.workers[0]
 
-    def matched(self, request: FakeRequest, num_computed: int = 0) -> int:
-        """Ask for a request as vLLM does, once in each step, until the answer is there."""
+    def asked_for(self, request: FakeRequest, num_computed: int = 0) -> tuple[int, bool]:
+        """Ask for a request as vLLM does, once in each step, until the answer is there: how many tokens, and whether
+        they are loaded asynchronously."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            found, loads = self.scheduler.get_num_new_matched_tokens(request, num_computed)
+            found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
             if found is not None:
-                assert loads == bool(found)
-                return int(found)
-            assert not loads
+                assert found or not is_async
+                return int(found), is_async
+            assert not is_async
             self.scheduler.build_connector_meta(FakeOutput({}))
             time.sleep(0.001)
         raise AssertionError("there is no answer")
+
+    def matched(self, request: FakeRequest, num_computed: int = 0) -> int:
+        return self.asked_for(request, num_computed)[0]
 
     def allocated(self, request: FakeRequest, block_ids: Sequence[int], num_external: int = 0) -> None:
         blocks = SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
@@ -160,31 +206,53 @@ class Engine:
         """Return the scheduler's message to the workers, which has its step."""
         return self.scheduler.build_connector_meta(output or FakeOutput({}))
 
-    def compute(self, message: Any) -> None:
-        """Let the workers do a step."""
-        for worker in self.workers:
+    def compute(self, message: Any, ranks: Sequence[int] | None = None) -> Any:
+        """Let workers do a step, and the scheduler take its output. Returns the output."""
+        outputs = []
+        for rank in range(len(self.workers)) if ranks is None else ranks:
+            worker = self.workers[rank]
             worker.handle_preemptions(message)
             worker.bind_connector_metadata(message)
             worker.start_load_kv(None)
             worker.wait_for_save()
+            outputs.append(output_of(worker))
+        output = added(outputs)
+        self.scheduler.update_connector_output(output)
+        return output
 
-    def save(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Run a request that has just computed these blocks, in a step that overwrites nothing else."""
+    def save(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> Any:
+        """Run a request that has just computed these blocks. Returns the message of the step."""
         request = KeyedRequest(request_id, keys)
         self.allocated(request, block_ids)
         computed = len(keys) * BLOCK_SIZE
-        self.compute(self.step(FakeOutput({request_id: 0}, new=[(request, block_ids, computed)])))
+        message = self.step(FakeOutput({request_id: 0}, new=[(request, block_ids, computed)]))
+        self.compute(message)
+        return message
+
+    def settle(self) -> None:
+        """Run empty steps until nothing is held."""
+        deadline = time.monotonic() + 60
+        while self.scheduler.has_pending_push_work():
+            assert time.monotonic() < deadline, "blocks are held for ever"
+            self.compute(self.step())
 
     def load(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Begin to load the blocks of a request."""
-        self.allocated(KeyedRequest(request_id, keys), block_ids, len(keys) * BLOCK_SIZE)
-        message = self.step()
+        """Begin to load the blocks of a request asynchronously."""
+        step = ConnectorStep(loads=(BlockLoad(request_id, tuple(keys), tuple(block_ids)),), computes=False)
         for worker in self.workers:
-            worker.bind_connector_metadata(message)
+            message = SimpleNamespace(step=step)
+            worker.handle_preemptions(message)
+            worker.bind_connector_metadata(self.message_of(step))
             worker.start_load_kv(None)
 
+    def message_of(self, step: ConnectorStep) -> Any:
+        """Return the scheduler's message with another step."""
+        message = self.step()
+        message.step = step
+        return message
+
     def loaded(self, rank: int = 0) -> tuple[set[str], set[int]]:
-        """Wait until a load has ended. Returns the requests, and the blocks that are not right."""
+        """Wait until an asynchronous load has ended. Returns the requests, and the blocks that are not right."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             _, finished = self.workers[rank].get_finished(set())
@@ -198,6 +266,28 @@ class Engine:
         for side in (*self.workers, self.scheduler):
             side.shutdown()
         assert all(store.closed for store in (*self.stores, *self.asked))
+
+
+def output_of(worker: Any) -> Any:
+    """Return the KVConnectorOutput of a worker after a step."""
+    _, finished = worker.get_finished(set())
+    return SimpleNamespace(
+        finished_recving=set(finished),
+        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
+
+
+def added(outputs: Sequence[Any]) -> Any:
+    """Add up the outputs of all workers, as vLLM does it if they end loads in the same step."""
+    metadata = [output.kv_connector_worker_meta for output in outputs if output.kv_connector_worker_meta is not None]
+    return SimpleNamespace(
+        finished_recving=set.intersection(*(output.finished_recving for output in outputs)),
+        invalid_block_ids=set.union(*(output.invalid_block_ids for output in outputs)),
+        kv_connector_worker_meta=functools.reduce(lambda some, other: some.aggregate(other), metadata)
+        if metadata
+        else None,
+    )
 
 
 class KeyedRequest(FakeRequest):

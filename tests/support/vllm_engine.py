@@ -46,12 +46,18 @@ def adapter(path: str | None) -> Any:
 
 
 def settle() -> None:
-    """Wait until the connector has saved everything."""
+    """Wait until the connector has saved everything that it was given."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group() and (worker := get_kv_transfer_group()._worker) is not None:
-        for pending in worker._pending:
-            pending.ended.wait()
+        assert worker.settle(60)
+
+
+def drain(engine: Any) -> None:
+    """Go on until the connector holds no blocks. vLLM's server does so by itself."""
+    connector = engine.engine_core.engine_core.scheduler.connector
+    while connector is not None and connector.has_pending_push_work():
+        engine.step()
 
 
 def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict[str, Any]:
@@ -75,6 +81,7 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
             outputs[output.request_id] = output
             first_s.setdefault(output.request_id, time.monotonic() - began)
         steps.append(time.monotonic() - start)
+    drain(engine)
     ordered = [outputs[str(number)] for number in range(len(inputs(command)))]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in ordered],

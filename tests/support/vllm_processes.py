@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "KMP_BLOCKTIME": "0",
+    # Older versions have no fixed seed without it.
+    "PYTHONHASHSEED": "0",
     # Both ends of a pipe are Python's; the log goes to a file.
     "PYTHONUNBUFFERED": "1",
 }
@@ -49,6 +52,12 @@ def connector(address: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": address, "lookup_timeout_s": 0.5, "transfer_timeout_s": 30} | extra,
     }
+
+
+def source_of(path: str) -> str:
+    """Return the text of a module of vLLM, without importing anything; "" without vLLM."""
+    found = importlib.util.find_spec("vllm")
+    return "" if found is None or found.origin is None else (Path(found.origin).parent / path).read_text()
 
 
 class Engine:

@@ -26,6 +26,7 @@ class FakeRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)  # it grows
+        self.num_prompt_tokens = self.num_computed_tokens = len(self.tokens)
 
     @property
     def num_tokens(self) -> int:

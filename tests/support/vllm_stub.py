@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +33,10 @@ class ConnectorBase:
         return self._metadata
 
 
+class WorkerMetadata:
+    """KVConnectorWorkerMetadata."""
+
+
 class Stats:
     """KVConnectorStats."""
 
@@ -47,8 +51,9 @@ class PromMetrics:
 
 
 @contextmanager
-def stub_vllm() -> Iterator[Any]:
-    """Yield the connector's class. Its modules and those of the stub are imported only inside of the block.
+def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
+    """Yield the connector's class. Its modules and those of the stub are imported only inside of the block. `without`:
+    modules that this vLLM does not have.
 
     The class has `groups`, the ranks of a worker, and `backend`, the name of the attention of all layers.
     """
@@ -59,7 +64,7 @@ def stub_vllm() -> Iterator[Any]:
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend.name))
     v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "1.2.3"},
+        "vllm": {"__version__": "0.33.1"},
         "vllm.config": {"get_layers_from_vllm_config": lambda *_: {"layer": layer}},
         "vllm.distributed": {},
         "vllm.distributed.kv_transfer": {},
@@ -70,6 +75,7 @@ def stub_vllm() -> Iterator[Any]:
             "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (), {}),
             "KVConnectorMetadata": type("KVConnectorMetadata", (), {}),
             "KVConnectorRole": Role,
+            "KVConnectorWorkerMetadata": WorkerMetadata,
         },
         f"{v1}.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Stats},
         "vllm.distributed.parallel_state": {
@@ -82,12 +88,19 @@ def stub_vllm() -> Iterator[Any]:
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.kv_cache_utils": {"DEFAULT_NONE_HASH_SEED": 0},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), {"_request_blocks_can_be_freed": None})},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(HOST="host")},
     }
-    before = set(sys.modules)
+    before = {name for name in sys.modules if not name.startswith(f"{CONNECTOR}.")}
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith(f"{CONNECTOR}.")]:
+            patch.delitem(sys.modules, name)  # those of another stub
         for name, content in contents.items():
+            if name in without:
+                patch.setitem(sys.modules, name, None)
+                continue
             module = ModuleType(name)
             vars(module).update(content)
             parent, _, last = name.rpartition(".")
@@ -104,3 +117,5 @@ def stub_vllm() -> Iterator[Any]:
             for name in set(sys.modules) - before:
                 if name.startswith(f"{CONNECTOR}."):
                     del sys.modules[name]
+                    # Otherwise `from package import module` finds it.
+                    vars(sys.modules[CONNECTOR]).pop(name.rpartition(".")[2], None)

@@ -32,6 +32,18 @@ class StoreLease:
     def memory(self) -> MappedStore:
         return self._core.memory
 
+    @property
+    def alive(self) -> bool:
+        return self._core.alive
+
+    @property
+    def offsets(self) -> bytes:
+        return self._core.offsets
+
+    @property
+    def versions(self) -> bytes:
+        return self._core.versions
+
     def check(self) -> Flags:
         """See LeaseCore.check."""
         return self._core.check()

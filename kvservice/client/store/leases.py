@@ -83,14 +83,27 @@ class LeaseCore(Holding):
         valid as long as `memory` is referenced. Raises StoreNotSharedError as `views` does."""
         return self._addresses(self.found)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the session is not lost. The time of the lease may have passed."""
+        return not self._held or self._access.link is self._link
+
+    @property
+    def offsets(self) -> bytes:
+        """The places of the blocks found in the memory of the store: for `MappedStore.read` of another process."""
+        return b"".join(held.offsets for held in self._held)
+
+    @property
+    def versions(self) -> bytes:
+        """The versions of the blocks found, by which a reader notices that they have changed."""
+        return b"".join(held.versions for held in self._held)
+
     def check(self) -> Flags:
         """Return which blocks found are still the leased ones: everything that was read from their views before this
         call is right. Raises StoreNotSharedError as `views` does."""
         right = self.found.copy()
         if self._held:
-            offsets = b"".join(held.offsets for held in self._held)
-            versions = b"".join(held.versions for held in self._held)
-            right[right] = self.memory.unchanged(offsets, versions)
+            right[right] = self.memory.unchanged(self.offsets, self.versions)
         return right
 
     async def renew(self, ttl_s: float = 0.0, *, timeout_s: float | None = None) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvservice import _ext
 from kvservice.client.store import copies
-from kvservice.client.store.pieces import Numbers, Pieces
+from kvservice.client.store.pieces import Blocks, Numbers, Pieces, pieces_of
 from kvservice.client.store.values import Flags
 from kvservice.errors import InternalError
 from kvservice.wire.tensors import Array
@@ -33,9 +34,13 @@ class MappedStore:
     """The memory of a store, mapped at `address`: `num_bytes` in slabs of `slab_bytes`. A block lies in one slab.
 
     `offsets` are those of blocks, as the daemon packs them. A block can change as soon as its lease has ended;
-    `unchanged` notices that afterwards."""
+    `unchanged` notices that afterwards. `identity` is the same in all processes that map this memory: what one of them
+    has leased, another one can read."""
 
-    def __init__(self, mapping: mmap.mmap, geometry: Geometry, writable: bool, num_threads: int) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, geometry: Geometry, writable: bool, num_threads: int, identity: tuple[int, int]
+    ) -> None:
+        self.identity = identity
         self.writable, self.num_bytes, self.slab_bytes = writable, len(mapping), geometry.slab_bytes
         self._geometry, self._num_threads = geometry, num_threads
         self._bytes = np.frombuffer(mapping, np.uint8)
@@ -46,7 +51,15 @@ class MappedStore:
     def open(descriptor: int, num_bytes: int, geometry: Geometry, writable: bool, num_threads: int) -> MappedStore:
         """Map the memory. The caller still owns the descriptor. Raises OSError."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return MappedStore(mmap.mmap(descriptor, num_bytes, prot=access), geometry, writable, num_threads)
+        file = os.fstat(descriptor)
+        mapping = mmap.mmap(descriptor, num_bytes, prot=access)
+        return MappedStore(mapping, geometry, writable, num_threads, (file.st_dev, file.st_ino))
+
+    def read(self, offsets: bytes, versions: bytes, out: Blocks) -> Flags:
+        """Copy blocks that this or another process has leased to `out`, as `StoreCore.get` does. Returns which are
+        right: those whose lease did not end during the copy."""
+        target = pieces_of(out, len(offsets) // 8, self._geometry.block_bytes, "out", writable=True)
+        return self.copy_out(offsets, target) & self.unchanged(offsets, versions)
 
     def copy_out(self, offsets: bytes, target: Pieces, checksums: bytes = b"") -> Flags:
         """Copy blocks, see `copies.copy_out`."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 # Estimates of an engine that nobody has measured, rather fast than slow: tokens of prompts, and bytes of K/V that it
 # computes in a second.
 _TOKENS_PER_S = 50_000
@@ -59,11 +57,3 @@ def find_blocks(
         if again.num_leading < num_leading:
             num_leading = num_in_memory
     return FoundBlocks(num_leading, num_in_memory)
-
-
-def bring_up(store: Any, keys: Sequence[bytes], wait_s: float, timeout_s: float) -> int:
-    """Bring blocks into the daemon's memory, for `wait_s` seconds at most. Returns how many are there then before the
-    first that is not. `timeout_s` is the time limit of a call that does not wait. Raises the errors of the store."""
-    limit_s = timeout_s + 2 * wait_s
-    with store.acquire(keys, leading_only=True, counted=False, max_wait_s=wait_s, timeout_s=limit_s) as lease:
-        return int(np.logical_and.accumulate(lease.found).sum())

@@ -1,15 +1,39 @@
-"""Checks at the start of vLLM: the connector refuses settings with which blocks would be wrong or never found."""
+"""The options of the connector, and checks at the start of vLLM: the connector refuses settings with which blocks would
+be wrong or never found."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.common.options import ConnectorOptions
 
 # Algorithms of vLLM whose hashes have 32 bytes.
 KEY_ALGORITHMS = ("sha256", "sha256_cbor")
 # Kinds of attention in which a request keeps every block until it ends.
 SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+@dataclass(frozen=True)
+class VLLMOptions(ConnectorOptions):
+    """`kv_connector_extra_config`."""
+
+    LIMITS: ClassVar[dict[str, tuple[float, float]]] = ConnectorOptions.LIMITS | {
+        "max_step_load_mib": (-1, 1 << 20),
+        "max_held_percent": (0, 50),
+    }
+
+    lookup_timeout_s: float = 0.05
+    """How long in seconds a step of the scheduler waits for a look-up. What is late is a miss, and the daemon is not
+    asked again before it answers in time. When all look-ups of a step have taken as long, others wait for the next."""
+    max_step_load_mib: float = 512.0
+    """The most MiB of K/V that a step loads in itself. Larger loads are asynchronous. 0: all are."""
+    max_held_percent: float = 10.0
+    """The most blocks of vLLM's pool that no request uses any more and that wait to be saved, in percent. While it is
+    reached, nothing more is saved."""
+    save_decode: bool = False
+    """Save the blocks of generated tokens, too."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any, *, fixed_seed: bool) -> None:

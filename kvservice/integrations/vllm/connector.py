@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,32 +17,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.integrations.common.identity import session_name
-from kvservice.integrations.common.options import ConnectorOptions
 from kvservice.integrations.common.waiting import ComputeTime
-from kvservice.integrations.vllm.asking import StoreAsker
-from kvservice.integrations.vllm.checks import check_supported
-from kvservice.integrations.vllm.copiers import block_copier
-from kvservice.integrations.vllm.finders import StoreFinder
+from kvservice.integrations.vllm import versions
+from kvservice.integrations.vllm.checks import VLLMOptions, check_supported
+from kvservice.integrations.vllm.copies import BlockLayout, block_layout
+from kvservice.integrations.vllm.gpu_copies import block_copier
 from kvservice.integrations.vllm.identity import worker_namespace
-from kvservice.integrations.vllm.layout import BlockLayout, block_layout
-from kvservice.integrations.vllm.logs import log_with_vllm
+from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup
 from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from kvservice.integrations.vllm.scheduling import ConnectorScheduler
-from kvservice.integrations.vllm.steps import ConnectorStep
+from kvservice.integrations.vllm.scheduling import ConnectorScheduler, SchedulingOptions
+from kvservice.integrations.vllm.steps import ConnectorStep, MemoryId, Rank, WorkerReport
 from kvservice.integrations.vllm.working import ConnectorWorker
 
 logger = logging.getLogger("vllm.kvservice")
 
-# How long the end of vLLM waits for blocks that are being saved, in seconds.
-CLOSE_S = 10.0
+# How long the end of vLLM waits for blocks that are being saved, in seconds. vLLM kills its workers after 5.
+CLOSE_S = 3.0
+MIB = 1 << 20
 
 
 @dataclass
@@ -54,38 +52,64 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerNamespace(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Tells the scheduler where a worker keeps its blocks."""
+    """Tells the scheduler where a worker keeps its blocks, and which memory of the store it maps."""
 
     namespace: StoreNamespace
+    memory: MemoryId | None
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Carries a worker's report to the scheduler. vLLM adds up those of all workers after a step."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
+        assert isinstance(other, ReportMetadata)
+        self.report.add(other.report)
+        return self
 
 
 class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """See the package. vLLM makes one object for its scheduler and one for each worker."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    if (_source := versions.cache_hit_source()) is not None:
+        _cache_hit_source = _source
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises InvalidArgumentError for a configuration whose blocks would be wrong or never found."""
         super().__init__(vllm_config, role, kv_cache_config)
-        log_with_vllm()
+        _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
-        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
-        fixed_seed = "PYTHONHASHSEED" in os.environ or hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-        check_supported(vllm_config, kv_cache_config, fixed_seed=fixed_seed)
+        self._options = options = VLLMOptions.of(transfer.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config, fixed_seed=versions.has_fixed_seed())
         self._client: KVClient | None = None
-        self._asker: StoreAsker | None = None
+        self._lookup: StoreLookup | None = None
         self._worker: ConnectorWorker | None = None
         self._namespace: StoreNamespace | None = None
         self._failed_blocks: set[int] = set()
+        # Verified loads fail one by one, which vLLM must be able to mend.
+        max_step_mib = 0 if options.verify else options.max_step_load_mib
         self._scheduler = ConnectorScheduler(
-            vllm_config.cache_config.block_size, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer
-        )
-        if role is KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                'kv_load_failure_policy is "%s": requests fail if the daemon ends while they load blocks. Set it to '
-                '"recompute" in --kv-transfer-config.',
-                transfer.kv_load_failure_policy,
+            SchedulingOptions(
+                block_size=vllm_config.cache_config.block_size,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                max_step_bytes=max_step_mib * MIB,
+                max_held=options.max_held_percent / 100,
+                save_decode=options.save_decode,
+                adapters_by_name=not versions.hashes_have_paths(),
             )
+        )
+        if role is KVConnectorRole.SCHEDULER:
+            versions.warn_of_version(vllm.__version__)
+            versions.warn_of_faults(vllm_config)
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    'kv_load_failure_policy is "%s": requests fail if the daemon ends while they load blocks. Set it '
+                    'to "recompute" in --kv-transfer-config.',
+                    transfer.kv_load_failure_policy,
+                )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -100,11 +124,17 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._namespace = self._make_namespace(layout, kv_caches)
         logger.info("blocks of %d bytes are kept in %s", layout.block_bytes, self._namespace)
         self._worker = ConnectorWorker(
-            self._open(self._namespace, "vllm worker", self._options.transfer_timeout_s), copier, layout.block_bytes
+            self._open(self._namespace, "vllm worker", self._options.transfer_timeout_s),
+            copier,
+            layout.block_bytes,
+            rank=_rank(self._namespace),
+            recomputes=not versions.schedules_ahead(self._vllm_config),
         )
 
     def get_handshake_metadata(self) -> WorkerNamespace | None:
-        return None if self._namespace is None else WorkerNamespace(self._namespace)
+        if self._namespace is None or self._worker is None:
+            return None
+        return WorkerNamespace(self._namespace, self._worker.memory)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if self._worker is not None:
@@ -115,7 +145,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request continues when all its blocks are loaded."""
+        """Does nothing: all computations of a step wait for its loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: blocks are saved after the last layer."""
@@ -127,7 +157,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         if self._worker is None:
             return None, None
-        finished, failed = self._worker.take_finished_loads()
+        finished, failed = self._worker.end_step(computes=self._step().computes)
         self._failed_blocks |= failed
         return None, finished
 
@@ -141,28 +171,43 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         counters = self._worker.take_counters()
         return None if counters.empty else ConnectorStats(data=counters.as_dict())
 
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        report = None if self._worker is None else self._worker.take_report()
+        return None if report is None else ReportMetadata(report)
+
     # ---- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind(gpu_block_pool)
+        versions.before_reset(gpu_block_pool, self._scheduler.free_held)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        finders, timeout_s = [], self._options.lookup_timeout_s
+        finders, report = [], WorkerReport()
         for _, worker in sorted(metadata.items()):
             assert isinstance(worker, WorkerNamespace)
-            store = self._open(worker.namespace, "vllm scheduler", timeout_s)
+            namespace = worker.namespace
             compute = ComputeTime.of(
                 self._options.prefill_tokens_per_s,
                 self._vllm_config.cache_config.block_size,
-                worker.namespace.block_bytes,
+                namespace.block_bytes,
                 len(metadata),
             )
-            finders.append(StoreFinder(store, compute, timeout_s))
-        self._asker = StoreAsker(finders)
-        self._scheduler.use(self._asker)
+            store = self._open(namespace, "vllm scheduler", self._options.transfer_timeout_s)
+            finders.append(StoreFinder(_rank(namespace), store, compute))
+            report.memories[_rank(namespace)] = worker.memory
+        self._lookup = StoreLookup(finders, self._options.lookup_timeout_s, self._options.transfer_timeout_s)
+        self._scheduler.use(
+            self._lookup, {_rank(worker.namespace): worker.namespace.block_bytes for worker in metadata.values()}
+        )
+        self._scheduler.received(report, (), frozenset())
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.expect(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        return self._scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -171,12 +216,23 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return StepMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.loaded(connector_output.finished_recving or ())
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, ReportMetadata) else WorkerReport()
+        self._scheduler.received(
+            report, connector_output.finished_recving or (), connector_output.invalid_block_ids or frozenset()
+        )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
-        """vLLM may use the blocks again at once: workers look for pending saves before they overwrite a block."""
-        self._scheduler.finished(request)
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """vLLM may give the blocks back at once: those that are being saved are held."""
+        self._scheduler.finished(request, block_ids)
         return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """An idle vLLM goes on until workers have reported the saves, so that their blocks are free again."""
+        return self._scheduler.holds
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.delays_others
 
     def reset_cache(self) -> bool:
         """Find nothing that was saved until now."""
@@ -186,12 +242,13 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- both
 
     def shutdown(self) -> None:
+        until = time.monotonic() + CLOSE_S
         if self._worker is not None:
             self._worker.close(CLOSE_S)
             self._worker = None
-        if self._asker is not None:
-            self._asker.close(CLOSE_S)
-            self._asker = None
+        if self._lookup is not None:
+            self._lookup.close(max(until - time.monotonic(), 0.0))
+            self._lookup = None
         if self._client is not None:
             self._client.close()
 
@@ -218,10 +275,11 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _make_namespace(self, layout: BlockLayout, kv_caches: Mapping[str, torch.Tensor]) -> StoreNamespace:
         device = next(iter(kv_caches.values())).device
+        invariant = ", batch-invariant" if versions.is_batch_invariant() else ""
         return worker_namespace(
             self._vllm_config,
             layout,
-            engine=f"vLLM {vllm.__version__}, {self._backends()} on {_processor(device)}",
+            engine=f"vLLM {vllm.__version__}, {self._backends()} on {_processor(device)}{invariant}",
             layers=list(kv_caches),
             weights=self._options.weights,
             tensor_parallel=get_tp_group(),
@@ -231,6 +289,22 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _backends(self) -> str:
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase).values()
         return "+".join(sorted({layer.get_attn_backend().get_name() for layer in layers}))
+
+
+def _rank(namespace: StoreNamespace) -> Rank:
+    return namespace.pp_rank, namespace.tp_rank
+
+
+def _log_with_vllm(vllm_name: str = "vllm", own_name: str = "kvservice") -> None:
+    """Write what this package logs where vLLM writes its own lines. vLLM's logger does not use the root logger, so
+    lines of the client below a warning would not appear. Does nothing if the application has set handlers up."""
+    own, engine = logging.getLogger(own_name), logging.getLogger(vllm_name)
+    if own.handlers or not engine.handlers or logging.getLogger().handlers:
+        return
+    for handler in engine.handlers:
+        own.addHandler(handler)
+    own.setLevel(engine.getEffectiveLevel())
+    own.propagate = False
 
 
 def _processor(device: torch.device) -> str:

@@ -1,7 +1,9 @@
-"""The identity of a model and its weights, which keeps K/V of different models in different namespaces of the store."""
+"""What the bytes of a block depend on: a model and its weights, which keep K/V of different models in different
+namespaces of the store, and adapters (LoRA), which are part of the keys."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.common.identity import MAX_TEXT, digest, files_identity, short
-from kvservice.integrations.vllm.layout import BlockLayout
+from kvservice.integrations.vllm.copies import BlockLayout
+
+logger = logging.getLogger(__name__)
 
 # Settings of a multimodal model that change embeddings and are not in vLLM's hashes of inputs.
 MULTIMODAL_SETTINGS = (
@@ -89,3 +93,56 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
 def key_algorithm(algorithm: str) -> str:
     """Return the algorithm and seed of vLLM's block hashes."""
     return f"{algorithm} seed {os.environ.get('PYTHONHASHSEED', 'default')}"[:MAX_TEXT]
+
+
+class AdapterIdentities:
+    """The identities of the adapters of the requests that run. vLLM's hashes know adapters by name and path only. The
+    files are looked at when a request begins.
+
+    vLLM reads the files whenever it likes. So an adapter whose files have changed since its first request here has no
+    identity: nobody knows which weights vLLM has in memory."""
+
+    def __init__(self, *, by_name: bool = False) -> None:
+        """`by_name`: vLLM's hashes do not even know the paths, so that it mixes adapters with the same name up."""
+        self._by_name = by_name
+        self._first: dict[str, bytes | None] = {}
+        self._of_request: dict[str, bytes | None] = {}
+        # The paths of each name. Blocks of a name with several are not shared.
+        self._paths: dict[str, set[str]] = {}
+
+    def of(self, request: Any) -> bytes | None:
+        """Return what distinguishes the weights of a request's adapter, b"" without one; None: its blocks can not be
+        shared."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return b""
+        if self._by_name:
+            paths = self._paths.setdefault(adapter.lora_name, set())
+            if adapter.lora_path not in paths and paths:
+                logger.warning(
+                    "adapters in several places are called %s: their blocks are not shared", adapter.lora_name
+                )
+            paths.add(adapter.lora_path)
+            if len(paths) > 1:
+                return None
+        if request.request_id not in self._of_request:
+            self._of_request[request.request_id] = self._look(adapter.lora_path)
+        return self._of_request[request.request_id]
+
+    def forget(self, request_id: str) -> None:
+        self._of_request.pop(request_id, None)
+
+    def _look(self, path: str) -> bytes | None:
+        identity = _files_of(Path(path))
+        first = self._first.setdefault(path, identity)
+        if first is not None and first != identity:
+            logger.warning("the files in %s have changed: blocks of this adapter are not shared until a restart", path)
+            self._first[path] = None
+        return self._first[path]
+
+
+def _files_of(directory: Path) -> bytes | None:
+    try:
+        return files_identity(directory).encode() if directory.is_dir() else None
+    except OSError:
+        return None

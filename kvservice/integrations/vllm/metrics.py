@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvservice.integrations.vllm.statistics import TransferCounters, add
+from kvservice.integrations.vllm.steps import TransferCounters
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
@@ -18,7 +18,8 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        self.data = add(self.data, other.data)
+        names = self.data.keys() | other.data.keys()
+        self.data = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -1,110 +1,345 @@
-"""The scheduler's side of the connector: which blocks are found, loaded and saved. It never waits for a transfer."""
+"""The scheduler's side of the connector: which blocks are found, loaded and saved. It never waits for a transfer.
+
+A load is part of the step in which its request runs, if it is small, its blocks were in the daemon's memory when vLLM
+asked, and every worker maps that memory: then it cannot fail, but for a lease that the daemon breaks. Other loads are
+asynchronous: vLLM lets the request wait, and continues it when all workers have its blocks.
+
+Blocks that are being saved are held: vLLM's block pool counts a reference more, so that a step never waits for a save.
+The workers tell when they have ended. Held blocks come back in any case:
+
+    offered ── all workers report the end, also of a failure ──▶ free
+       └────── vLLM forgets its prefix cache, or a worker does not report for HOLD_S ──▶ free; the next step tells
+               the workers first, which give up what they have not begun and wait for copies in progress
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvservice.integrations.vllm.adapters import AdapterIdentities
-from kvservice.integrations.vllm.asking import StoreAsker
-from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
+from kvservice.integrations.vllm.identity import AdapterIdentities
+from kvservice.integrations.vllm.lookup import StoreLookup
+from kvservice.integrations.vllm.steps import (
+    BlockLoad,
+    BlockSave,
+    ConnectorStep,
+    MemoryId,
+    Rank,
+    StepLoad,
+    WorkerReport,
+)
+
+logger = logging.getLogger(__name__)
+
+# The least number of decoded blocks of a request that are saved together, unless it ends.
+DECODED_BLOCKS = 8
+# How many times as many blocks may be held while requests use them, too.
+SHARED = 5
+# How long blocks are held for workers that do not report, and how long vLLM waits for them instead of preempting.
+HOLD_S, DELAY_S = 30.0, 1.0
+
+
+@dataclass(frozen=True)
+class SchedulingOptions:
+    """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most
+    that the loads of a step may have together on each worker, `max_held` is the largest part of vLLM's blocks that
+    is held for saves alone. `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see
+    AdapterIdentities."""
+
+    block_size: int
+    loads: bool
+    saves: bool
+    max_step_bytes: float
+    max_held: float
+    save_decode: bool
+    adapters_by_name: bool = False
 
 
 @dataclass
 class _Tracked:
-    """A request with blocks. `num_offered` of its blocks have been handed to the workers to be saved."""
+    """A request with blocks. `num_offered` of its blocks have been offered to be saved. Those from `loaded.start` to
+    `loaded.stop` have come from the store to the blocks `targets`. `waits`: an asynchronous load has not ended."""
 
     request: Any
     block_ids: list[int] = field(default_factory=list)
     num_offered: int = 0
+    loaded: range = range(0)
+    targets: frozenset[int] = frozenset()
+    waits: bool = False
+
+
+@dataclass
+class _StepLoading:
+    """A load of a step that not all workers have ended."""
+
+    block_ids: tuple[int, ...]
+    num_ended: int = 0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What vLLM was told about a request that has `num_local` blocks."""
+
+    num_local: int
+    in_step: bool = False
+
+
+class HeldBlocks:
+    """References to blocks of vLLM's pool, by the number of the save that reads them."""
+
+    def __init__(self, pool: Any, most: float, clock: Callable[[], float]) -> None:
+        """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
+        held together with requests. `pool` is vLLM's BlockPool."""
+        self._pool, self._clock = pool, clock
+        self._most = int(pool.num_gpu_blocks * most)
+        self._most_shared = int(pool.num_gpu_blocks * min(SHARED * most, 1.0))
+        self._saves: dict[int, tuple[tuple[int, ...], float]] = {}
+        self._held: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._saves)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._held
+
+    @property
+    def room(self) -> int:
+        """How many more blocks may be held."""
+        shared = max(self._most_shared - len(self._held), 0)
+        if len(self._held) < self._most:
+            return shared
+        alone = sum(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._held)
+        return shared if alone < self._most else 0
+
+    def hold(self, number: int, block_ids: Sequence[int]) -> None:
+        """Hold blocks that are not held yet."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        self._saves[number] = (tuple(block_ids), self._clock())
+        self._held.update(block_ids)
+
+    def free(self, number: int) -> None:
+        """Give the blocks of a save back, if they have not been given back before."""
+        block_ids, _ = self._saves.pop(number, ((), 0.0))
+        self._held.difference_update(block_ids)
+        # As vLLM does it: the last block of a prefix is the first to be evicted.
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def numbers(self, older_than_s: float = 0.0) -> list[int]:
+        now = self._clock()
+        return [number for number, (_, began) in self._saves.items() if now - began >= older_than_s]
+
+    @property
+    def delays_others(self) -> bool:
+        """Whether a block would be free now if it were not held, and will be soon."""
+        now = self._clock()
+        return any(
+            now - began < DELAY_S and any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in block_ids)
+            for block_ids, began in self._saves.values()
+        )
 
 
 class ConnectorScheduler:
-    """Blocks of all workers are needed, so a block is found if every worker's part of it is found.
+    """Blocks of all workers are needed, so a block is found if every worker's part of it is found. A block that cannot
+    be loaded is reported by the worker, and vLLM computes it again."""
 
-    Nothing here has to be right for the tokens to be right: a block that has gone between look-up and load is reported
-    by the worker, and vLLM computes it again. Leases make that rare.
-    """
-
-    def __init__(self, block_size: int, *, loads: bool, saves: bool) -> None:
-        """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows."""
-        self._block_size, self._loads, self._saves = block_size, loads, saves
-        self._store: StoreAsker | None = None
+    def __init__(self, options: SchedulingOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options, self._block_size, self._clock = options, options.block_size, clock
+        self._lookup: StoreLookup | None = None
+        self._held: HeldBlocks | None = None
+        self._num_workers = 0
+        self._block_bytes = 0
+        self._memories: dict[Rank, MemoryId | None] = {}
         self._requests: dict[str, _Tracked] = {}
-        self._num_local: dict[str, int] = {}
-        self._new_loads: list[BlockLoad] = []
-        self._overwritten: set[int] = set()
-        self._adapters = AdapterIdentities()
+        self._answers: dict[str, _Answer] = {}
+        self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
+        # What the next step tells the workers.
+        self._loads: list[BlockLoad] = []
+        self._step_loads: list[StepLoad] = []
+        self._step_bytes = 0
+        self._saves: list[BlockSave] = []
+        self._num_skipped = 0
+        self._abandoned: set[int] = set()
+        self._number = 0
+        # What the workers have not ended. The loads of steps by their number; the blocks that they fill, with the
+        # number of the load.
+        self._loading: dict[int, _StepLoading] = {}
+        self._filling: dict[int, int] = {}
+        self._num_ended: dict[int, int] = {}
 
-    def use(self, store: StoreAsker) -> None:
-        self._store = store
+    def use(self, lookup: StoreLookup, block_bytes: Mapping[Rank, int]) -> None:
+        """Ask this from now on. `block_bytes` are those of each worker."""
+        self._lookup, self._num_workers = lookup, len(block_bytes)
+        self._block_bytes = max(block_bytes.values(), default=0)
 
-    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded; None: not known
-        yet, ask again. The last token is never among them: vLLM computes it to get the logits."""
-        self._num_local[request.request_id] = num_computed_tokens
-        if not self._loads or self._store is None or getattr(request, "skip_reading_prefix_cache", False):
-            return 0
-        first = num_computed_tokens // self._block_size
-        keys = self._keys(request, first, (request.num_tokens - 1) // self._block_size)
+    def bind(self, pool: Any) -> None:
+        """Hold blocks of this pool. Without one, nothing is saved."""
+        self._held = HeldBlocks(pool, self._options.max_held, self._clock)
+
+    # ---- loads
+
+    def expect(self, request: Any) -> None:
+        """A request waits in vLLM's queue."""
+        if (
+            self._options.loads
+            and self._lookup is not None
+            and not getattr(request, "skip_reading_prefix_cache", False)
+        ):
+            self._lookup.expect(request.request_id, self._keys(request, 0, request.num_tokens // self._block_size))
+
+    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
+        that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
+        in any case, to get the logits: one token less is answered if the blocks have all."""
+        first, stop = num_computed_tokens // self._block_size, request.num_tokens // self._block_size
+        self._answers[request.request_id] = _Answer(first)
+        if not self._options.loads or self._lookup is None or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if first >= (request.num_tokens - 1) // self._block_size:
+            # vLLM has all blocks that it could use, for example those of a request that was preempted.
+            self._lookup.drop(request.request_id)
+            return 0, False
+        keys = self._keys(request, first, stop)
         if not keys:
-            return 0
-        num_leading = self._store.num_leading(request.request_id, keys)
-        return None if num_leading is None else num_leading * self._block_size
+            return 0, False
+        fits = self._step_bytes + len(keys) * self._block_bytes <= self._options.max_step_bytes
+        found = self._lookup.find(request.request_id, keys, first, reads=fits)
+        if found is None:
+            return None, False
+        in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
+        self._answers[request.request_id] = _Answer(first, in_step)
+        num_tokens = found.num_blocks * self._block_size
+        if num_computed_tokens + num_tokens == request.num_tokens:
+            num_tokens -= 1
+        return num_tokens, num_tokens > 0 and not in_step
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Note the blocks of a request, and decide to load those of `num_external_tokens` tokens."""
-        tracked = self._requests.setdefault(request.request_id, _Tracked(request))
+        """Note the blocks of a request, and load those of `num_external_tokens` tokens."""
+        request_id = request.request_id
+        tracked = self._requests.setdefault(request_id, _Tracked(request))
         tracked.request = request
-        first = self._num_local.pop(request.request_id, 0) // self._block_size
-        if self._store is None:
+        answer = self._answers.pop(request_id, _Answer(0))
+        if self._lookup is None:
             return
+        first = answer.num_local
         if first:
             # The workers do not read these from the store. It must not take them for unused.
-            self._store.touch(self._keys(request, 0, first))
-        if not num_external_tokens:
+            self._lookup.touch(self._keys(request, 0, first))
+        # One token less was answered if the blocks have all tokens.
+        num_blocks = -(-num_external_tokens // self._block_size)
+        self._number += answer.in_step
+        leased = self._lookup.take(request_id, num_blocks, self._number if answer.in_step else request_id)
+        if not num_blocks:
             return
-        stop = first + num_external_tokens // self._block_size
-        keys = self._keys(request, first, stop)
-        targets = tuple(block_ids[first:stop])
+        stop = first + num_blocks
+        keys, targets = self._keys(request, first, stop), tuple(block_ids[first:stop])
         assert len(keys) == len(targets), "a load needs a block for each key"
-        self._store.lease(request.request_id, keys)
-        self._new_loads.append(BlockLoad(request.request_id, tuple(keys), targets))
-        self._overwritten.update(block_ids[first:])
+        tracked.loaded, tracked.targets = range(first, stop), frozenset(targets)
+        if not answer.in_step:
+            tracked.waits = True
+            self._loads.append(BlockLoad(request_id, tuple(keys), targets))
+            return
+        assert leased is not None, "vLLM was told that they are leased for every worker"
+        self._step_bytes += num_blocks * self._block_bytes
+        self._step_loads.append(StepLoad(self._number, targets, leased))
+        self._loading[self._number] = _StepLoading(targets)
+        self._filling.update(dict.fromkeys(targets, self._number))
+
+    def received(self, report: WorkerReport, loaded: Iterable[str], wrong: frozenset[int] | set[int]) -> None:
+        """Note what all workers have told after a step: the requests that have all their asynchronous loads, and the
+        blocks that are not right."""
+        self._memories.update(report.memories)
+        if wrong:
+            for tracked in self._requests.values():
+                if not wrong.isdisjoint(tracked.targets):
+                    tracked.loaded = range(0)  # vLLM computes them again
+        for request_id in loaded:
+            if (request := self._requests.get(request_id)) is not None:
+                request.waits = False
+            self._release(request_id)
+        for number, count in report.loads.items():
+            loading = self._loading.get(number)
+            if loading is not None:
+                loading.num_ended += count
+                if loading.num_ended >= self._num_workers:
+                    self._end_step_load(number)
+        for number, count in report.saves.items():
+            self._num_ended[number] = self._num_ended.get(number, 0) + count
+            if self._num_ended[number] >= self._num_workers:
+                del self._num_ended[number]
+                self._abandoned.discard(number)
+                if self._held is not None:
+                    self._held.free(number)
+
+    def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
+        """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
+        assert self._lookup is not None
+        if not num_blocks or self._step_bytes + num_blocks * self._block_bytes > self._options.max_step_bytes:
+            return False
+        leased = self._lookup.places(request_id, num_blocks)
+        return leased is not None and all(self._memories.get(rank) == part.memory for rank, part in leased.items())
+
+    def _end_step_load(self, number: int) -> None:
+        loading = self._loading.pop(number)
+        for block_id in loading.block_ids:
+            if self._filling.get(block_id) == number:
+                del self._filling[block_id]
+        self._release(number)
+
+    def _release(self, load: str | int) -> None:
+        if self._lookup is not None:
+            self._lookup.release(load)
+
+    # ---- steps
 
     def step(self, output: Any) -> ConnectorStep:
         """Return what the workers do in a step. `output`: vLLM's SchedulerOutput."""
-        saves = []
+        offers = []
         for request_id, num_computed_tokens in self._note_blocks(output):
             tracked = self._requests.get(request_id)
-            if tracked is not None and self._saves:
+            if tracked is not None and self._options.saves:
                 num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-                saves += self._offer(tracked, num_tokens)
-        step = ConnectorStep(tuple(self._new_loads), tuple(saves), frozenset(self._overwritten))
-        self._new_loads, self._overwritten = [], set()
-        if self._store is not None:
-            self._store.end_step()
+                offers += self._offer(tracked, num_tokens, is_last=False)
+        self._hold(offers)
+        if self._held is not None:
+            for number in self._held.numbers(HOLD_S):
+                logger.warning("workers have not reported a save for %.0f s: its blocks are given back", HOLD_S)
+                self._give_up(number)
+        step = ConnectorStep(
+            tuple(self._loads),
+            tuple(self._step_loads),
+            tuple(self._saves),
+            frozenset(self._abandoned),
+            self._num_skipped,
+            bool(output.num_scheduled_tokens),
+        )
+        self._loads, self._step_loads, self._step_bytes = [], [], 0
+        self._saves, self._abandoned, self._num_skipped = [], set(), 0
+        if self._lookup is not None:
+            self._lookup.end_step()
         return step
 
-    def loaded(self, request_ids: Iterable[str]) -> None:
-        """All workers have finished loading these requests, with or without errors."""
-        if self._store is not None:
-            self._store.release(request_ids)
-
-    def finished(self, request: Any) -> None:
-        """Forget a request. Its blocks may be saved later than this: see `ConnectorWorker.before_step`. The first ones,
-        without which the others are useless, were saved first; they must not be the first to be evicted."""
-        tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and self._store is not None:
-            self._store.touch(self._keys(request, 0, tracked.num_offered))
-        self._num_local.pop(request.request_id, None)
-        self._adapters.forget(request.request_id)
-        if self._store is not None:
-            self._store.forget(request.request_id)
+    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+        """Forget a request. What is not saved yet is offered now, while vLLM still counts its blocks as used. Its first
+        blocks, without which the others are useless, were saved first; they must not be the first to be evicted."""
+        request_id = request.request_id
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None and self._lookup is not None:
+            if self._options.saves and not tracked.waits:
+                # The last token has no K/V.
+                num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+                tracked.block_ids = list(block_ids)
+                self._hold(self._offer(tracked, num_tokens, is_last=True))
+            self._lookup.touch(self._keys(request, 0, tracked.num_offered))
+        self._answers.pop(request_id, None)
+        self._adapters.forget(request_id)
+        if self._lookup is not None:
+            self._lookup.forget(request_id)
 
     def reset(self) -> None:
         """Find nothing that was saved until now: the weights may have changed in memory, so that blocks of this engine
@@ -112,39 +347,84 @@ class ConnectorScheduler:
         are still being saved have the old keys."""
         self._epoch = os.urandom(16)
 
+    def free_held(self) -> None:
+        """Give all held blocks back at once: vLLM is about to forget its prefix cache, which needs all blocks."""
+        if self._held is not None:
+            for number in self._held.numbers():
+                self._give_up(number)
+        self._saves = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether workers have something to save, or to report."""
+        return bool(self._held)
+
+    @property
+    def delays_others(self) -> bool:
+        """Whether blocks will be free as soon as they are saved."""
+        return self._held is not None and self._held.delays_others
+
+    def _give_up(self, number: int) -> None:
+        assert self._held is not None
+        self._held.free(number)
+        self._abandoned.add(number)
+
     def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
         """Keep the block tables of all requests of a step. Yields each with its number of computed tokens."""
         for new in output.scheduled_new_reqs:
-            self._replace(new.req_id, new.block_ids[0], new.num_computed_tokens)
+            self._replace(new.req_id, new.block_ids[0])
             yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in rows:
             added = block_ids[0] if block_ids else []
             if request_id in cached.resumed_req_ids:
-                self._replace(request_id, added, num_computed_tokens)
+                self._replace(request_id, added)
             elif request_id in self._requests:
                 self._requests[request_id].block_ids += added
-                self._overwritten.update(added)
             yield request_id, num_computed_tokens
 
-    def _replace(self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Set the blocks of a request that starts or continues. Those of computed tokens keep their contents."""
+    def _replace(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Set the blocks of a request that starts or continues."""
         if request_id in self._requests:
             self._requests[request_id].block_ids = list(block_ids)
-        self._overwritten.update(block_ids[num_computed_tokens // self._block_size :])
 
-    def _offer(self, tracked: _Tracked, num_tokens: int) -> list[BlockSave]:
-        """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
-        vLLM had itself are among them: a daemon that has restarted does not have them."""
+    # ---- saves
+
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[tuple[bytes, int]]:
+        """Return the keys and blocks that are full after `num_tokens` computed tokens and were not offered before.
+        Blocks that vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed
+        over while blocks are being filled that it computes with: its own would be wrong if these were."""
         num_full = min(num_tokens // self._block_size, len(tracked.block_ids))
-        keys = self._keys(tracked.request, tracked.num_offered, num_full)
-        if not keys:
+        num_prompt = min(num_full, tracked.request.num_prompt_tokens // self._block_size)
+        stop = num_prompt
+        if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
+            stop = num_full
+        if stop <= tracked.num_offered:
             return []
-        stop = tracked.num_offered + len(keys)
-        save = BlockSave(tuple(keys), tuple(tracked.block_ids[tracked.num_offered : stop]))
-        tracked.num_offered = stop
-        return [save]
+        if self._filling and not self._filling.keys().isdisjoint(tracked.block_ids[:num_full]):
+            return []
+        first = tracked.num_offered
+        keys = self._keys(tracked.request, first, stop)
+        tracked.num_offered = first + len(keys)
+        numbers = range(first, tracked.num_offered)
+        return [
+            (key, tracked.block_ids[number])
+            for key, number in zip(keys, numbers, strict=True)
+            if number not in tracked.loaded
+        ]
+
+    def _hold(self, offers: Sequence[tuple[bytes, int]]) -> None:
+        """Save blocks with the next step, and hold them until then and until they are saved. There is room for some."""
+        held = self._held
+        wanted = {key: block_id for key, block_id in offers if held is None or block_id not in held}
+        chosen = list(wanted.items())[: held.room if held is not None else 0]
+        self._num_skipped += len(wanted) - len(chosen)
+        if chosen and held is not None:
+            self._number += 1
+            keys, block_ids = zip(*chosen, strict=True)
+            held.hold(self._number, block_ids)
+            self._saves.append(BlockSave(self._number, keys, block_ids))
 
     def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
         """Return the keys of blocks whose tokens are known. There are none if the request's adapter is unknown."""

@@ -1,8 +1,26 @@
-"""The message that the connector's scheduler side sends to its worker sides in each step of vLLM."""
+"""What the scheduler's side and the workers' sides of the connector tell each other in each step of vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Rank = tuple[int, int]
+"""The pipeline-parallel rank of a worker, and the tensor-parallel one."""
+MemoryId = tuple[int, int]
+"""Which memory of a store: see `MappedStore.identity`."""
+
+
+@dataclass(frozen=True)
+class LeasedBlocks:
+    """Blocks that the scheduler's side has leased in a rank's store: where they lie in the memory of the store, and
+    their versions, as `MappedStore.read` takes them."""
+
+    memory: MemoryId
+    offsets: bytes
+    versions: bytes
 
 
 @dataclass(frozen=True)
@@ -15,17 +33,86 @@ class BlockLoad:
 
 
 @dataclass(frozen=True)
-class BlockSave:
-    """Blocks that are full after this step. `keys[i]` belongs to `block_ids[i]`."""
+class StepLoad:
+    """Blocks that a step loads before it computes with them. `leased` has them for each rank, in the order of
+    `block_ids`. The scheduler's side gets the `number` back when the load has ended."""
 
+    number: int
+    block_ids: tuple[int, ...]
+    leased: Mapping[Rank, LeasedBlocks]
+
+
+@dataclass(frozen=True)
+class BlockSave:
+    """Blocks that are full after a step. `keys[i]` belongs to `block_ids[i]`. The scheduler's side gets the `number`
+    back when nothing reads the blocks any more."""
+
+    number: int
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ConnectorStep:
-    """`overwritten` are the blocks that got a new owner in this step, so their bytes change."""
+    """`loads` are asynchronous: their requests are not part of a step before they have ended. `abandoned` are the
+    numbers of saves whose blocks may be overwritten from this step on. `num_skipped` blocks were not offered to be
+    saved. `computes`: whether the step has any tokens."""
 
     loads: tuple[BlockLoad, ...] = ()
+    step_loads: tuple[StepLoad, ...] = ()
     saves: tuple[BlockSave, ...] = ()
-    overwritten: frozenset[int] = frozenset()
+    abandoned: frozenset[int] = frozenset()
+    num_skipped: int = 0
+    computes: bool = True
+
+
+@dataclass
+class WorkerReport:
+    """What workers tell the scheduler's side after a step: how many of them have ended each save and each load of the
+    step, and which memory of its store a rank maps now."""
+
+    saves: Counter[int] = field(default_factory=Counter)
+    loads: Counter[int] = field(default_factory=Counter)
+    memories: dict[Rank, MemoryId | None] = field(default_factory=dict)
+
+    def add(self, other: WorkerReport) -> None:
+        self.saves.update(other.saves)
+        self.loads.update(other.loads)
+        self.memories.update(other.memories)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.saves or self.loads or self.memories)
+
+
+@dataclass
+class TransferCounters:
+    """Counters over an interval. Each name is also that of a metric, `vllm:kvservice_<name>`."""
+
+    blocks_loaded: int = 0
+    """Blocks loaded from the store."""
+    blocks_loaded_in_step: int = 0
+    """Blocks of these that were loaded by the step that computed with them."""
+    blocks_not_loaded: int = 0
+    """Blocks that could not be loaded and were computed again."""
+    bytes_loaded: int = 0
+    """Bytes loaded from the store."""
+    load_seconds: float = 0.0
+    """Seconds spent loading."""
+    blocks_saved: int = 0
+    """Blocks saved to the store."""
+    blocks_not_saved: int = 0
+    """Blocks that were not saved: no room, daemon away, or given up."""
+    blocks_skipped: int = 0
+    """Blocks that were not offered to be saved, because too many waited for it already."""
+    bytes_saved: int = 0
+    """Bytes saved to the store."""
+    save_seconds: float = 0.0
+    """Seconds spent saving."""
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.as_dict().values())

@@ -1,4 +1,11 @@
-"""The workers' side of the connector: it loads and saves blocks on a thread of its own."""
+"""The workers' side of the connector: it loads and saves blocks.
+
+    a load of a step:   launched before the step computes, which waits for it on its device; checked at the step's end
+    asynchronous loads: a thread starts them; their requests continue when they have ended
+    saves of a step:    one job of another thread, after the step's computations; its end is reported, however it ends
+
+No step waits for a save, but one whose blocks vLLM has taken back: see `ConnectorStep.abandoned`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,20 +22,34 @@ from typing import Any
 import numpy as np
 
 from kvservice.client import PutStatus
-from kvservice.integrations.vllm.statistics import TransferCounters
-from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
-from kvservice.integrations.vllm.transfers import BlockCopier, Flags, Statuses, done
+from kvservice.client.store.memory import MappedStore
+from kvservice.errors import InternalError
+from kvservice.integrations.vllm.copies import BlockCopier, Flags, Statuses
+from kvservice.integrations.vllm.steps import (
+    BlockLoad,
+    ConnectorStep,
+    LeasedBlocks,
+    MemoryId,
+    Rank,
+    StepLoad,
+    TransferCounters,
+    WorkerReport,
+)
 
 logger = logging.getLogger(__name__)
 
-# How long a step waits for saves of blocks that it overwrites, in seconds. Then the saves are given up.
-PATIENCE_S = 0.25
-_LOAD, _SAVE, _STOP = range(3)
+# How long a step without any tokens waits for asynchronous loads: nothing else is held up then.
+IDLE_S = 0.004
+# How often the mapping of the store is looked at while nothing is loaded.
+LOOK_S = 0.1
+# A mapping that is lost is kept for the loads of steps that vLLM has scheduled: so many steps more, or for some seconds
+# without any.
+KEEP_STEPS, KEEP_S = 4, 10.0
 
 
 @dataclass(eq=False)
-class _PendingLoad:
-    """A load of which `num_parts` have not ended. `failed` are the blocks that are not right."""
+class _Load:
+    """An asynchronous load of which `num_parts` have not ended. `failed` are the blocks that are not right."""
 
     load: BlockLoad
     mark: Any
@@ -38,76 +59,132 @@ class _PendingLoad:
 
 
 @dataclass(eq=False)
-class _PendingSave:
-    """A save that has not ended. `reading` is held while its blocks are read."""
+class _Save:
+    """The saves of a step, of which `num_parts` calls have not ended."""
 
-    save: BlockSave
+    numbers: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
     mark: Any
-    reading: threading.Lock = field(default_factory=threading.Lock)
+    began: float
+    num_parts: int = 0
+    given_up: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
-    abandoned: bool = False
 
 
 class ConnectorWorker:
-    """Loads come before saves. No method but `before_step` and `close` waits.
+    """Methods are for one thread, vLLM's. A load that fails in part or as a whole names its blocks, and vLLM computes
+    them again. A save that fails is a miss later."""
 
-    A thread starts the copies. They end on that thread or on another one of the copier.
-
-    A load that fails in part or as a whole names its blocks in `take_failed_blocks` when the request is finished, and
-    vLLM computes them again. A save that fails is a miss later.
-    """
-
-    def __init__(self, store: Any, copier: BlockCopier, block_bytes: int) -> None:
-        """`store`: a store of the client for this worker's namespace, used by the thread alone until `close`."""
-        self._store, self._copier = store, copier
+    def __init__(
+        self, store: Any, copier: BlockCopier, block_bytes: int, *, rank: Rank = (0, 0), recomputes: bool = True
+    ) -> None:
+        """`store`: a store of the client for this worker's namespace. `recomputes`: vLLM computes blocks again that a
+        step has loaded wrongly; otherwise that is an error, so that nothing wrong becomes a token."""
+        self._store, self._copier, self._rank, self._recomputes = store, copier, rank, recomputes
         self._block_bytes = block_bytes
         self._at_once = max(1, copier.call_bytes // block_bytes)
-        self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._number = 0
-        self._pending: list[_PendingSave] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        # Mappings of the store by their identity, and when they were last used: the time, and the number of the step.
+        self._memories: dict[MemoryId, tuple[MappedStore, float, int]] = {}
+        self._num_steps = 0
+        self._memory: MappedStore | None = None
+        self._reported: tuple[MemoryId | None, ...] = ()
+        self._mark: Any = None
+        self._in_step: list[tuple[list[StepLoad], float, Callable[[], Flags] | None]] = []
+        self._num_loading = 0
+        self._saving: dict[int, _Save] = {}
         self._finished: set[str] = set()
         self._failed: set[int] = set()
-        self._counters = TransferCounters()
-        self._thread = threading.Thread(target=self._run, name="kvservice-connector", daemon=True)
-        self._thread.start()
+        self._counters, self._report = TransferCounters(), WorkerReport()
+        self._look()
+        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, name=f"kvservice-{name}", daemon=True)
+            for name, run in (("loads", self._run_loads), ("saves", self._run_saves))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def memory(self) -> MemoryId | None:
+        """The identity of the store's memory, None if it is not mapped."""
+        return None if self._memory is None else self._memory.identity
 
     def before_step(self, step: ConnectorStep) -> None:
-        """Wait until no save reads blocks that the step overwrites. Saves that take too long are given up, so that
-        nothing wrong is stored; only a call in progress is always awaited."""
-        self._pending = [pending for pending in self._pending if not pending.ended.is_set()]
-        deadline = time.monotonic() + PATIENCE_S
-        for pending in self._pending:
-            if not pending.abandoned and not step.overwritten.isdisjoint(pending.save.block_ids):
-                pending.ended.wait(max(deadline - time.monotonic(), 0))
-                with pending.reading:
-                    pending.abandoned = True
+        """Prepare for a step that may overwrite the blocks of abandoned saves."""
+        with self._lock:
+            given_up = {self._saving[number] for number in step.abandoned if number in self._saving}
+        for job in given_up:
+            job.given_up = True
+        for job in given_up:
+            job.ended.wait()  # a copy in progress
+        self._num_steps += 1
+        self._look()
+        self._mark = self._copier.mark() if step.loads else None
 
     def start_loads(self, step: ConnectorStep) -> None:
-        if not step.loads:
-            return
-        mark = self._copier.mark()
-        for load in step.loads:
-            self._put(_LOAD, _PendingLoad(load, mark))
+        """Launch the loads of the step, and let a thread start the others."""
+        by_memory: dict[MemoryId, list[StepLoad]] = {}
+        for load in step.step_loads:
+            by_memory.setdefault(load.leased[self._rank].memory, []).append(load)
+        for identity, loads in by_memory.items():
+            began, end = time.monotonic(), None
+            leased = LeasedBlocks(
+                identity,
+                b"".join(load.leased[self._rank].offsets for load in loads),
+                b"".join(load.leased[self._rank].versions for load in loads),
+            )
+            try:
+                if (kept := self._memories.get(identity)) is not None:
+                    end = self._copier.read(kept[0], leased, [b for load in loads for b in load.block_ids])
+            except Exception:
+                logger.exception("blocks could not be loaded")
+            self._in_step.append((loads, began, end))
+        for async_load in step.loads:
+            self._num_loading += 1
+            self._loads.put(_Load(async_load, self._mark))
 
     def start_saves(self, step: ConnectorStep) -> None:
         """Save blocks whose computation is queued or done."""
+        with self._lock:
+            self._counters.blocks_skipped += step.num_skipped
         if not step.saves:
             return
-        mark = self._copier.mark()
-        for save in step.saves:
-            for first in range(0, len(save.keys), self._at_once):
-                part = slice(first, first + self._at_once)
-                pending = _PendingSave(BlockSave(save.keys[part], save.block_ids[part]), mark)
-                self._pending.append(pending)
-                self._put(_SAVE, pending)
-
-    def take_finished_loads(self) -> tuple[set[str], set[int]]:
-        """Return the requests whose loads have ended since the last call, and their blocks that are not right."""
+        job = _Save(
+            tuple(save.number for save in step.saves),
+            tuple(key for save in step.saves for key in save.keys),
+            tuple(block_id for save in step.saves for block_id in save.block_ids),
+            self._copier.mark(),
+            time.monotonic(),
+        )
         with self._lock:
+            self._saving.update(dict.fromkeys(job.numbers, job))
+        self._saves.put(job)
+
+    def end_step(self, *, computes: bool) -> tuple[set[str], set[int]]:
+        """Wait for the loads of the step. Returns the requests whose asynchronous loads have ended since the last call,
+        and the blocks that are not right. Raises InternalError if one of them would become a token."""
+        for loads, began, end in self._in_step:
+            self._end_step_loads(loads, began, end)
+        self._in_step = []
+        with self._lock:
+            if not computes and self._num_loading:
+                self._lock.wait_for(lambda: self._finished, IDLE_S)
+            self._num_loading -= len(self._finished)
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
         return finished, failed
+
+    def take_report(self) -> WorkerReport | None:
+        """Return what the scheduler's side has not been told yet."""
+        with self._lock:
+            report, self._report = self._report, WorkerReport()
+        if self._reported != (self.memory,):
+            self._reported = (self.memory,)
+            report.memories[self._rank] = self.memory
+        return None if report.empty else report
 
     def take_counters(self) -> TransferCounters:
         """Return what has been counted since the last call."""
@@ -115,39 +192,78 @@ class ConnectorWorker:
             counters, self._counters = self._counters, TransferCounters()
         return counters
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for all saves. Returns whether they have ended."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._saving, timeout_s)
+
     def close(self, timeout_s: float) -> None:
         """Save what is pending, at most for `timeout_s` seconds, and close the store."""
-        self._put(_STOP, None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        self._loads.put(None)
+        self._saves.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
             logger.warning("the connector ends while blocks are being saved; they are lost to other engines")
             return
+        self._copier.close()
+        self._memories.clear()
         self._store.close()
 
-    def _put(self, order: int, work: Any) -> None:
-        self._number += 1
-        self._queue.put((order, self._number, work))
+    def _look(self) -> None:
+        """Notice that the store is mapped, not any more, or anew."""
+        now, memory = time.monotonic(), self._store.memory
+        with self._lock:
+            self._memory = memory
+            if memory is not None:
+                self._memories[memory.identity] = (memory, now, self._num_steps)
+            for identity, (_, used_s, step) in list(self._memories.items()):
+                if now - used_s > KEEP_S or self._num_steps - step > KEEP_STEPS:
+                    del self._memories[identity]
+        self._copier.use(memory)
 
-    def _run(self) -> None:
+    # ---- loads
+
+    def _end_step_loads(self, loads: Sequence[StepLoad], began: float, end: Callable[[], Flags] | None) -> None:
+        block_ids = [block_id for load in loads for block_id in load.block_ids]
+        wrong = set(block_ids)
+        try:
+            if end is not None:
+                wrong = {block_ids[i] for i in np.flatnonzero(~end())}
+        except Exception:
+            logger.exception("blocks could not be loaded")
+        with self._lock:
+            self._count_load(len(block_ids), len(wrong), began)
+            self._counters.blocks_loaded_in_step += len(block_ids) - len(wrong)
+            self._failed |= wrong
+            self._report.loads.update(load.number for load in loads)
+        if wrong and not self._recomputes:
+            raise InternalError(
+                f"{len(wrong)} blocks that this step computes with are not right: a lease ended too early. vLLM cannot "
+                'compute them again if it schedules asynchronously, unless "max_step_load_mib" is 0'
+            )
+
+    def _run_loads(self) -> None:
         while True:
-            _, _, work = self._queue.get()
+            try:
+                work = self._loads.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._look()
+                continue
             if work is None:
-                self._copier.close()
                 return
-            if isinstance(work, _PendingLoad):
-                self._load(work)
-            else:
-                self._save(work)
+            self._load(work)
 
-    def _load(self, pending: _PendingLoad) -> None:
-        load, pending.began = pending.load, time.monotonic()
-        parts = [slice(first, first + self._at_once) for first in range(0, len(load.keys), self._at_once)]
-        pending.num_parts = len(parts)
+    def _load(self, work: _Load) -> None:
+        load, work.began = work.load, time.monotonic()
+        parts = self._parts(load.keys)
+        work.num_parts = len(parts)
         for part in parts:
-            started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], pending.mark)
-            started.add_done_callback(partial(self._part_loaded, pending, load.block_ids[part]))
+            started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], work.mark)
+            started.add_done_callback(partial(self._part_loaded, work, load.block_ids[part]))
 
-    def _part_loaded(self, pending: _PendingLoad, block_ids: tuple[int, ...], part: Future[Flags]) -> None:
+    def _part_loaded(self, work: _Load, block_ids: tuple[int, ...], part: Future[Flags]) -> None:
         try:
             wrong = {block_ids[i] for i in np.flatnonzero(~part.result())}
         except Exception:
@@ -155,55 +271,60 @@ class ConnectorWorker:
             logger.exception("blocks could not be loaded, vLLM computes them")
             wrong = set(block_ids)
         with self._lock:
-            pending.failed |= wrong
-            pending.num_parts -= 1
-            if not pending.num_parts:
-                self._loaded(pending)
+            work.failed |= wrong
+            work.num_parts -= 1
+            if not work.num_parts:
+                self._failed |= work.failed
+                self._finished.add(work.load.request_id)
+                self._count_load(len(work.load.keys), len(work.failed), work.began)
+                self._lock.notify_all()
 
-    def _loaded(self, pending: _PendingLoad) -> None:
-        num_loaded = len(pending.load.keys) - len(pending.failed)
-        self._failed |= pending.failed
-        self._finished.add(pending.load.request_id)
-        counters = self._counters
+    def _count_load(self, num_blocks: int, num_failed: int, began: float) -> None:
+        counters, num_loaded = self._counters, num_blocks - num_failed
         counters.blocks_loaded += num_loaded
-        counters.blocks_not_loaded += len(pending.failed)
+        counters.blocks_not_loaded += num_failed
         counters.bytes_loaded += num_loaded * self._block_bytes
-        counters.load_seconds += time.monotonic() - pending.began
+        counters.load_seconds += time.monotonic() - began
 
-    def _save(self, pending: _PendingSave) -> None:
-        began = time.monotonic()
-        _started(self._start_save, pending).add_done_callback(partial(self._saved, pending, began))
+    # ---- saves
 
-    def _start_save(self, pending: _PendingSave) -> Future[Statuses]:
-        """Store the blocks that the store does not have."""
-        save = pending.save
-        missing = np.flatnonzero(~self._store.lookup(save.keys, counted=False).found).tolist()
-        if not missing:
-            return done(np.zeros(0, np.uint8))
-        keys, block_ids = [save.keys[i] for i in missing], [save.block_ids[i] for i in missing]
-        pending.reading.acquire()
-        if pending.abandoned:
-            started = done(np.full(len(keys), PutStatus.UNREACHABLE, np.uint8))
-        else:
-            started = _started(self._copier.put, self._store, keys, block_ids, pending.mark)
-        started.add_done_callback(lambda _: pending.reading.release())
-        return started
+    def _run_saves(self) -> None:
+        while (job := self._saves.get()) is not None:
+            parts = self._parts(job.keys)
+            job.num_parts = len(parts)
+            for part in parts:
+                if job.given_up or not self._store.reachable:
+                    started: Future[Statuses] = Future()
+                    started.set_result(np.full(len(job.keys[part]), PutStatus.UNREACHABLE, np.uint8))
+                else:
+                    started = _started(self._copier.put, self._store, job.keys[part], job.block_ids[part], job.mark)
+                started.add_done_callback(partial(self._part_saved, job, len(job.keys[part])))
 
-    def _saved(self, pending: _PendingSave, began: float, result: Future[Statuses]) -> None:
+    def _part_saved(self, job: _Save, num_blocks: int, part: Future[Statuses]) -> None:
         try:
-            statuses = result.result()
+            statuses = part.result()
             num_saved = int((statuses == PutStatus.DONE).sum())
             num_lost = int(np.isin(statuses, (PutStatus.NO_ROOM, PutStatus.UNREACHABLE)).sum())
         except Exception:
             logger.exception("blocks could not be saved")
-            num_saved, num_lost = 0, len(pending.save.keys)
+            num_saved, num_lost = 0, num_blocks
         with self._lock:
             counters = self._counters
             counters.blocks_saved += num_saved
             counters.blocks_not_saved += num_lost
             counters.bytes_saved += num_saved * self._block_bytes
-            counters.save_seconds += time.monotonic() - began
-        pending.ended.set()
+            job.num_parts -= 1
+            if job.num_parts:
+                return
+            counters.save_seconds += time.monotonic() - job.began
+            for number in job.numbers:
+                del self._saving[number]
+                self._report.saves[number] += 1
+            self._lock.notify_all()
+        job.ended.set()
+
+    def _parts(self, keys: Sequence[bytes]) -> list[slice]:
+        return [slice(first, first + self._at_once) for first in range(0, len(keys), self._at_once)]
 
 
 def _started(start: Callable[..., Future[Any]], *arguments: Any) -> Future[Any]:

@@ -10,16 +10,15 @@ import torch
 from fake_store import FakeStore
 from gated_copies import Gate, LeakyStore
 from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace
+from waiting import until
 
 from kvservice import _ext
 from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
 from kvservice.client import KVClient, PutStatus, Store
 from kvservice.errors import InternalError, InvalidArgumentError
-from kvservice.integrations.vllm.copiers import block_copier
-from kvservice.integrations.vllm.gpu_blocks import GpuBlocks
-from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.mapped_copies import MappedCopier
-from kvservice.integrations.vllm.transfers import StagedCopier
+from kvservice.integrations.vllm.copies import block_layout
+from kvservice.integrations.vllm.gpu_copies import GpuBlocks, MappedCopier, StagedCopier, block_copier
+from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.launch import Daemon
 from kvservice.ops.block_pieces import page_lock
 
@@ -40,8 +39,11 @@ class Rig:
     def open(self, client: KVClient) -> Store:
         return client.store(new_namespace(self.layout.block_bytes), timeout_s=30.0)
 
-    def copier(self) -> Any:
-        return block_copier(self.layout)
+    def copier(self, store: Store) -> Any:
+        """Return a copier that has locked the memory of the store."""
+        copier = block_copier(self.layout)
+        lock(copier, store)
+        return copier
 
     def clear(self) -> None:
         for tensor in self.tensors.values():
@@ -57,6 +59,11 @@ class Rig:
             assert not now[others].any()
 
 
+def lock(copier: Any, store: Store) -> None:
+    copier.use(store.memory)
+    until(lambda: copier.has_locked)
+
+
 def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor with its blocks first: random numbers may be NaN."""
     return tensor.movedim(tensor.shape.index(NUM_BLOCKS), 0).view(torch.int16)
@@ -67,7 +74,7 @@ def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
 def test_blocks_come_back_as_they_were(store_daemon: OpenStore, layout: str, share: str) -> None:
     rig = Rig(layout)
     with KVClient(store_daemon(share).address) as client, rig.open(client) as store:
-        copier = rig.copier()
+        copier = rig.copier(store)
         assert isinstance(copier, MappedCopier)
         numbers = [3, 50, 4, 63, 0]
         assert copier.put(store, keys_of(*numbers), numbers, copier.mark()).result(60).tolist() == [DONE] * 5
@@ -107,7 +114,7 @@ def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStor
     rig = Rig()
     with KVClient(store_daemon("write").address) as client, rig.open(client) as mapped:
         store = FakeStore() if staged else mapped
-        copier = StagedCopier(rig.layout, verify=False) if staged else rig.copier()
+        copier = StagedCopier(rig.layout, verify=False) if staged else rig.copier(mapped)
         copier.put(store, keys_of(5), [5], copier.mark()).result(60)
         # Computations behind a long one write a block that is saved, and one that is loaded into.
         busy = torch.randn(8192, 8192, device="cuda")
@@ -127,11 +134,39 @@ def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStor
         copier.close()
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_computations_of_a_step_wait_for_its_loads(store_daemon: OpenStore, locked: bool) -> None:
+    """A long computation writes the blocks before they are loaded, and another reads them afterwards."""
+    rig = Rig()
+    with KVClient(store_daemon("write").address) as client, rig.open(client) as store:
+        saver = rig.copier(store)
+        saver.put(store, keys_of(5, 6), [5, 6], saver.mark()).result(60)
+        copier = saver if locked else StagedCopier(rig.layout, verify=False)
+        busy = torch.randn(8192, 8192, device="cuda")
+        for _ in range(20):
+            busy = torch.nn.functional.normalize(busy @ busy)
+        for tensor in rig.tensors.values():
+            tensor[:, 40:42] = busy.flatten()[: tensor[:, 40:42].numel()].view(tensor[:, 40:42].shape)
+        with store.acquire(keys_of(6, 5)) as lease:
+            leased = LeasedBlocks(lease.memory.identity, lease.offsets, lease.versions)
+            end = copier.read(lease.memory, leased, [40, 41])
+            read = {name: tensor[:, 40:42].clone() for name, tensor in rig.tensors.items()}
+            assert end().tolist() == [True, True]
+        for name, tensor in read.items():
+            assert torch.equal(blocks_of_two(tensor), blocks_of(rig.before[name])[[6, 5]])
+        saver.close()
+
+
+def blocks_of_two(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(1, 0).view(torch.int16)
+
+
 def test_a_block_whose_lease_ends_during_the_copy_is_wrong(store_daemon: OpenStore) -> None:
     rig = Rig()
     gate = Gate(GpuBlocks(rig.layout))
     with KVClient(store_daemon("write").address) as client, rig.open(client) as store:
         copier, leaky = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False), LeakyStore(store)
+        lock(copier, store)
         gate.open.set()
         copier.put(store, keys_of(1, 2, 3), [1, 2, 3], copier.mark()).result(60)
         rig.clear()
@@ -157,6 +192,7 @@ def test_the_daemon_is_killed_during_copies() -> None:
         rig.open(client) as store,
     ):
         copier = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False)
+        lock(copier, store)
         gate.open.set()
         copier.put(store, keys_of(1), [1], copier.mark()).result(60)
         rig.clear()
@@ -177,26 +213,29 @@ def test_the_daemon_is_killed_during_copies() -> None:
 def test_two_clients_lock_the_same_memory_and_closing_unlocks_it(store_daemon: OpenStore) -> None:
     rig, other = Rig(), Rig()
     address = store_daemon("read").address
-    with KVClient(address) as client, rig.open(client) as store:
-        one, two = rig.copier(), other.copier()
-        with client.store(store.namespace, timeout_s=30.0) as second:
-            one.put(store, keys_of(1, 2), [1, 2], one.mark()).result(60)
-            other.clear()
-            other.before = rig.before
-            assert one.get(store, keys_of(1), [1], one.mark()).result(60).all()
-            assert two.get(second, keys_of(1, 2), [40, 41], two.mark()).result(60).all()
-            other.check([1, 2], [40, 41])
-            with store.acquire(keys_of(1)) as lease:
-                memory = lease.memory
-                slab = (int(lease.addresses[0]) - memory.address) // memory.slab_bytes
-            start = memory.address + slab * memory.slab_bytes
-            # Memory that is locked cannot be locked again.
-            assert page_lock(start, memory.slab_bytes, device=0, read_only=True) is None
-            one.close()
-            lock = page_lock(start, memory.slab_bytes, device=0, read_only=True)
-            assert lock is not None
-            lock.close()
-            two.close()
+    with (
+        KVClient(address) as client,
+        rig.open(client) as store,
+        client.store(store.namespace, timeout_s=30.0) as second,
+    ):
+        one, two = rig.copier(store), other.copier(second)
+        one.put(store, keys_of(1, 2), [1, 2], one.mark()).result(60)
+        other.clear()
+        other.before = rig.before
+        assert one.get(store, keys_of(1), [1], one.mark()).result(60).all()
+        assert two.get(second, keys_of(1, 2), [40, 41], two.mark()).result(60).all()
+        other.check([1, 2], [40, 41])
+        with store.acquire(keys_of(1)) as lease:
+            memory = lease.memory
+            slab = (int(lease.addresses[0]) - memory.address) // memory.slab_bytes
+        start = memory.address + slab * memory.slab_bytes
+        # Memory that is locked cannot be locked again.
+        assert page_lock(start, memory.slab_bytes, device=0, read_only=True) is None
+        one.close()
+        lock = page_lock(start, memory.slab_bytes, device=0, read_only=True)
+        assert lock is not None
+        lock.close()
+        two.close()
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -1,17 +1,30 @@
-"""Where the bytes of a block are in the K/V tensors of vLLM. They are copied as they are and never interpreted."""
+"""Where the bytes of a block are in the K/V tensors of vLLM, and their copies to and from the store. They are copied as
+they are and never interpreted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, product
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvservice.client import Scatter
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.vllm.steps import LeasedBlocks
+
+Flags = npt.NDArray[np.bool_]
+Statuses = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 # The most ranges of memory that one layer's part of a block may have.
 MAX_PIECES = 16
+# The most bytes of one call that copies before it returns.
+CALL_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,3 +138,73 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor's storage as uint8 `[bytes]`."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class BlockCopier(Protocol):
+    """Copies blocks of vLLM to and from a store of the client. One thread calls `get`, one `put`, and one `read`.
+
+    `get` and `put` may return before the copy has ended, and the next copy may start then. The blocks are in use until
+    the result is there. `call_bytes` are about the most bytes of one call of these two, one block at least.
+    """
+
+    call_bytes: int
+
+    def use(self, memory: Any) -> None:
+        """Prepare for copies from and to this memory of the store, a MappedStore; None: it is not mapped."""
+
+    def mark(self) -> Any:
+        """Return what copies wait for: the computations that are queued now. Any thread may call this."""
+
+    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+        """Fill blocks. The result is which of them are right."""
+
+    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:
+        """Store blocks. The result is the PutStatus of each."""
+
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
+        """Fill blocks from the memory of the store for the computations that are queued from now on, which wait for
+        them. Returns what waits for the end of the copy and returns which blocks are right."""
+
+    def close(self) -> None:
+        """Wait for all copies, and free what they used."""
+
+
+class HostCopier:
+    """Copies between the store and blocks in host memory, without a copy in between."""
+
+    call_bytes = CALL_BYTES
+
+    def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
+        self._layout, self._verify = layout, verify
+        self._starts = np.array(layout.starts, np.int64)
+        self._strides = np.array(layout.strides, np.int64)
+
+    def use(self, memory: Any) -> None:
+        """Nothing has to be prepared."""
+
+    def mark(self) -> None:
+        return None
+
+    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
+        return done(store.get(keys, self._places(block_ids), verify=self._verify))
+
+    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:  # noqa: ARG002
+        return done(store.put(keys, self._places(block_ids)))
+
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
+        right: Flags = memory.read(leased.offsets, leased.versions, self._places(block_ids))
+        return lambda: right
+
+    def close(self) -> None:
+        """Nothing is in use between calls."""
+
+    def _places(self, block_ids: Sequence[int]) -> Scatter:
+        offsets = self._starts + np.asarray(block_ids, np.int64)[:, None] * self._strides
+        return Scatter(self._layout.memories, offsets, self._layout.piece_bytes)
+
+
+def done(result: T) -> Future[T]:
+    """Return a future that has this result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,506 @@
+"""The scheduler's questions to the store: which blocks are there, and may they stay until they are loaded.
+
+    expect ─▶ a thread asks for all requests that have come, in one call
+    find ── expected, and not there ─▶ a miss, without asking
+      ├── in memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when they are loaded
+      │                                                └── vLLM does not: kept for a while, then dropped
+      ├── below memory ─▶ None; a thread brings them up ─▶ leased, a promise
+      └── late, an error, away ─▶ a miss; then misses without asking, until a ping is answered in time
+
+vLLM's scheduler waits for answers, for a short time in each step. Everything else is done by a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.errors import KVServiceError
+from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
+from kvservice.integrations.vllm.steps import LeasedBlocks, Rank
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# The least time in seconds between two requests to touch blocks.
+TOUCH_INTERVAL_S = 0.5
+# The most keys of one such request. Others are touched the next time they are used.
+MAX_TOUCHED = 16384
+# Requests whose blocks are brought into the daemon's memory at one time.
+NUM_BRINGING = 8
+# Promises that vLLM has not used: the most of them, and how long one is kept. That of no blocks is asked again sooner,
+# since another engine may have stored them. The daemon's leases last longer.
+MAX_PROMISES = 128
+PROMISE_S, NOTHING_S = 10.0, 0.25
+# The age at which a promise is renewed before it is answered again: the daemon may have restarted.
+FRESH_S = 1.0
+# Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
+# answer is used for some time, and asked for anew before that.
+MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 16384
+EXPECTED_S, RENEWED_S = 1.0, 0.4
+# Time between pings of a store that does not answer in time.
+PING_S = 0.1
+# A lease is of blocks that are in memory. 0 would stand for no limit.
+_NO_WAIT_S = 1e-6
+
+
+class BlockLease(Protocol):
+    """A lease of the client."""
+
+    found: Any
+    alive: bool
+    offsets: bytes
+    versions: bytes
+
+    def renew(self, *, timeout_s: float | None = None) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+class BlockFinder(Protocol):
+    """The blocks of one worker, in the store. A daemon that is away has none. Methods raise KVServiceError."""
+
+    rank: Rank
+
+    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
+        """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
+        does not count the answer."""
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
+        """Return which blocks are there, in memory or below. The daemon counts the answer if `counted`."""
+
+    def lease(
+        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
+    ) -> BlockLease:
+        """Lease the blocks before the first that is missing, and bring those below the daemon's memory up, at most for
+        `wait_s` seconds. `counted`: the blocks are read under this lease."""
+
+    def compute_s(self, num_blocks: int) -> float:
+        """Return how long the engine takes to compute blocks."""
+
+    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
+        """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make the blocks the most recently used; the first key is the most recent."""
+
+    def answers(self, timeout_s: float) -> bool:
+        """Ask anything. Returns whether the answer came in time."""
+
+    def close(self) -> None:
+        """Close the session."""
+
+
+class StoreFinder:
+    """A BlockFinder over a store of the client. The worker reads the blocks, so leases do not count as reads unless
+    it reads under them."""
+
+    def __init__(self, rank: Rank, store: Any, compute: ComputeTime) -> None:
+        self.rank, self._store, self._compute = rank, store, compute
+
+    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
+        return find_blocks(self._store, keys, self._compute, counted=False, timeout_s=timeout_s)
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self._store.lookup(keys, counted=counted, timeout_s=timeout_s).found
+        return found
+
+    def lease(
+        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
+    ) -> BlockLease:
+        lease: BlockLease = self._store.acquire(
+            keys,
+            leading_only=True,
+            counted=counted,
+            max_wait_s=wait_s or _NO_WAIT_S,
+            timeout_s=timeout_s + 2 * wait_s,
+        )
+        return lease
+
+    def compute_s(self, num_blocks: int) -> float:
+        return self._compute.wait_s(num_blocks)
+
+    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
+        memory = self._store.memory
+        if memory is None or not lease.alive:
+            return None
+        stop = 8 * num_blocks
+        return LeasedBlocks(memory.identity, lease.offsets[:stop], lease.versions[:stop])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._store.touch(keys)
+
+    def answers(self, timeout_s: float) -> bool:
+        self._store.lookup([bytes(32)], counted=False, timeout_s=timeout_s)
+        return bool(self._store.reachable)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Found(NamedTuple):
+    """The answer to a look-up. `at_hand`: the blocks were in the daemon's memory already."""
+
+    num_blocks: int
+    at_hand: bool
+
+
+@dataclass(eq=False)
+class _Promise:
+    """An answer, and the leases that keep it. `bringing` is the work of the thread that brings blocks up."""
+
+    keys: Sequence[bytes]
+    until_s: float
+    fresh_s: float = 0.0
+    found: Found = field(default_factory=lambda: Found(0, True))
+    leases: dict[Rank, BlockLease] = field(default_factory=dict)
+    bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
+
+
+@dataclass(eq=False)
+class _Expected:
+    """The first blocks of a prompt that vLLM has not scheduled yet. `found` says which were there at `asked_s`."""
+
+    keys: Sequence[bytes]
+    found: npt.NDArray[np.bool_] | None = None
+    asked_s: float = 0.0
+
+    def is_miss(self, first: int, now: float) -> bool:
+        """Whether it is known that this block was not there."""
+        return self._is_known(first, now) and not self.found[first]  # type: ignore[index]
+
+    def is_hit(self, first: int, now: float) -> bool:
+        """Whether it is known that this block was there."""
+        return self._is_known(first, now) and bool(self.found[first])  # type: ignore[index]
+
+    def _is_known(self, first: int, now: float) -> bool:
+        return self.found is not None and now < self.asked_s + EXPECTED_S and first < len(self.found)
+
+
+class StoreLookup:
+    """Asks the finders of all workers. Methods are for one thread, vLLM's scheduler; only `find` and `close` wait."""
+
+    def __init__(
+        self,
+        finders: Sequence[BlockFinder],
+        step_s: float,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`step_s` is how long a step of the scheduler waits for an answer, and after which it asks no more.
+        `timeout_s` is the time limit of a call in the background, without its wait for blocks below the daemon's
+        memory."""
+        self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
+        self._left_s = step_s
+        self._promises: dict[str, _Promise] = {}  # the oldest first
+        self._taken: dict[str | int, dict[Rank, BlockLease]] = {}  # by the load
+        self._expected: dict[str, _Expected] = {}
+        self._expecting: Future[None] | None = None
+        self._asks = True
+        self._counted: list[bytes] = []
+        self._touched: dict[bytes, None] = {}
+        self._touch_s = -TOUCH_INTERVAL_S
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._bringing = ThreadPoolExecutor(NUM_BRINGING, thread_name_prefix="kvservice-bringing")
+        self._asking = ThreadPoolExecutor(max(len(self._finders) - 1, 1), thread_name_prefix="kvservice-asking")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvservice-lookup", daemon=True)
+        self._thread.start()
+
+    @property
+    def asks(self) -> bool:
+        """Whether the store is asked: it has answered in time."""
+        return self._asks
+
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """A request has come, and will ask for blocks of this prompt. Ask early, for all that have come meanwhile."""
+        if keys and len(self._expected) < MAX_EXPECTED:
+            self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
+            self._ask_early(self._clock())
+
+    def find(self, request_id: str, keys: Sequence[bytes], first: int = 0, *, reads: bool = False) -> Found | None:
+        """Return how many of the first blocks are there for every worker. They are leased from now on. None: they are
+        being brought into memory, or the time of this step is used up: ask again in a later step. `keys` are those of
+        the prompt from block `first` on. `reads`: workers read the blocks under this lease."""
+        promise = self._promises.get(request_id)
+        if promise is not None and promise.bringing is not None and promise.keys == keys:
+            if not promise.bringing.done():
+                return None
+            promise.found, promise.leases = promise.bringing.result()
+            promise.bringing, promise.until_s = None, self._clock() + PROMISE_S
+            promise.fresh_s = self._clock() + FRESH_S
+        if promise is not None and promise.keys == keys and self._is_kept(promise):
+            return promise.found
+        self.drop(request_id)
+        if not self._asks:
+            return Found(0, True)
+        if self._left_s <= 0:
+            return None  # too many have asked in this step
+        began = self._clock()
+        expected = self._expected.get(request_id)
+        if expected is not None and expected.is_miss(first, began):
+            self._count_later(keys)
+            return Found(0, True)
+        promise = self._ask(keys, began, likely=expected is not None and expected.is_hit(first, began), reads=reads)
+        taken_s = self._clock() - began
+        self._left_s -= taken_s
+        if taken_s >= self._step_s:
+            self._stop_asking("the daemon answers late")
+        self._promises[request_id] = promise
+        while len(self._promises) > MAX_PROMISES:
+            self.drop(next(iter(self._promises)))
+        return promise.found if promise.bringing is None else None
+
+    def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
+        """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
+        none. Returns the same as `places`."""
+        self._expected.pop(request_id, None)
+        places = self.places(request_id, num_blocks)
+        promise = self._promises.get(request_id)
+        if promise is not None and num_blocks and promise.bringing is None:
+            del self._promises[request_id]
+            self._taken[load] = promise.leases
+        else:
+            self.drop(request_id)
+        return places
+
+    def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
+        """Return where the first promised blocks of a request lie for each worker; None: not every store is mapped."""
+        promise = self._promises.get(request_id)
+        leases = {} if promise is None else promise.leases
+        found: dict[Rank, LeasedBlocks] = {}
+        for finder in self._finders:
+            lease = leases.get(finder.rank)
+            places = None if lease is None else finder.places(lease, num_blocks)
+            if places is None or len(places.offsets) != 8 * num_blocks:
+                return None
+            found[finder.rank] = places
+        return found
+
+    def release(self, load: str | int) -> None:
+        """End the lease of a load."""
+        self._release_later(self._taken.pop(load, {}))
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._expected.pop(request_id, None)
+        self.drop(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the answer to a request that will not use it."""
+        promise = self._promises.pop(request_id, None)
+        if promise is None:
+            return
+        if promise.bringing is not None:
+            promise.bringing.add_done_callback(self._release_brought)
+        self._release_later(promise.leases)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make blocks the most recently used soon, the first key the most recent."""
+        if len(self._touched) < MAX_TOUCHED:
+            self._touched.update(dict.fromkeys(keys))
+
+    def end_step(self) -> None:
+        """Send what has gathered, and drop old promises. The next step may wait again."""
+        self._left_s = self._step_s
+        now = self._clock()
+        old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
+        for request_id in old:
+            self.drop(request_id)
+        self._ask_early(now)
+        if now >= self._touch_s + TOUCH_INTERVAL_S and (self._touched or self._counted):
+            touched, self._touched, self._touch_s = list(self._touched), {}, now
+            counted, self._counted = self._counted, []
+            self._queue.put(lambda: self._report(touched, counted))
+
+    def close(self, timeout_s: float) -> None:
+        """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        for threads in (self._bringing, self._asking):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for finder in self._finders:
+            finder.close()
+
+    def _ask_early(self, now: float) -> None:
+        """Ask for the requests that have come, and those whose answers get old, unless such a question is under way."""
+        if not self._asks or (self._expecting is not None and not self._expecting.done()):
+            return
+        chosen, num_keys = [], 0
+        for expected in self._expected.values():
+            if expected.found is None or now >= expected.asked_s + RENEWED_S:
+                chosen.append(expected)
+                num_keys += len(expected.keys)
+                if num_keys >= MAX_KEYS:
+                    break
+        if chosen:
+            self._expecting = self._bringing.submit(self._answer_early, chosen)
+
+    def _answer_early(self, chosen: Sequence[_Expected]) -> None:
+        """On a thread of its own. An error leaves the answers as they are: `find` asks."""
+        keys = [key for expected in chosen for key in expected.keys]
+        asked_s = self._clock()
+        try:
+            found = np.ones(len(keys), np.bool_)
+            for finder in self._finders:
+                found &= finder.flags(keys, self._timeout_s, counted=False)
+        except Exception as error:
+            self._failed("blocks could not be looked up", error)
+            return
+        stop = 0
+        for expected in chosen:
+            start, stop = stop, stop + len(expected.keys)
+            expected.asked_s, expected.found = asked_s, found[start:stop]
+
+    def _count_later(self, keys: Sequence[bytes]) -> None:
+        """The daemon counts how many of the blocks that are asked for it has."""
+        if len(self._counted) < MAX_KEYS:
+            self._counted += keys
+
+    def _report(self, touched: Sequence[bytes], counted: Sequence[bytes]) -> None:
+        """Tell the store what was used, and what was asked for."""
+        for finder in self._finders:
+            if touched:
+                finder.touch(touched)
+            if counted:
+                finder.flags(counted, self._timeout_s, counted=True)
+
+    def _is_kept(self, promise: _Promise) -> bool:
+        """Whether an answer can be given again. Renews its leases from time to time."""
+        now = self._clock()
+        if now >= promise.until_s or not all(lease.alive for lease in promise.leases.values()):
+            return False
+        if now < promise.fresh_s or not promise.leases:
+            return True
+        renewed = False
+        if self._asks:
+            try:
+                renewed = all(lease.renew(timeout_s=self._step_s) for lease in promise.leases.values())
+            except KVServiceError as error:
+                logger.warning("a lease could not be renewed: %s", error)
+            self._left_s -= self._clock() - now
+        promise.fresh_s = now + FRESH_S
+        return renewed
+
+    def _ask(self, keys: Sequence[bytes], began: float, *, likely: bool, reads: bool) -> _Promise:
+        """Ask all finders, and lease what they have in memory. An error is a miss. `likely`: the first block is there,
+        so that a lease answers as well."""
+        promise = _Promise(keys, began + NOTHING_S)
+
+        def left_s() -> float:
+            return max(self._step_s - (self._clock() - began), _NO_WAIT_S)
+
+        def lease(finder: BlockFinder) -> None:
+            promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
+
+        try:
+            self._count_later(keys)
+            num_leased = 0
+            if likely:
+                self._of_each(lease)
+                num_leased = min(map(_num_leading, promise.leases.values()), default=0)
+            if num_leased < len(keys):
+                found = self._of_each(lambda finder: finder.find(keys, left_s()))
+                keys = keys[: min((each.num_leading for each in found), default=0)]
+                num_in_memory = min((each.num_in_memory for each in found), default=0)
+                if num_in_memory < len(keys):
+                    self._release_later(promise.leases)
+                    promise.leases = {}
+                    promise.bringing = self._bringing.submit(self._bring_up, keys, num_in_memory)
+                    return promise
+                if keys and not likely:
+                    self._of_each(lease)
+                    num_leased = min(map(_num_leading, promise.leases.values()))
+            keys = keys[:num_leased]
+        except Exception as error:
+            # The requests must go on after any error.
+            self._failed("blocks could not be looked up", error)
+            self._stop_asking("the daemon answers with an error")
+            keys = []
+        if keys:
+            promise.found = Found(len(keys), True)
+            promise.until_s, promise.fresh_s = began + PROMISE_S, began + FRESH_S
+        else:
+            self._release_later(promise.leases)
+            promise.leases = {}
+        return promise
+
+    def _of_each(self, ask: Callable[[BlockFinder], T]) -> list[T]:
+        """Ask all finders at the same time. Returns their answers when all have come, or raises one of their errors."""
+        asked = [self._asking.submit(ask, finder) for finder in self._finders[1:]]
+        try:
+            answers = [ask(finder) for finder in self._finders[:1]]
+        finally:
+            wait(asked)
+        return answers + [each.result() for each in asked]
+
+    def _bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
+        """Lease blocks when they are in memory, so that loads do not wait for one another. On a thread of its own."""
+        leases: dict[Rank, BlockLease] = {}
+        try:
+            for finder in self._finders:
+                if keys:
+                    wait_s = finder.compute_s(max(len(keys) - num_in_memory, 0))
+                    lease = leases[finder.rank] = finder.lease(keys, self._timeout_s, wait_s=wait_s)
+                    keys = keys[: _num_leading(lease)]
+        except Exception as error:
+            self._failed("blocks could not be brought into the daemon's memory", error)
+            keys = []
+        if not keys:
+            self._release_later(leases)
+            leases = {}
+        return Found(len(keys), False), leases
+
+    def _release_brought(self, done: Future[tuple[Found, dict[Rank, BlockLease]]]) -> None:
+        if not done.cancelled():
+            self._release_later(done.result()[1])
+
+    def _stop_asking(self, why: str) -> None:
+        """All blocks count as missing until the store answers a ping in time."""
+        if self._asks:
+            logger.warning("%s: vLLM computes until it answers in time again", why)
+            self._asks = False
+            self._queue.put(self._ping)
+
+    def _ping(self) -> None:
+        """Ask until every finder answers in time. Releases wait behind this: the daemon does not answer them either."""
+        while not self._closing.is_set():
+            try:
+                if all(finder.answers(self._step_s) for finder in self._finders):
+                    self._asks = True
+                    return
+            except KVServiceError as error:
+                logger.debug("the daemon does not answer: %s", error)
+            self._closing.wait(PING_S)
+
+    def _release_later(self, leases: dict[Rank, BlockLease]) -> None:
+        for lease in leases.values():
+            self._queue.put(lease.release)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                self._failed("blocks could not be touched, or a lease not be ended", error)
+
+    @staticmethod
+    def _failed(what: str, error: Exception) -> None:
+        if isinstance(error, KVServiceError):
+            logger.warning("%s: %s", what, error)
+        else:
+            logger.error("%s", what, exc_info=error)
+
+
+def _num_leading(lease: BlockLease) -> int:
+    return len(lease.found) if lease.found.all() else int(lease.found.argmin())

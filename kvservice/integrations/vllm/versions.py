@@ -1,0 +1,106 @@
+"""All differences between the versions of vLLM, each with the version that brought it. What can be looked for is looked
+for: builds from source may have other numbers.
+
+| since | what | here |
+|---|---|---|
+| 0.24 | `has_pending_push_work`: an idle engine goes on until blocks are given back | the oldest version |
+| 0.27 | `requires_kv_delivery` | not read before |
+| 0.29 | `start_load_kv` comes before the computation only if the step itself loads | works with both |
+| 0.29 | `DEFAULT_NONE_HASH_SEED`: without PYTHONHASHSEED the hashes of blocks have a fixed seed | `has_fixed_seed` |
+| 0.30 | `has_pending_block_frees`: vLLM waits a step for held blocks instead of preempting | not called before |
+| 0.30 | `bind_kv_cache_manager`, which calls `bind_gpu_block_pool` | works with both |
+| 0.31 | hashes have the paths of adapters, before only their names | `hashes_have_paths` |
+| 0.31 | blocks that could not be loaded are an error if there are several groups of K/V caches | refused by `checks` |
+| 0.31 | mended: asynchronous scheduling with a connector that loads preempts too many requests | `preempts_too_many` |
+| 0.32 | `CacheHitSource` | `cache_hit_source` |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+
+logger = logging.getLogger("vllm.kvservice")
+
+# The oldest version that works, and the newest one with which the connector was tested.
+OLDEST, NEWEST = (0, 24), (0, 33)
+
+
+def warn_of_version(version: str) -> None:
+    """Warn once if vLLM is older or newer than those that are known to work."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(found[1]), int(found[2])) if found else NEWEST
+    if number > NEWEST:
+        logger.warning("kvservice was tested with vLLM up to %d.%d, this is %s", *NEWEST, version)
+    elif (0, 1) < number < OLDEST:  # below that are builds from source without a tag
+        logger.warning("kvservice needs vLLM %d.%d or later, this is %s", *OLDEST, version)
+
+
+def warn_of_faults(vllm_config: Any) -> None:
+    """Name the faults of this version that hurt whoever uses a connector, with the remedy."""
+    if preempts_too_many(vllm_config):
+        logger.warning(
+            "this version of vLLM preempts tens of requests where one would do, if it schedules asynchronously and a "
+            "connector loads blocks. Start it with --no-async-scheduling, or use vLLM 0.31 or later"
+        )
+
+
+def preempts_too_many(vllm_config: Any) -> bool:
+    """The blocks of a preempted request are given back only after the step that runs, so that vLLM goes on with the
+    next victim. Versions without the fault look first whether it would help."""
+    return (
+        schedules_ahead(vllm_config)
+        and vllm_config.kv_transfer_config.is_kv_consumer
+        and not hasattr(Scheduler, "_request_blocks_can_be_freed")
+    )
+
+
+def schedules_ahead(vllm_config: Any) -> bool:
+    """Whether vLLM schedules a step before it knows how the one before has ended. Then no version computes again what
+    a step has computed with blocks that it had loaded wrongly: tokens of the next step would be wrong."""
+    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.pipeline_parallel_size > 1
+
+
+def has_fixed_seed() -> bool:
+    """Whether the hashes of blocks are the same in all processes."""
+    return "PYTHONHASHSEED" in os.environ or hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def hashes_have_paths() -> bool:
+    """Whether the hashes of blocks have the path of an adapter, and not its name alone."""
+    extra_keys = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    one, other = (SimpleNamespace(lora_request=SimpleNamespace(lora_name="", lora_path=path)) for path in "ab")
+    return extra_keys is None or bool(extra_keys(one) != extra_keys(other))
+
+
+def cache_hit_source() -> Any:
+    """Return how vLLM counts the tokens that the connector finds; None before 0.32."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def is_batch_invariant() -> bool:
+    """Whether the kernels are those of batch-invariant mode, whose K/V differ from others in their last bits."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def before_reset(pool: Any, callback: Callable[[], None]) -> None:
+    """Call this before vLLM forgets its prefix cache, which fails while blocks are in use. No version tells a connector
+    in time: `reset_cache` comes after it, and only if the caller asks for it."""
+    reset = pool.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        callback()
+        return bool(reset())
+
+    pool.reset_prefix_cache = reset_prefix_cache

@@ -1,0 +1,378 @@
+"""vLLM's scheduler does not wait for the store."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_store import FakeLease, FakeStore
+from store_daemons import SMALL_STORE, keys_of, new_namespace
+from vllm_connector import Engine, connector_config
+from vllm_requests import BLOCK_SIZE, FakeRequest
+from waiting import until
+
+from kvservice.client import KVClient
+from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks
+from kvservice.integrations.vllm.lookup import (
+    EXPECTED_S,
+    FRESH_S,
+    MAX_KEYS_EACH,
+    MAX_PROMISES,
+    PROMISE_S,
+    RENEWED_S,
+    TOUCH_INTERVAL_S,
+    Found,
+    StoreFinder,
+    StoreLookup,
+)
+from kvservice.integrations.vllm.steps import LeasedBlocks
+from kvservice.launch import Daemon
+
+KEYS = [bytes([n]) * 32 for n in range(6)]
+OpenEngine = Callable[..., Engine]
+
+
+def compute_s(seconds: float) -> dict[str, Any]:
+    """Return the option of an engine that computes a block in this time. The fake store's tier takes a second."""
+    return {"extra": {"prefill_tokens_per_s": BLOCK_SIZE / seconds}}
+
+
+@pytest.fixture
+def open_engine(vllm_connector: Any) -> Iterator[OpenEngine]:
+    with ExitStack() as stack:
+
+        def make(*stores: FakeStore, **config: Any) -> Engine:
+            made = Engine(vllm_connector, *stores, config=connector_config(**config))
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def engine(open_engine: OpenEngine) -> Engine:
+    return open_engine(FakeStore(dict.fromkeys(KEYS, b"")), **compute_s(1.5))
+
+
+@pytest.fixture
+def store(engine: Engine) -> FakeStore:
+    """The store, as the scheduler sees it."""
+    return engine.asked[0]
+
+
+def ask(engine: Engine, request_id: str, keys: Sequence[bytes]) -> int | None:
+    """Ask once. A request has a token besides its blocks."""
+    num_tokens, _ = engine.scheduler.get_num_new_matched_tokens(of(engine, request_id, keys), 0)
+    return None if num_tokens is None else num_tokens // BLOCK_SIZE
+
+
+def answer(engine: Engine, request_id: str, keys: Sequence[bytes]) -> int:
+    return engine.matched(of(engine, request_id, keys)) // BLOCK_SIZE
+
+
+def of(engine: Engine, request_id: str, keys: Sequence[bytes]) -> FakeRequest:
+    request = engine.request(request_id, keys)
+    request.tokens.append(0)
+    return request
+
+
+def test_an_answer_is_there_in_the_same_step_and_is_a_promise(engine: Engine, store: FakeStore) -> None:
+    """vLLM may ask again before it has room for the request."""
+    assert ask(engine, "a", KEYS[:3]) == 3
+    assert store.leased == KEYS[:3]
+    store.values = {}
+    assert ask(engine, "a", KEYS[:3]) == 3
+    assert store.calls == ["lookup", "acquire"]
+
+
+def test_other_keys_are_another_question(engine: Engine, store: FakeStore) -> None:
+    assert ask(engine, "a", KEYS[:3]) == 3
+    assert ask(engine, "a", KEYS[1:]) == 5
+    until(lambda: store.leased == KEYS[1:])
+
+
+def test_a_promise_ends_with_the_request_or_if_vllm_loads_nothing(engine: Engine, store: FakeStore) -> None:
+    for end in (
+        lambda: engine.scheduler.request_finished(of(engine, "a", KEYS), []),
+        lambda: engine.allocated(of(engine, "a", KEYS), [], 0),
+    ):
+        assert ask(engine, "a", KEYS) == 6
+        assert store.leased == KEYS
+        end()
+        until(lambda: store.leased == [])
+
+
+def test_an_error_is_a_miss(engine: Engine, store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of error counts, also while blocks are brought up."""
+    for name in ("lookup", "acquire"):
+        store.below = {KEYS[5]: store.values.pop(KEYS[5])}
+        with monkeypatch.context() as patch:
+            patch.setattr(store, name, lambda *_, **__: 1 // 0)
+            assert answer(engine, name, KEYS) == 0, name
+        until(lambda name=name: answer(engine, f"{name} again", KEYS) == 6, engine.step)  # type: ignore[misc]
+
+
+def test_blocks_are_brought_up_before_the_answer(engine: Engine, store: FakeStore) -> None:
+    store.below = {key: store.values.pop(key) for key in KEYS[2:]}
+    with store.held_up("bring up"):
+        assert ask(engine, "slow", KEYS) is None
+        assert store.waiting.wait(60)
+        assert answer(engine, "fast", KEYS[:2]) == 2, "others do not wait for it"
+        assert ask(engine, "slow", KEYS) is None
+    assert answer(engine, "slow", KEYS) == 6
+    assert list(store.values) == KEYS
+    # It is leased from now on, and loaded asynchronously.
+    assert store.leased == KEYS[:2] + KEYS
+    assert engine.asked_for(of(engine, "slow", KEYS)) == (6 * BLOCK_SIZE, True)
+
+
+def test_blocks_that_are_computed_sooner_are_not_waited_for(open_engine: OpenEngine) -> None:
+    """A tier that is a little too slow would deliver a part of the blocks in the time in which all are computed."""
+    for block_s, found in ((0.5, 1), (0.9, 1), (1.0, 6), (1.5, 6)):
+        engine = open_engine(FakeStore({KEYS[0]: b""}), **compute_s(block_s))
+        (store,) = engine.asked
+        store.below = dict.fromkeys(KEYS, b"")
+        assert answer(engine, "a", KEYS) == found, block_s
+        assert len(store.values) == found
+
+
+def test_parts_of_blocks_are_brought_up_one_after_the_other(open_engine: OpenEngine) -> None:
+    """Each of two ranks has its share of the time of computing a block."""
+    engine = open_engine(*(FakeStore(dict.fromkeys(KEYS[:3], b"")) for _ in range(2)), **compute_s(3.0))
+    for store, below in zip(engine.asked, (KEYS, KEYS[:5]), strict=True):
+        store.below = dict.fromkeys(below, b"")
+    assert answer(engine, "a", KEYS) == 5
+    assert [len(store.values) for store in engine.asked] == [5, 5]
+    assert [store.calls[:3] for store in engine.asked] == [["lookup", "lookup", "acquire"]] * 2
+
+
+class Finder:
+    """The blocks of a worker. Its clock goes on by `answers_s` with each look-up, and by a second for each ping."""
+
+    rank = (0, 0)
+
+    def __init__(self) -> None:
+        self.now = self.answers_s = 0.0
+        self.asked: list[list[bytes]] = []
+        self.limits_s: list[float] = []
+        self.leases: list[FakeLease] = []
+        self.touched: list[list[bytes]] = []
+        self.early: list[list[bytes]] = []
+        self.counted: list[list[bytes]] = []
+        self.missing: set[bytes] = set()
+        self.is_back = threading.Event()
+        self.store = FakeStore()
+
+    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
+        self.asked.append(list(keys))
+        self.limits_s.append(timeout_s)
+        self.now += self.answers_s
+        return FoundBlocks(len(keys), len(keys))
+
+    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> Any:  # noqa: ARG002
+        (self.counted if counted else self.early).append(list(keys))
+        return np.array([key not in self.missing for key in keys])
+
+    def lease(self, keys: Sequence[bytes], timeout_s: float, **_: Any) -> FakeLease:  # noqa: ARG002
+        self.store.values |= dict.fromkeys(keys, b"")
+        self.leases.append(FakeLease(self.store, keys))
+        return self.leases[-1]
+
+    def places(self, lease: Any, num_blocks: int) -> LeasedBlocks:
+        return LeasedBlocks((0, 0), lease.offsets[: 8 * num_blocks], lease.versions[: 8 * num_blocks])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.touched.append(list(keys))
+
+    def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return self.is_back.is_set()
+
+    def close(self) -> None:
+        self.is_back.set()
+
+
+@pytest.fixture
+def finder() -> Any:
+    return Finder()
+
+
+@pytest.fixture
+def lookup(finder: Any) -> Iterator[StoreLookup]:
+    made = StoreLookup([finder], 0.05, 1.0, clock=lambda: finder.now)
+    yield made
+    made.close(60)
+
+
+def test_a_step_asks_no_more_when_its_time_is_used_up(finder: Any, lookup: StoreLookup) -> None:
+    finder.answers_s = 0.03
+    assert lookup.find("a", [bytes(32)]) == Found(1, True)
+    assert lookup.find("b", [bytes(32)]) == Found(1, True)
+    assert lookup.find("c", [bytes(32)]) is None
+    assert lookup.find("a", [bytes(32)]) == Found(1, True)
+    lookup.end_step()
+    assert lookup.find("c", [bytes(32)]) == Found(1, True)
+    assert finder.limits_s == [0.05] * 3
+
+
+def expect(finder: Any, lookup: StoreLookup, *prompts: Sequence[bytes]) -> None:
+    """Let requests come, named by their numbers, and wait until all of them have been asked for."""
+    num_asked = sum(map(len, finder.early))
+    for number, keys in enumerate(prompts):
+        lookup.expect(str(number), keys)
+
+    def all_asked() -> bool:
+        lookup.end_step()
+        return sum(map(len, finder.early)) == num_asked + sum(len(keys[:MAX_KEYS_EACH]) for keys in prompts)
+
+    until(all_asked)
+
+
+def test_what_is_known_to_be_missing_costs_no_call(finder: Any, lookup: StoreLookup) -> None:
+    """It is counted by the daemon all the same."""
+    finder.missing = {KEYS[2], KEYS[3]}
+    expect(finder, lookup, KEYS[2:3], KEYS[:4])
+    until(lambda: lookup.find("0", KEYS[2:3]) == Found(0, True))
+    until(lambda: lookup.find("1", KEYS[2:4], 2) == Found(0, True))
+    assert (finder.asked, finder.leases) == ([], [])
+    finder.now += TOUCH_INTERVAL_S
+    lookup.end_step()
+    until(lambda: finder.counted != [])
+    assert {key for keys in finder.counted for key in keys} == {KEYS[2], KEYS[3]}
+
+
+def test_what_is_known_to_be_there_is_leased_at_once(finder: Any, lookup: StoreLookup) -> None:
+    finder.missing = {KEYS[0]}
+    expect(finder, lookup, KEYS)
+    until(lambda: lookup.find("0", KEYS) == Found(0, True))
+    assert lookup.find("0", KEYS[1:], 1) == Found(5, True)
+    assert (finder.asked, len(finder.leases)) == ([], 1)
+
+
+def test_an_early_answer_is_renewed_and_not_used_when_it_is_old(finder: Any, lookup: StoreLookup) -> None:
+    finder.missing = set(KEYS)
+    expect(finder, lookup, KEYS)
+    until(lambda: lookup.find("0", KEYS) == Found(0, True))
+    finder.missing = set()
+    finder.now += EXPECTED_S
+    assert lookup.find("0", KEYS) == Found(6, True), "it has been asked for"
+    assert len(finder.asked) == 1
+    num_early = len(finder.early)
+    finder.now += RENEWED_S
+    lookup.end_step()
+    until(lambda: len(finder.early) == num_early + 1)
+
+
+def test_blocks_far_behind_in_a_prompt_are_asked_for(finder: Any, lookup: StoreLookup) -> None:
+    keys = [number.to_bytes(32) for number in range(MAX_KEYS_EACH + 2)]
+    finder.missing = set(keys)
+    expect(finder, lookup, keys)
+    assert lookup.find("0", keys[MAX_KEYS_EACH:], MAX_KEYS_EACH) == Found(2, True)
+
+
+@pytest.mark.parametrize("ends", ["scheduled", "finished"])
+def test_a_request_that_waits_no_more_is_not_asked_for(finder: Any, lookup: StoreLookup, ends: str) -> None:
+    finder.missing = set(KEYS)
+    expect(finder, lookup, KEYS, KEYS[:1])
+    if ends == "scheduled":
+        lookup.take("0", 0, "0")
+    else:
+        lookup.forget("0")
+    finder.early.clear()
+    finder.now += RENEWED_S
+    lookup.end_step()
+    until(lambda: finder.early != [])
+    assert finder.early == [KEYS[:1]]
+
+
+def test_a_late_answer_is_used_and_the_next_ones_are_misses(finder: Any, lookup: StoreLookup) -> None:
+    """Until the daemon answers in time."""
+    finder.answers_s = 0.05
+    assert lookup.find("a", [bytes(32)]) == Found(1, True)
+    lookup.end_step()
+    assert lookup.find("c", [bytes(32)]) == Found(0, True)
+    assert len(finder.asked) == 1
+    assert lookup.find("a", [bytes(32)]) == Found(1, True), "a promise is a promise"
+    finder.is_back.set()
+    until(lambda: lookup.asks)
+    assert lookup.find("c", [bytes(32)]) == Found(1, True)
+
+
+def test_a_promise_is_renewed_and_dropped_in_the_end(finder: Any, lookup: StoreLookup) -> None:
+    assert lookup.find("a", KEYS) == Found(6, True)
+    (lease,) = finder.leases
+    for _ in range(3):
+        finder.now += FRESH_S
+        assert lookup.find("a", KEYS) == Found(6, True)
+    assert (finder.store.calls, len(finder.asked)) == (["renew"] * 3, 1)
+    finder.now += FRESH_S
+    lease.alive = False  # the daemon has restarted
+    assert lookup.find("a", KEYS) == Found(6, True)
+    assert len(finder.asked) == 2
+    finder.now += PROMISE_S
+    lookup.end_step()
+    until(lambda: finder.store.leased == [])
+
+
+def test_promises_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
+    for number in range(MAX_PROMISES + 5):
+        lookup.find(str(number), [number.to_bytes(32)])
+    until(lambda: len(finder.store.leased) == MAX_PROMISES)
+    assert lookup.take("0", 1, "0") is None
+    taken = lookup.take("5", 1, 7)
+    assert taken is not None
+    assert len(taken[0, 0].offsets) == 8
+    # What is taken stays until it is loaded.
+    finder.now += 2 * PROMISE_S
+    lookup.end_step()
+    until(lambda: finder.store.leased == [(5).to_bytes(32)])
+    lookup.release(7)
+    until(lambda: finder.store.leased == [])
+
+
+def test_touches_are_gathered_and_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
+    for keys, now in ((KEYS[:2], 0.0), (KEYS[3:5], 0.25), (KEYS[3:4], 0.5)):
+        finder.now = now
+        lookup.touch(keys)
+        lookup.end_step()
+    until(lambda: finder.touched == [KEYS[:2], KEYS[3:5]])
+    many = [number.to_bytes(32) for number in range(40_000)]
+    for first in range(0, len(many), 100):
+        lookup.touch(many[first : first + 100])
+    finder.now = 3600.0
+    lookup.end_step()
+    until(lambda: len(finder.touched) == 3)
+    assert finder.touched[2] == many[: len(finder.touched[2])]
+    assert len(finder.touched[2]) < 20_000
+
+
+def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:
+    """The real client, with a daemon that has stopped. The limit is 50 ms; the test allows for a busy machine."""
+    with Daemon(**SMALL_STORE | {"share_store": "read"}) as daemon, KVClient(daemon.address) as client:
+        store = client.store(new_namespace(64), timeout_s=30.0)
+        store.put(keys_of(1), np.zeros((1, 64), np.uint8))
+        times: list[float] = []
+        asked = StoreLookup([StoreFinder((0, 0), store, ComputeTime(1.0))], 0.05, 1.0)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            for number in range(20):
+                asked.end_step()
+                began = time.monotonic()
+                assert asked.find(str(number), keys_of(1)) == Found(0, True)
+                times.append(time.monotonic() - began)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert 0.04 < times[0] < 5.0
+        assert sum(times[1:]) < times[0] + 5.0
+
+        def is_found() -> bool:
+            asked.end_step()
+            return asked.find("again", keys_of(1)) == Found(1, True)
+
+        until(is_found)
+        asked.close(60)
