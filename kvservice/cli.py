@@ -453,7 +453,7 @@ def bench_restart(num_blocks: int | None, gib: float | None, as_json: bool, **op
 )
 @click.option("--pool-gib", type=_Finite(0, 65_536, min_open=True), help="K/V on the device.  [default: 5; cpu: 0.3]")
 @click.option("--store-gib", type=_Finite(0, 65_536, min_open=True), help="Of each store.  [default: 16; cpu: 2]")
-@click.option("--share-store", type=click.Choice(["read", "write"]), default="write", show_default=True)
+@click.option("--share-store", type=click.Choice(["read", "auto"]), default="auto", show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median one counts.")
 @click.option("--check", is_flag=True, help="Compare tokens instead of times, where vLLM is batch-invariant.")
 @click.option("--engine", metavar="JSON", help="More options of vLLM's LLM, for all engines.")

@@ -172,7 +172,7 @@ class VLLMOptions:
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     pool_gib: float | None = None
     store_gib: float | None = None
-    share_store: str = "write"
+    share_store: str = "auto"
     rounds: int = 3
     quick: bool = False
     check: bool = False
