@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from each_row import each_row
 from kept_files import HeldFiles, at_every_line, collected_garbage
+from open_files import num_open_files
 
 from kvservice.kept import KeptState, KeptStateError, Section
 
@@ -309,14 +310,14 @@ def test_without_a_keeper_others_can_never_map_the_pool_for_writing() -> None:
 
 def test_no_descriptor_is_left_open() -> None:
     with collected_garbage() as collect:
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_files()
         keeper = HeldFiles()
         serving(keeper)
         serving(keeper, block_size=32)
         started(keeper, block_size=32).ready()
         keeper.close()
         collect()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_files() == before
 
 
 def test_without_a_keeper_memory_is_free_when_its_user_is_done() -> None:
@@ -326,10 +327,10 @@ def test_without_a_keeper_memory_is_free_when_its_user_is_done() -> None:
         state.put_descriptor("gpu", os.memfd_create("gpu"))
 
     with collected_garbage() as collect:
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_files()
         use()
         collect()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_files() == before
 
 
 def test_facts_are_values_of_json(keeper: HeldFiles) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from constants import set_constants
 from each_row import each_row
+from open_files import num_open_files
 
 from kvservice.pool import SealedMemory, await_children
 
@@ -110,12 +111,12 @@ def test_others_may_write_where_that_is_wanted() -> None:
 
 
 def test_nothing_stays() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_files()
     memory = SealedMemory("kvservice-test-sealed", NUM_BYTES, read_only=False)
     memory.close()
     memory.close()
     del memory
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_files() == before
     assert "kvservice-test-sealed" not in Path("/proc/self/maps").read_text()
 
 
@@ -146,21 +147,21 @@ def check_slices(num_bytes: int, slices: int) -> None:
 
 def test_memory_may_become_less_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     set_constants(monkeypatch, "kvservice.pool", SLICE_BYTES=SLICE_BYTES, CHECKED_BYTES=CHECKED_BYTES)
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_files()
     making = SealedMemory.in_slices("test", 2 * CHECKED_BYTES, read_only=False)
     for _ in range(CHECKED_BYTES // SLICE_BYTES):
         next(making)
     set_constants(monkeypatch, "kvservice.pool", available_bytes=lambda: CHECKED_BYTES - 1)
     with pytest.raises(OSError, match="memory"):
         next(making)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_files() == before
 
 
 def test_more_than_there_is() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_files()
     with pytest.raises(OSError, match="memory"):
         SealedMemory("test", 1 << 60, read_only=False)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open_files() == before
 
 
 def test_memory_is_used_when_no_child_process_holds_it() -> None:

@@ -14,6 +14,7 @@ import pytest
 from daemon_lives import Life
 from kept_files import HeldFiles
 from manual_clock import ManualClock
+from open_files import num_open_files
 from waiting import until
 
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
@@ -93,10 +94,10 @@ def test_memory_that_a_client_keeps_counts(budget: Any) -> None:
         await manual_loop.advance(SWEEP_S)  # and periodically
         assert budget.used_bytes == 0
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open_files()
     for read_only in (False, True):
         manual_loop.run(scenario(read_only))
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # a background thread closes them
+    until(lambda: num_open_files() <= before)  # a background thread closes them
 
 
 def test_an_error_that_is_not_about_descriptors_stays_what_it_is(budget: Any) -> None:

@@ -18,6 +18,7 @@ import manual_loop
 import pytest
 from each_row import each_row
 from manual_clock import ManualClock
+from open_files import num_open_files
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
@@ -107,10 +108,6 @@ def memory_file(content: bytes) -> int:
     return descriptor
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def fetch(where: str, token: bytes, count: int = 1) -> Coroutine[Any, Any, list[int]]:
     return asyncio.to_thread(fd_socket.fetch, where, token, count)
 
@@ -131,7 +128,7 @@ async def is_closed(connection: socket.socket) -> bool:
 
 def test_a_token_is_good_for_its_descriptors_and_once(scenario: Scenario) -> None:
     async def body(fd_server: FdServer, where: str) -> None:
-        before = num_descriptors()
+        before = num_open_files()
         files = [memory_file(b"one"), memory_file(b"two")]
         inodes = [os.fstat(descriptor).st_ino for descriptor in files]
         token = fd_server.offer(files, Owner())
@@ -141,7 +138,7 @@ def test_a_token_is_good_for_its_descriptors_and_once(scenario: Scenario) -> Non
         assert await fetch(where, token, 2) == []
         for descriptor in got:
             os.close(descriptor)
-        assert num_descriptors() <= before  # descriptors of an earlier test may be closed in the meantime
+        assert num_open_files() <= before  # descriptors of an earlier test may be closed in the meantime
 
     scenario(body)
 
@@ -166,14 +163,14 @@ def test_a_token_is_good_for_so_long(scenario: Scenario, clock: ManualClock) -> 
 def test_what_is_withdrawn_is_not_handed_over(scenario: Scenario) -> None:
     async def body(fd_server: FdServer, where: str) -> None:
         one, other = Owner(), Owner()
-        before = num_descriptors()
+        before = num_open_files()
         gone = [fd_server.offer([memory_file(b""), memory_file(b"")], one) for _ in range(3)]
         gone_alone = fd_server.offer([memory_file(b"")], other)
         kept = fd_server.offer([memory_file(b"kept")], other)
         fd_server.withdraw_all(one)
         fd_server.withdraw(gone_alone)
         fd_server.withdraw(gone_alone)
-        assert num_descriptors() == before + 1
+        assert num_open_files() == before + 1
         for token in (*gone, gone_alone):
             assert await fetch(where, token, 2) == []
         (got,) = await fetch(where, kept)
@@ -230,14 +227,14 @@ def test_a_sessions_token_says_whose_it_is(scenario: Scenario) -> None:
 
 def test_those_who_connect_and_say_nothing_are_shown_out(scenario: Scenario) -> None:
     async def body(_: FdServer, where: str) -> None:
-        before = num_descriptors()
+        before = num_open_files()
         silent = [await connect(where) for _ in range(8)]
         # A connection that is accepted after them is answered, so they are accepted by now.
         await asyncio.to_thread(fd_socket.introduce, where, SESSION_TOKEN)
         await manual_loop.advance(PRESENT_S)
         for connection in silent:
             assert await is_closed(connection)
-        assert num_descriptors() <= before
+        assert num_open_files() <= before
 
     scenario(body)
 
@@ -292,9 +289,9 @@ def test_so_many_offers_of_an_owner_may_wait(scenario: Scenario, path: Path) -> 
         fd_server.offer([memory_file(b"")], owner)
         os.close(got)
 
-    before = num_descriptors()
+    before = num_open_files()
     scenario(body)
-    assert num_descriptors() == before
+    assert num_open_files() == before
     assert not path.exists()
 
 

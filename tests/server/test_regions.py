@@ -17,6 +17,7 @@ import pytest
 from daemon_lives import Life, finish
 from each_row import each_row
 from manual_clock import ManualClock
+from open_files import num_open_files
 from shm_objects import OBJECT_BYTES, PREFIX, ShmFile, open_shm_files
 from waiting import until
 
@@ -75,10 +76,6 @@ def session(life: Life) -> Iterator[Any]:
 @pytest.fixture
 def regions(session: Any) -> Any:
     return session.regions
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # ---- a session's regions
@@ -147,14 +144,14 @@ def test_what_is_no_shared_memory_is_not_opened(regions: Any) -> None:
     for make in makes:
         path = Path("/dev/shm", f"kvservice-test-{os.getpid()}-odd")
         make(path)
-        before = num_descriptors()
+        before = num_open_files()
         try:
             with pytest.raises(RegionNotOpenedError) as caught:
                 regions.register("r", path.name, 0, 1)
         finally:
             (os.rmdir if path.is_dir() else os.unlink)(path)
         assert caught.value.field == "key"
-        assert num_descriptors() == before
+        assert num_open_files() == before
 
 
 def test_an_object_is_opened_if_its_peer_could(regions: Any, shm: ShmFile) -> None:
@@ -206,10 +203,10 @@ def test_an_object_with_a_lease_keeps_nobody_waiting(regions: Any, leased: Path)
 
 def test_a_refused_registration_leaves_nothing_open(regions: Any, shm: ShmFile) -> None:
     for offset, byte_size in ((OBJECT_BYTES, 1), (0, OBJECT_BYTES + 1), (0, 0)):
-        before = num_descriptors()
+        before = num_open_files()
         with pytest.raises(InvalidArgumentError):
             regions.register("r", shm.key, offset, byte_size)
-        assert num_descriptors() == before
+        assert num_open_files() == before
         assert regions.status("", HOST) == {}
 
 
@@ -271,7 +268,7 @@ def test_a_region_is_made_in_slices(regions: Any) -> None:
 
 
 def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(regions: Any) -> None:
-    descriptors = num_descriptors()
+    descriptors = num_open_files()
     slices = regions.create_in_slices("made", 2 << 20)
     next(slices)
     regions.close()
@@ -287,7 +284,7 @@ def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(regions: An
     next(abandoned)
     abandoned.close()
     gc.collect()  # frees the frames of the errors
-    until(lambda: num_descriptors() <= descriptors)
+    until(lambda: num_open_files() <= descriptors)
     finish(regions.create_in_slices("all", 4 << 20))
 
 

@@ -58,5 +58,5 @@ def build(family: str, **changed: Any) -> PreTrainedModel:
     # Families initialize biases and norms to constants, which would exclude them from the comparison.
     for parameter in model.parameters():
         if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     return model.eval()

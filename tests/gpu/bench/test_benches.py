@@ -28,6 +28,7 @@ def kvservice(*arguments: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.alone
 def test_attention() -> None:
     results = kvservice("bench", "attention", "--device", "cuda", "--quick", "--batch-invariant")
     assert len(results["shapes"]) == 3

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import gpu_peer
 import pytest
 from gpu_peer import Peer, download, peer
+from open_files import num_open_files
 
 from kvservice.errors import InvalidArgumentError
 
@@ -172,14 +173,14 @@ def test_memory_comes_and_goes(other: Peer) -> None:
     """Memory is opened and closed many times, as by many clients, and nothing leaks."""
     for _ in range(3):
         other.run(gpu_peer.allocate, "warm", 2 * MIB, 1)
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = num_open_files()
     before = free_bytes()
     for _ in range(40):
         handle = other.run(gpu_peer.allocate, "memory", 512 * MIB, 1)
         _cuda.IpcMemory(0, handle, 512 * MIB).close()
         other.run(gpu_peer.close, "memory")
     assert free_bytes() > before - 8 * GIB
-    assert len(os.listdir("/proc/self/fd")) <= fds + 4
+    assert num_open_files() <= fds + 4
 
 
 # --- the pool by descriptor
