@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.uint64]
 BlockIds = npt.NDArray[np.int64]
 
-# About the most bytes of one call without staging. The daemon is asked meanwhile for the blocks of the next.
-MAPPED_CALL_BYTES = 128 << 20
+# About the most bytes of one call without staging: the saves of a step are one, because each asks the daemon twice in a
+# process that computes. The daemon is asked meanwhile for the blocks of the next.
+MAPPED_CALL_BYTES = 1 << 30
 # Most loads, and most saves, that have started and not ended.
 IN_FLIGHT = 4
 # Locking a slab holds up the GPU's other work. While vLLM computes, the thread that locks rests this many times as long
