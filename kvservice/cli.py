@@ -483,7 +483,7 @@ def bench_vllm(engine: str | None, as_json: bool, **options: Any) -> None:
     failed: list[str] = []
 
     def run() -> dict[str, Any]:
-        results = vllm.run(vllm.VLLMOptions(engine=more, **chosen))
+        results = vllm.run(vllm.VLLMBenchOptions(engine=more, **chosen))
         failed.extend(vllm.failures(results))
         return results
 

@@ -30,7 +30,7 @@ from kvservice.bench.peer_process import PeerMissingError
 from kvservice.bench.vllm_workloads import WORKLOADS, Output, RequestBatch, Sizes
 from kvservice.launch import Daemon
 
-__all__ = ["SCALES", "WORKLOADS", "Output", "RequestBatch", "Sizes", "VLLMOptions", "failures", "render", "run"]
+__all__ = ["SCALES", "WORKLOADS", "Output", "RequestBatch", "Sizes", "VLLMBenchOptions", "failures", "render", "run"]
 
 BASELINE = "none"
 # The engines that are compared with the one without a connector.
@@ -162,7 +162,7 @@ SCALES["check"] = replace(SCALES["cuda"], model=llama(16, 2048, 16, 8, 128, 5632
 
 
 @dataclass(frozen=True)
-class VLLMOptions:
+class VLLMBenchOptions:
     """Options of `bench vllm`. `model` is a directory or a name that vLLM knows, `engine` are more options of vLLM's
     LLM. `check` compares tokens instead of times, in vLLM's batch-invariant mode on a CUDA device."""
 
@@ -195,7 +195,7 @@ class VLLMOptions:
         return range(1 if self.quick or self.check else 1 + self.rounds)
 
 
-def run(options: VLLMOptions) -> dict[str, Any]:
+def run(options: VLLMBenchOptions) -> dict[str, Any]:
     """Return the figures of all engines by workload, and why engines are missing. Raises PeerMissingError if there is
     no vLLM, or it does not start without a connector."""
     if importlib.util.find_spec("vllm") is None:
@@ -251,7 +251,7 @@ def leave_out(name: str, error: PeerMissingError, missing: dict[str, str]) -> No
 Turns = dict[str, dict[str, dict[int, dict[str, Any]]]]
 
 
-def measure(options: VLLMOptions, engines: dict[str, EngineProcess], missing: dict[str, str]) -> Turns:
+def measure(options: VLLMBenchOptions, engines: dict[str, EngineProcess], missing: dict[str, str]) -> Turns:
     """Let the engines take turns. One that fails is left out from then on, and says why in `missing`."""
     turns: Turns = {workload: {name: {} for name in engines} for workload in options.workloads}
     for workload in options.workloads:
@@ -351,7 +351,7 @@ def transfer_config(name: str, address: str, store_bytes: int) -> dict[str, Any]
     return {"kv_connector": TITLES[name], "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def environment_of(options: VLLMOptions) -> dict[str, str]:
+def environment_of(options: VLLMBenchOptions) -> dict[str, str]:
     invariant = {"VLLM_BATCH_INVARIANT": "1"} if options.check and options.device == "cuda" else {}
     return os.environ | ENVIRONMENT | ENVIRONMENTS[options.device] | invariant
 

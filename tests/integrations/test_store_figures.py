@@ -56,7 +56,7 @@ def session_names(daemon: Daemon) -> list[str]:
 def test_a_request_of_vllm_counts_once(
     daemon: Daemon, port: int, vllm_connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks are saved; the next request finds and loads them and misses a third."""
+    """Two blocks of three are saved; the next request finds and loads them and misses two."""
     model = "of vLLM"
     monkeypatch.setattr(vllm_connector.groups, "pipeline", SimpleNamespace(rank_in_group=1, world_size=2))
     limits = {"lookup_timeout_s": 60.0, "transfer_timeout_s": 60.0, "prefill_tokens_per_s": 4.0}
@@ -64,14 +64,16 @@ def test_a_request_of_vllm_counts_once(
     try:
         assert engine.matched(engine.request("a", KEYS[:3])) == 0
         engine.save("a", KEYS[:2], [0, 1])
-        assert is_counted(port, model, 0, 2, 0, 2)
+        assert is_counted(port, model, 0, 3, 0, 2)
         assert engine.matched(engine.request("b", KEYS)) == 2 * BLOCK_SIZE
         engine.load("b", KEYS[:2], [4, 5])
         assert engine.loaded() == ({"b"}, set())
-        engine.scheduler.update_connector_output(SimpleNamespace(finished_recving={"b"}))
+        engine.scheduler.update_connector_output(
+            SimpleNamespace(finished_recving={"b"}, kv_connector_worker_meta=None, invalid_block_ids=frozenset())
+        )
         assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
-        assert is_counted(port, model, 2, 3, 2, 2)
-        assert session_names(daemon) == ["vllm scheduler tp0 pp1", "vllm worker tp0 pp1"]
+        assert is_counted(port, model, 2, 5, 2, 2)
+        assert session_names(daemon) == [f"vllm {part} tp0 pp1" for part in ("background", "scheduler", "worker")]
     finally:
         engine.close()
 

@@ -159,7 +159,7 @@ class Engine:
         handshakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.pool = FakePool(pool_blocks)
         self.scheduler.bind_gpu_block_pool(self.pool)
-        opened = iter(self.asked)
+        opened = iter([store for store in self.asked for _ in range(2)])
         with stores_of(lambda _: next(opened)) if self.stores else contextlib.nullcontext():
             if handshakes:
                 self.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)

@@ -194,8 +194,11 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 namespace.block_bytes,
                 len(metadata),
             )
-            store = self._open(namespace, "vllm scheduler", self._options.transfer_timeout_s)
-            finders.append(StoreFinder(_rank(namespace), store, compute))
+            store, background = (
+                self._open(namespace, part, self._options.transfer_timeout_s)
+                for part in ("vllm scheduler", "vllm background")
+            )
+            finders.append(StoreFinder(_rank(namespace), store, background, compute))
             report.memories[_rank(namespace)] = worker.memory
         self._lookup = StoreLookup(finders, self._options.lookup_timeout_s, self._options.transfer_timeout_s)
         self._scheduler.use(

@@ -45,7 +45,9 @@ PROMISE_S, NOTHING_S = 10.0, 0.25
 FRESH_S = 1.0
 # Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
 # answer is used for some time, and asked for anew before that.
-MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 16384
+MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 4096
+# Answers that cost no call are reported to the daemon, which counts them, so much later and together.
+COUNTED_S = 0.2
 EXPECTED_S, RENEWED_S = 1.0, 0.4
 # Time between pings of a store that does not answer in time.
 PING_S = 0.1
@@ -73,7 +75,7 @@ class BlockFinder(Protocol):
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
-        does not count the answer."""
+        counts the answer."""
 
     def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
         """Return which blocks are there, in memory or below. The daemon counts the answer if `counted`."""
@@ -104,20 +106,22 @@ class StoreFinder:
     """A BlockFinder over a store of the client. The worker reads the blocks, so leases do not count as reads unless
     it reads under them."""
 
-    def __init__(self, rank: Rank, store: Any, compute: ComputeTime) -> None:
-        self.rank, self._store, self._compute = rank, store, compute
+    def __init__(self, rank: Rank, store: Any, background: Any, compute: ComputeTime) -> None:
+        """`background` is the same store in a session of its own: calls of a session wait for one another."""
+        self.rank, self._store, self._background, self._compute = rank, store, background, compute
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        return find_blocks(self._store, keys, self._compute, counted=False, timeout_s=timeout_s)
+        return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
 
     def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self._store.lookup(keys, counted=counted, timeout_s=timeout_s).found
+        found: npt.NDArray[np.bool_] = self._background.lookup(keys, counted=counted, timeout_s=timeout_s).found
         return found
 
     def lease(
         self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
     ) -> BlockLease:
-        lease: BlockLease = self._store.acquire(
+        store = self._background if wait_s else self._store
+        lease: BlockLease = store.acquire(
             keys,
             leading_only=True,
             counted=counted,
@@ -137,7 +141,7 @@ class StoreFinder:
         return LeasedBlocks(memory.identity, lease.offsets[:stop], lease.versions[:stop])
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._store.touch(keys)
+        self._background.touch(keys)
 
     def answers(self, timeout_s: float) -> bool:
         self._store.lookup([bytes(32)], counted=False, timeout_s=timeout_s)
@@ -145,6 +149,7 @@ class StoreFinder:
 
     def close(self) -> None:
         self._store.close()
+        self._background.close()
 
 
 class Found(NamedTuple):
@@ -207,6 +212,7 @@ class StoreLookup:
         self._expecting: Future[None] | None = None
         self._asks = True
         self._counted: list[bytes] = []
+        self._counting: Future[None] | None = None
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -317,10 +323,10 @@ class StoreLookup:
         for request_id in old:
             self.drop(request_id)
         self._ask_early(now)
-        if now >= self._touch_s + TOUCH_INTERVAL_S and (self._touched or self._counted):
-            touched, self._touched, self._touch_s = list(self._touched), {}, now
-            counted, self._counted = self._counted, []
-            self._queue.put(lambda: self._report(touched, counted))
+        if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
+            keys, self._touched, self._touch_s = list(self._touched), {}, now
+            for finder in self._finders:
+                self._queue.put(lambda finder=finder: finder.touch(keys))  # type: ignore[misc]
 
     def close(self, timeout_s: float) -> None:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
@@ -363,17 +369,22 @@ class StoreLookup:
             expected.asked_s, expected.found = asked_s, found[start:stop]
 
     def _count_later(self, keys: Sequence[bytes]) -> None:
-        """The daemon counts how many of the blocks that are asked for it has."""
+        """The daemon counts how many of the blocks that are asked for it has. It has not been asked for these."""
         if len(self._counted) < MAX_KEYS:
             self._counted += keys
+        if self._counting is None or self._counting.done():
+            self._counting = self._bringing.submit(self._count)
 
-    def _report(self, touched: Sequence[bytes], counted: Sequence[bytes]) -> None:
-        """Tell the store what was used, and what was asked for."""
-        for finder in self._finders:
-            if touched:
-                finder.touch(touched)
-            if counted:
-                finder.flags(counted, self._timeout_s, counted=True)
+    def _count(self) -> None:
+        """On a thread of its own."""
+        self._closing.wait(COUNTED_S)
+        try:
+            while keys := self._counted:
+                self._counted = []
+                for finder in self._finders:
+                    finder.flags(keys, self._timeout_s, counted=True)
+        except Exception as error:
+            self._failed("answers could not be reported", error)
 
     def _is_kept(self, promise: _Promise) -> bool:
         """Whether an answer can be given again. Renews its leases from time to time."""
@@ -404,12 +415,13 @@ class StoreLookup:
             promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
 
         try:
-            self._count_later(keys)
             num_leased = 0
             if likely:
                 self._of_each(lease)
                 num_leased = min(map(_num_leading, promise.leases.values()), default=0)
-            if num_leased < len(keys):
+            if num_leased == len(keys):
+                self._count_later(keys)
+            else:
                 found = self._of_each(lambda finder: finder.find(keys, left_s()))
                 keys = keys[: min((each.num_leading for each in found), default=0)]
                 num_in_memory = min((each.num_in_memory for each in found), default=0)
