@@ -32,7 +32,7 @@ MODELS = {"2m": Model(32, 8), "256k": Model(32, 1), "32k": Model(4, 1)}
 LATENT_MODELS = {"2m": Model(28, 0, 64), "256k": Model(14, 0), "32k": Model(2, 0)}
 BATCH_BYTES, BATCH_BYTES_QUICK = 1 << 30, 64 << 20
 ROUNDS, ROUNDS_QUICK = 7, 1
-SHARES = {"write": "mapped for writing", "read": "mapped for reading, the default"}
+SHARES = {"write": "mapped for writing", "read": "mapped for reading"}
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,
     "num_kv_heads": 1,
