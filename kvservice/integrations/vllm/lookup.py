@@ -218,6 +218,7 @@ class StoreLookup:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._bringing = ThreadPoolExecutor(NUM_BRINGING, thread_name_prefix="kvservice-bringing")
         self._asking = ThreadPoolExecutor(max(len(self._finders) - 1, 1), thread_name_prefix="kvservice-asking")
+        self._aside = ThreadPoolExecutor(2, thread_name_prefix="kvservice-aside")  # early questions, and counting
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvservice-lookup", daemon=True)
         self._thread.start()
@@ -249,13 +250,13 @@ class StoreLookup:
         self.drop(request_id)
         if not self._asks:
             return Found(0, True)
-        if self._left_s <= 0:
-            return None  # too many have asked in this step
         began = self._clock()
         expected = self._expected.get(request_id)
         if expected is not None and expected.is_miss(first, began):
             self._count_later(keys)
             return Found(0, True)
+        if self._left_s <= 0:
+            return None  # too many have asked in this step
         promise = self._ask(keys, began, likely=expected is not None and expected.is_hit(first, began), reads=reads)
         taken_s = self._clock() - began
         self._left_s -= taken_s
@@ -333,7 +334,7 @@ class StoreLookup:
         self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
-        for threads in (self._bringing, self._asking):
+        for threads in (self._bringing, self._asking, self._aside):
             threads.shutdown(wait=False, cancel_futures=True)
         for finder in self._finders:
             finder.close()
@@ -350,7 +351,7 @@ class StoreLookup:
                 if num_keys >= MAX_KEYS:
                     break
         if chosen:
-            self._expecting = self._bringing.submit(self._answer_early, chosen)
+            self._expecting = self._aside.submit(self._answer_early, chosen)
 
     def _answer_early(self, chosen: Sequence[_Expected]) -> None:
         """On a thread of its own. An error leaves the answers as they are: `find` asks."""
@@ -373,11 +374,12 @@ class StoreLookup:
         if len(self._counted) < MAX_KEYS:
             self._counted += keys
         if self._counting is None or self._counting.done():
-            self._counting = self._bringing.submit(self._count)
+            self._counting = self._aside.submit(self._count)
 
     def _count(self) -> None:
         """On a thread of its own."""
-        self._closing.wait(COUNTED_S)
+        if self._closing.wait(COUNTED_S):
+            return
         try:
             while keys := self._counted:
                 self._counted = []
