@@ -65,12 +65,10 @@ def test_a_request_of_vllm_counts_once(
         assert engine.matched(engine.request("a", KEYS[:3])) == 0
         engine.save("a", KEYS[:2], [0, 1])
         assert is_counted(port, model, 0, 3, 0, 2)
-        assert engine.matched(engine.request("b", KEYS)) == 2 * BLOCK_SIZE
-        engine.load("b", KEYS[:2], [4, 5])
-        assert engine.loaded() == ({"b"}, set())
-        engine.scheduler.update_connector_output(
-            SimpleNamespace(finished_recving={"b"}, kv_connector_worker_meta=None, invalid_block_ids=frozenset())
-        )
+        request = engine.request("b", KEYS)
+        assert engine.matched(request) == 2 * BLOCK_SIZE
+        engine.allocated(request, [4, 5, 6, 7], 2 * BLOCK_SIZE)
+        engine.compute(engine.step())
         assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
         assert is_counted(port, model, 2, 5, 2, 2)
         assert session_names(daemon) == [f"vllm {part} tp0 pp1" for part in ("background", "scheduler", "worker")]
