@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvservice.demo.model import Picker, build_model, generate_alone
@@ -20,6 +21,7 @@ class Watched(Picker):
         return scores
 
 
+@pytest.mark.slow
 def test_the_tokens_are_far_from_ties() -> None:
     """Rounding changes logits by about 1e-5. The picked token leads by much more in every step of the demo."""
     model, leads = build_model(), list[float]()

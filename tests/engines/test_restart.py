@@ -113,7 +113,7 @@ class EndsAt:
             raise self.error
 
 
-@pytest.mark.parametrize("num_steps", [0, 15])
+@pytest.mark.parametrize("num_steps", [pytest.param(0, marks=pytest.mark.slow), 15])
 def test_a_killed_engine_goes_on(
     num_steps, run_doomed, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch
 ) -> None:
