@@ -215,7 +215,8 @@ def run(options: VLLMBenchOptions) -> dict[str, Any]:
         # They start side by side.
         engines = {}
         for name in names:
-            setup = {"llm": llm_options(name, str(model), address, scale), "sizes": asdict(scale.sizes)}
+            llm = llm_options(name, str(model), address, scale, patient=options.check)
+            setup = {"llm": llm, "sizes": asdict(scale.sizes)}
             environment = environment_of(options)
             engines[name] = stack.enter_context(EngineProcess(name, setup, environment, logs / f"{name}.log"))
         ready: dict[str, Any] = {}
@@ -319,7 +320,7 @@ def failures(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def llm_options(name: str, model: str, address: str, scale: Scale) -> dict[str, Any]:
+def llm_options(name: str, model: str, address: str, scale: Scale, *, patient: bool) -> dict[str, Any]:
     """Return the options of vLLM's LLM for an engine."""
     local = Path(model).is_dir()
     options = {
@@ -331,11 +332,15 @@ def llm_options(name: str, model: str, address: str, scale: Scale) -> dict[str, 
         "prefix_caching_hash_algo": "sha256_cbor",
         "disable_log_stats": False,
     }
-    transfer = transfer_config(name, address, int(scale.store_gib * GIB))
+    transfer = transfer_config(name, address, int(scale.store_gib * GIB), patient=patient)
     return options | scale.engine | ({} if transfer is None else {"kv_transfer_config": transfer})
 
 
-def transfer_config(name: str, address: str, store_bytes: int) -> dict[str, Any] | None:
+# Where tokens are compared and not times, nothing is missed because the machine is slow.
+PATIENT = {"lookup_timeout_s": 30.0, "transfer_timeout_s": 30.0}
+
+
+def transfer_config(name: str, address: str, store_bytes: int, *, patient: bool) -> dict[str, Any] | None:
     """Return vLLM's `kv_transfer_config`. What `--kv-offloading-size` sets for its own connectors is the same."""
     if name == BASELINE:
         return None
@@ -345,7 +350,7 @@ def transfer_config(name: str, address: str, store_bytes: int) -> dict[str, Any]
             "kv_role": "kv_both",
             "kv_connector_module_path": "kvservice.integrations.vllm",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"address": address},
+            "kv_connector_extra_config": {"address": address} | (PATIENT if patient else {}),
         }
     extra = {"cpu_bytes_to_use": store_bytes}
     return {"kv_connector": TITLES[name], "kv_role": "kv_both", "kv_connector_extra_config": extra}

@@ -24,7 +24,7 @@ class VLLMOptions(ConnectorOptions):
         "max_held_percent": (0, 50),
     }
 
-    lookup_timeout_s: float = 0.05
+    lookup_timeout_s: float = 0.25
     """How long in seconds a step of the scheduler waits for a look-up. What is late is a miss, and the daemon is not
     asked again before it answers in time. When all look-ups of a step have taken as long, others wait for the next."""
     max_step_load_mib: float = 512.0
