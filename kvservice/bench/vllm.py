@@ -264,7 +264,7 @@ def measure(options: VLLMBenchOptions, engines: dict[str, EngineProcess], missin
                     leave_out(name, error, missing)
                     continue
                 said = (f"{one['row']} {one['value']:.4g} {one['unit']}" for one in turn["figures"])
-                # Who waits for minutes, or is stopped, has these.
+                # A run takes minutes. Whoever watches it or stops it has these figures.
                 print(f"{workload}, round {number}, {name}: {'; '.join(said)}", file=sys.stderr, flush=True)
     return {workload: {n: one for n, one in by.items() if n not in missing} for workload, by in turns.items()}
 

@@ -1,4 +1,4 @@
-"""What `bench vllm` asks engines for: the prompts of each workload, and the figures of one turn with it.
+"""`bench vllm` asks engines for the prompts of each workload, and takes figures of one turn with it.
 
 Prompts are token ids that depend on the workload, the turn and their number only, so all engines get the same ones.
 Every turn leaves the engine idle, with everything saved that its connector saves.
@@ -21,7 +21,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class Output:
-    """What a step brings of a request: its new tokens, and how many tokens of its prompt were not computed."""
+    """A step brings new tokens of a request, and tells how many tokens of its prompt were not computed."""
 
     request: str
     tokens: Sequence[int]

@@ -1,5 +1,5 @@
-"""What the bytes of a block depend on: a model and its weights, which keep K/V of different models in different
-namespaces of the store, and adapters (LoRA), which are part of the keys."""
+"""The bytes of a block depend on a model and its weights, which keep K/V of different models in different namespaces of
+the store, and on adapters (LoRA), which are part of the keys."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _StepLoading:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What vLLM was told about a request that has `num_local` blocks."""
+    """vLLM was told this about a request of which it has `num_local` blocks itself."""
 
     num_local: int
     in_step: bool = False
@@ -158,7 +158,7 @@ class ConnectorScheduler:
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
-        # What the next step tells the workers.
+        # The next step tells the workers these.
         self._loads: list[BlockLoad] = []
         self._step_loads: list[StepLoad] = []
         self._step_bytes = 0
