@@ -163,7 +163,7 @@ class DiskIndex {
   void mark(Slab& slab, uint32_t number);
   void queue(Slab& slab, uint32_t number);
   void rewrite(uint64_t place);
-  void revive(Slab& slab, uint32_t number);
+  bool revive(Slab& slab, uint32_t number);
   void fail_record(Slot& slot);
   static bool is_ready(const Sector& sector);
   void encode(Slab& slab, uint32_t number, char* image, SectorWrite& write) const;

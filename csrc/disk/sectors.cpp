@@ -13,19 +13,19 @@ void DiskIndex::mark(Slab& slab, uint32_t number) {
   Sector& sector = slab.sectors[number];
   if (sector.num_pending < kMaxPending) ++sector.num_pending;
   if (sector.dirty) return;
-  revive(slab, number);
+  // What failed is an old change still, so that a removal that waits for it does not end before it is on disk.
+  if (!revive(slab, number)) sector.since = ++change_;
   sector.dirty = true;
-  sector.since = ++change_;
   outstanding_.insert(sector.since);
 }
 
-// A sector that failed will be written again: its slots are to come again.
-void DiskIndex::revive(Slab& slab, uint32_t number) {
-  if (failed_.erase(place_of(slab.number, number)) == 0) return;
+// Returns whether the sector failed: then it will be written again, and its slots are to come again.
+bool DiskIndex::revive(Slab& slab, uint32_t number) {
+  if (failed_.erase(place_of(slab.number, number)) == 0) return false;
   if (number == 0) {
     counts_.broken_bytes -= geometry_.slab_bytes;
     if (slab.size_class != nullptr) slab.size_class->num_coming += slab.num_slots;
-    return;
+    return true;
   }
   const uint32_t first = (number - 1) * kSectorRecords;
   for (uint32_t i = first; i < first + kSectorRecords && i < slab.num_fresh; ++i) {
@@ -35,6 +35,7 @@ void DiskIndex::revive(Slab& slab, uint32_t number) {
     ++slab.size_class->num_coming;
     counts_.broken_bytes -= slab.size_class->stride;
   }
+  return true;
 }
 
 bool DiskIndex::is_ready(const Sector& sector) {
@@ -109,7 +110,11 @@ void DiskIndex::end_sector(const SectorWrite& write, bool written, std::vector<R
     for (const auto& [slot, before] : write.slots) end_record(*slot, before, written, recorded);
   }
   if (!dirty) return;
-  revive(slab, write.sector);
+  if (revive(slab, write.sector)) {
+    outstanding_.erase(outstanding_.find(sector.since));
+    outstanding_.insert(write.change);
+    sector.since = write.change;
+  }
   queue(slab, write.sector);
 }
 

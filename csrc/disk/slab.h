@@ -52,7 +52,7 @@ struct Slot {
 
 // A sector of the records of a slab, or its header.
 struct Sector {
-  uint64_t since = 0;       // its first change that is not being written
+  uint64_t since = 0;       // its first change that is not on disk and not being written
   uint8_t num_writing = 0;  // values being written whose records are here
   uint8_t num_pending = 0;  // changes since the last write
   bool dirty = false;

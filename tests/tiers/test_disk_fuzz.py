@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "csrc"
-STEPS = 200_000
+STEPS = 2_000_000
 
 
 def test_random_calls_and_kills_under_sanitizers(tmp_path: Path) -> None:
