@@ -191,12 +191,12 @@ def test_a_cancelled_get_ends_when_the_child_has_let_go_of_the_memory(
 ) -> None:
     blocks = Blocks()
     blocks.fill(0)
-    monkeypatch.setattr(tier_module, "TRANSFER_S", 1.0)
 
     async def work() -> None:
         async with opened(cluster, blocks) as tier:
             space, values = blocks.space(b"cancelled"), blocks.values(0)
             await tier.put(space, values)
+            monkeypatch.setattr(tier_module, "TRANSFER_S", 1.0)
             pid = child()
             os.kill(pid, signal.SIGSTOP)
             get = asyncio.ensure_future(tier.get(space, blocks.at(5, keys=values.keys)))
