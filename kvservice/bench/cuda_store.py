@@ -87,10 +87,10 @@ class StandIn:
         self._worker.before_step(step)
         self._worker.start_loads(step)
         while time.perf_counter() < start + TIMEOUT_S:
-            finished, failed = self._worker.end_step(computes=True)
-            if failed:
+            ended = self._worker.end_step(computes=True)
+            if ended.wrong:
                 raise InternalError("blocks were not found")
-            if finished:
+            if ended.loaded:
                 return time.perf_counter() - start
             time.sleep(50e-6)
         raise InternalError("the load has not ended")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from each_row import each_row
 from fake_store import FakeStore
-from vllm_connector import FullAttentionSpec, cache_config, connector_config, stores_of
+from vllm_connector import FullAttentionSpec, SlidingWindowSpec, cache_config, connector_config, stores_of
+from vllm_requests import BLOCK_SIZE
 from vllm_stub import Role
 
 from kvservice.client import StoreNamespace
@@ -20,9 +21,6 @@ from kvservice.errors import InvalidArgumentError
 
 
 class MLAAttentionSpec: ...
-
-
-class SlidingWindowSpec: ...
 
 
 class MambaSpec: ...
@@ -89,13 +87,14 @@ def test_random_seeds_are_refused_unless_vllm_has_a_seed_of_its_own(
     start(vllm_connector)
 
 
-def test_models_whose_requests_do_not_keep_their_blocks_are_refused(vllm_connector: Any) -> None:
+def test_models_whose_blocks_are_not_the_kv_of_their_tokens_are_refused(vllm_connector: Any) -> None:
     rows: list[tuple[object, ...]] = [
-        (FullAttentionSpec(), SlidingWindowSpec()),
-        (SlidingWindowSpec(),),
         (MambaSpec(),),
+        (FullAttentionSpec(), MambaSpec()),
         (PrefixLMSpec(),),
-        (several(FullAttentionSpec(), SlidingWindowSpec()),),
+        (several(FullAttentionSpec(), SlidingWindowSpec(8)),),
+        (several(SlidingWindowSpec(4), SlidingWindowSpec(8)),),
+        (FullAttentionSpec(), SlidingWindowSpec(8, block_size=2 * BLOCK_SIZE)),
     ]
     with each_row() as row:
         for specs in rows:

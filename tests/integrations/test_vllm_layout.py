@@ -179,3 +179,12 @@ def test_other_layouts_and_devices_are_refused(vllm_connector: Any) -> None:
         for kv_caches, what in rows:
             with row(what), pytest.raises(InvalidArgumentError, match=what):
                 namespace_of(vllm_connector, kv_caches)
+
+
+def test_memory_that_layers_share_is_saved_once_if_their_blocks_are_the_same() -> None:
+    """Layers of several groups of K/V caches lie in the same memory, each with blocks of its own."""
+    memory = torch.zeros(NUM_BLOCKS, 2 * HEADS * SIZE * HEAD, dtype=torch.float16)
+    page, other = memory.view(NUM_BLOCKS, HEADS, SIZE, 2 * HEAD), memory.view(NUM_BLOCKS, 2 * HEADS, SIZE, HEAD)
+    assert block_layout({"one": page, "other": other}, NUM_BLOCKS).block_bytes == memory[0].nbytes
+    with pytest.raises(InvalidArgumentError, match="share memory"):
+        block_layout({"one": page, "other": memory.view(2, NUM_BLOCKS, SIZE, HEADS, HEAD)}, NUM_BLOCKS)

@@ -14,7 +14,7 @@ import pytest
 from fake_store import FakeLease, FakeStore
 from store_daemons import SMALL_STORE, keys_of, new_namespace
 from vllm_connector import Engine, connector_config
-from vllm_requests import BLOCK_SIZE, FakeRequest
+from vllm_requests import BLOCK_SIZE, FakeRequest, wanted
 from waiting import until
 
 from kvservice.client import KVClient
@@ -210,12 +210,12 @@ def lookup(finder: Any) -> Iterator[StoreLookup]:
 
 def test_a_step_asks_no_more_when_its_time_is_used_up(finder: Any, lookup: StoreLookup) -> None:
     finder.answers_s = 0.03
-    assert lookup.find("a", [bytes(32)]) == Found(1, True)
-    assert lookup.find("b", [bytes(32)]) == Found(1, True)
-    assert lookup.find("c", [bytes(32)]) is None
-    assert lookup.find("a", [bytes(32)]) == Found(1, True)
+    assert lookup.find("a", wanted([bytes(32)])) == Found(1, True)
+    assert lookup.find("b", wanted([bytes(32)])) == Found(1, True)
+    assert lookup.find("c", wanted([bytes(32)])) is None
+    assert lookup.find("a", wanted([bytes(32)])) == Found(1, True)
     lookup.end_step()
-    assert lookup.find("c", [bytes(32)]) == Found(1, True)
+    assert lookup.find("c", wanted([bytes(32)])) == Found(1, True)
     assert finder.limits_s == [0.05] * 3
 
 
@@ -236,8 +236,8 @@ def test_what_is_known_to_be_missing_costs_no_call(finder: Any, lookup: StoreLoo
     """It is counted by the daemon all the same."""
     finder.missing = {KEYS[2], KEYS[3]}
     expect(finder, lookup, KEYS[2:3], KEYS[:4])
-    until(lambda: lookup.find("0", KEYS[2:3]) == Found(0, True))
-    until(lambda: lookup.find("1", KEYS[2:4], 2) == Found(0, True))
+    until(lambda: lookup.find("0", wanted(KEYS[2:3])) == Found(0, True))
+    until(lambda: lookup.find("1", wanted(KEYS[2:4], 2)) == Found(0, True))
     assert (finder.asked, finder.leases) == ([], [])
     until(lambda: {key for keys in finder.counted for key in keys} == {KEYS[2], KEYS[3]})
 
@@ -245,18 +245,18 @@ def test_what_is_known_to_be_missing_costs_no_call(finder: Any, lookup: StoreLoo
 def test_what_is_known_to_be_there_is_leased_at_once(finder: Any, lookup: StoreLookup) -> None:
     finder.missing = {KEYS[0]}
     expect(finder, lookup, KEYS)
-    until(lambda: lookup.find("0", KEYS) == Found(0, True))
-    assert lookup.find("0", KEYS[1:], 1) == Found(5, True)
+    until(lambda: lookup.find("0", wanted(KEYS)) == Found(0, True))
+    assert lookup.find("0", wanted(KEYS[1:], 1)) == Found(5, True)
     assert (finder.asked, len(finder.leases)) == ([], 1)
 
 
 def test_an_early_answer_is_renewed_and_not_used_when_it_is_old(finder: Any, lookup: StoreLookup) -> None:
     finder.missing = set(KEYS)
     expect(finder, lookup, KEYS)
-    until(lambda: lookup.find("0", KEYS) == Found(0, True))
+    until(lambda: lookup.find("0", wanted(KEYS)) == Found(0, True))
     finder.missing = set()
     finder.now += EXPECTED_S
-    assert lookup.find("0", KEYS) == Found(6, True), "it has been asked for"
+    assert lookup.find("0", wanted(KEYS)) == Found(6, True), "it has been asked for"
     assert len(finder.asked) == 1
     num_early = len(finder.early)
     finder.now += RENEWED_S
@@ -268,7 +268,7 @@ def test_blocks_far_behind_in_a_prompt_are_asked_for(finder: Any, lookup: StoreL
     keys = [number.to_bytes(32) for number in range(MAX_KEYS_EACH + 2)]
     finder.missing = set(keys)
     expect(finder, lookup, keys)
-    assert lookup.find("0", keys[MAX_KEYS_EACH:], MAX_KEYS_EACH) == Found(2, True)
+    assert lookup.find("0", wanted(keys[MAX_KEYS_EACH:], MAX_KEYS_EACH)) == Found(2, True)
 
 
 @pytest.mark.parametrize("ends", ["scheduled", "finished"])
@@ -289,26 +289,26 @@ def test_a_request_that_waits_no_more_is_not_asked_for(finder: Any, lookup: Stor
 def test_a_late_answer_is_used_and_the_next_ones_are_misses(finder: Any, lookup: StoreLookup) -> None:
     """Until the daemon answers in time."""
     finder.answers_s = 0.05
-    assert lookup.find("a", [bytes(32)]) == Found(1, True)
+    assert lookup.find("a", wanted([bytes(32)])) == Found(1, True)
     lookup.end_step()
-    assert lookup.find("c", [bytes(32)]) == Found(0, True)
+    assert lookup.find("c", wanted([bytes(32)])) == Found(0, True)
     assert len(finder.asked) == 1
-    assert lookup.find("a", [bytes(32)]) == Found(1, True), "a promise is a promise"
+    assert lookup.find("a", wanted([bytes(32)])) == Found(1, True), "a promise is a promise"
     finder.is_back.set()
     until(lambda: lookup.asks)
-    assert lookup.find("c", [bytes(32)]) == Found(1, True)
+    assert lookup.find("c", wanted([bytes(32)])) == Found(1, True)
 
 
 def test_a_promise_is_renewed_and_dropped_in_the_end(finder: Any, lookup: StoreLookup) -> None:
-    assert lookup.find("a", KEYS) == Found(6, True)
+    assert lookup.find("a", wanted(KEYS)) == Found(6, True)
     (lease,) = finder.leases
     for _ in range(3):
         finder.now += FRESH_S
-        assert lookup.find("a", KEYS) == Found(6, True)
+        assert lookup.find("a", wanted(KEYS)) == Found(6, True)
     assert (finder.store.calls, len(finder.asked)) == (["renew"] * 3, 1)
     finder.now += FRESH_S
     lease.alive = False  # the daemon has restarted
-    assert lookup.find("a", KEYS) == Found(6, True)
+    assert lookup.find("a", wanted(KEYS)) == Found(6, True)
     assert len(finder.asked) == 2
     finder.now += PROMISE_S
     lookup.end_step()
@@ -317,7 +317,7 @@ def test_a_promise_is_renewed_and_dropped_in_the_end(finder: Any, lookup: StoreL
 
 def test_promises_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
     for number in range(MAX_PROMISES + 5):
-        lookup.find(str(number), [number.to_bytes(32)])
+        lookup.find(str(number), wanted([number.to_bytes(32)]))
     until(lambda: len(finder.store.leased) == MAX_PROMISES)
     assert lookup.take("0", 1, "0") is None
     taken = lookup.take("5", 1, 7)
@@ -360,7 +360,7 @@ def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:
             for number in range(20):
                 asked.end_step()
                 began = time.monotonic()
-                assert asked.find(str(number), keys_of(1)) == Found(0, True)
+                assert asked.find(str(number), wanted(keys_of(1))) == Found(0, True)
                 times.append(time.monotonic() - began)
         finally:
             daemon.process.send_signal(signal.SIGCONT)
@@ -369,7 +369,7 @@ def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:
 
         def is_found() -> bool:
             asked.end_step()
-            return asked.find("again", keys_of(1)) == Found(1, True)
+            return asked.find("again", wanted(keys_of(1))) == Found(1, True)
 
         until(is_found)
         asked.close(60)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_store import FakeStore
 from vllm_connector import Engine, FakePool, connector_config
-from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, chain
+from vllm_requests import FULL, FakeOutput, FakeRequest, chain
 from waiting import until
 
 from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
@@ -501,12 +501,12 @@ def test_vllm_forgets_its_prefix_cache_while_blocks_are_held(engine: OpenEngine)
 
 
 def test_workers_that_do_not_report_hold_no_blocks_for_ever() -> None:
-    options = SchedulingOptions(BLOCK_SIZE, loads=True, saves=True, max_step_bytes=0, max_held=0.5, save_decode=False)
+    options = SchedulingOptions(FULL, loads=True, saves=True, max_step_bytes=0, max_held=0.5, save_decode=False)
     times = [0.0]
     scheduler, pool = ConnectorScheduler(options, clock=lambda: times[0]), FakePool(20)
     scheduler.bind(pool)
     request = FakeRequest("a", TOKENS)
-    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
     (save,) = scheduler.step(FakeOutput({"a": 18}, new=[(request, [1, 2, 3, 4, 5], 0)])).saves
     times[0] = HOLD_S - 1
     assert not scheduler.step(FakeOutput({})).abandoned

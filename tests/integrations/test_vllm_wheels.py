@@ -24,10 +24,14 @@ UNPACKED = ("vllm/v1/", "vllm/config/", "vllm/distributed/", "vllm/model_executo
 CONNECTOR = Path(kvservice.__file__).parent / "integrations" / "vllm"
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 # Overridden methods that the base class has only since a version. An older vLLM does not call them.
-SINCE = {"requires_kv_delivery": (0, 27), "has_pending_block_frees": (0, 30)}
+SINCE = {"requires_kv_delivery": (0, 27), "has_pending_block_frees": (0, 30), "get_transfer_results": (0, 31)}
 # What the connector uses of vLLM's objects.
 USED = {
-    ("vllm/v1/core/block_pool.py", "BlockPool"): "touch free_blocks reset_prefix_cache num_gpu_blocks blocks",
+    ("vllm/v1/core/block_pool.py", "BlockPool"): "touch free_blocks reset_prefix_cache get_cached_block "
+    "num_gpu_blocks blocks",
+    ("vllm/v1/kv_cache_interface.py", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
+    ("vllm/v1/kv_cache_interface.py", "SlidingWindowSpec"): "sliding_window",
+    ("vllm/v1/kv_cache_interface.py", "ChunkedLocalAttentionSpec"): "attention_chunk_size",
     ("vllm/v1/core/kv_cache_utils.py", "KVCacheBlock"): "ref_cnt",
     (
         "vllm/v1/core/sched/output.py",
@@ -119,7 +123,7 @@ def takes(own: ast.FunctionDef, base: ast.FunctionDef) -> bool:
 def test_overridden_methods_are_those_of_the_base_class(sources: Path) -> None:
     version = tuple(int(part) for part in sources.name.split(".")[:2])
     own = methods(class_of(CONNECTOR / "connector.py", "KVServiceConnector"))
-    base = methods(class_of(sources / BASE, "KVConnectorBase_V1"))
+    base = methods(class_of(sources / BASE, "KVConnectorBase_V1")) | methods(class_of(sources / BASE, "SupportsHMA"))
     overridden = {name for name in own if not name.startswith("_")} | {"__init__"}
     assert overridden - base.keys() == {name for name, since in SINCE.items() if since > version}
     assert {name for name in overridden & base.keys() if not takes(own[name], base[name])} == set()

@@ -14,12 +14,9 @@ RANK = 8
 
 
 def save_tiny_llama(directory: Path) -> None:
-    """Write config, float32 weights and tokenizer. The token of id `n` is the word `wn`."""
+    """Write config, float32 weights and tokenizer."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -37,6 +34,16 @@ def save_tiny_llama(directory: Path) -> None:
         eos_token_id=1,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer for which the token of id `n` is the word `wn`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w2"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2").save_pretrained(

@@ -85,7 +85,8 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
 
 def cache_config(*specs: object, num_blocks: int = NUM_BLOCKS) -> Any:
     """Return a KVCacheConfig with a group for each spec."""
-    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (FullAttentionSpec(),)]
+    specs = specs or (FullAttentionSpec(),)
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{n}"]) for n, spec in enumerate(specs)]
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks)
 
 
@@ -95,6 +96,11 @@ def stores_of(open_store: Callable[[str], Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVClient, "store", lambda _client, _namespace, **options: open_store(options["name"]))
         yield
+
+
+class SlidingWindowSpec:
+    def __init__(self, sliding_window: int, block_size: int = BLOCK_SIZE) -> None:
+        self.sliding_window, self.block_size = sliding_window, block_size
 
 
 class FakeBlock:
@@ -108,6 +114,11 @@ class FakePool:
     def __init__(self, num_blocks: int) -> None:
         self.num_gpu_blocks = num_blocks
         self.blocks = [FakeBlock(block_id) for block_id in range(num_blocks)]
+        self.cached: dict[tuple[bytes, int], int] = {}
+
+    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[FakeBlock] | None:
+        found = [self.cached.get((block_hash, group)) for group in groups]
+        return None if None in found else [self.blocks[block_id] for block_id in found if block_id is not None]
 
     @property
     def used(self) -> set[int]:
@@ -141,6 +152,7 @@ class Engine:
         layers: dict[str, torch.Tensor] | None = None,
         num_blocks: int = NUM_BLOCKS,
         pool_blocks: int = 100 * NUM_BLOCKS,
+        specs: Sequence[object] = (),
     ) -> None:
         self.stores = [store for store in stores if store is not None]
         self.asked = [FakeStore(store.values) for store in self.stores]
@@ -150,12 +162,12 @@ class Engine:
         self.workers = []
         for rank, store in enumerate(stores):
             groups.rank_in_group, groups.world_size = rank, len(stores)
-            worker = connector(config, Role.WORKER, cache_config(num_blocks=num_blocks))
+            worker = connector(config, Role.WORKER, cache_config(*specs, num_blocks=num_blocks))
             with contextlib.nullcontext() if store is None else stores_of(lambda _, store=store: store):  # type: ignore[misc]
                 worker.register_kv_caches(self.layers)
             self.workers.append(worker)
         groups.rank_in_group, groups.world_size = 0, 1
-        self.scheduler = connector(config, Role.SCHEDULER, cache_config(num_blocks=num_blocks))
+        self.scheduler = connector(config, Role.SCHEDULER, cache_config(*specs, num_blocks=num_blocks))
         handshakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.pool = FakePool(pool_blocks)
         self.scheduler.bind_gpu_block_pool(self.pool)
@@ -193,8 +205,11 @@ class Engine:
     def matched(self, request: FakeRequest, num_computed: int = 0) -> int:
         return self.asked_for(request, num_computed)[0]
 
-    def allocated(self, request: FakeRequest, block_ids: Sequence[int], num_external: int = 0) -> None:
-        blocks = SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
+    def allocated(
+        self, request: FakeRequest, block_ids: Sequence[int], num_external: int = 0, *others: Sequence[int]
+    ) -> None:
+        """`others` are the blocks of other groups."""
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(block_ids), *map(list, others)))
         self.scheduler.update_state_after_alloc(request, blocks, num_external)
 
     @staticmethod

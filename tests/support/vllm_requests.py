@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kvservice.integrations.vllm.groups import CacheGroups, Group, Wanted
+
 BLOCK_SIZE = 4
+FULL = CacheGroups([Group()], BLOCK_SIZE)
 
 
 def chain(tokens: Sequence[int]) -> list[bytes]:
     """Return the hashes of the full blocks of tokens."""
     full = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
     return [hashlib.sha256(bytes(tokens[:stop])).digest() for stop in full]
+
+
+def wanted(keys: Sequence[bytes], first: int = 0, groups: CacheGroups = FULL) -> Wanted:
+    """Return blocks of a prompt that has a token more."""
+    return Wanted(list(keys), groups, first, (first + len(keys) // len(groups)) * groups.block_size)
 
 
 @dataclass

@@ -32,6 +32,12 @@ class ConnectorBase:
     def _get_connector_metadata(self) -> Any:
         return self._metadata
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        sent, received = self.get_finished(finished_req_ids)  # type: ignore[attr-defined]
+        return SimpleNamespace(
+            finished_sending=set(sent or ()), finished_recving=set(received or ()), failed_recving=set()
+        )
+
 
 class WorkerMetadata:
     """KVConnectorWorkerMetadata."""
@@ -75,7 +81,9 @@ def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
             "KVConnectorHandshakeMetadata": type("KVConnectorHandshakeMetadata", (), {}),
             "KVConnectorMetadata": type("KVConnectorMetadata", (), {}),
             "KVConnectorRole": Role,
+            "KVConnectorTransferResults": SimpleNamespace,
             "KVConnectorWorkerMetadata": WorkerMetadata,
+            "SupportsHMA": type("SupportsHMA", (), {}),
         },
         f"{v1}.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Stats},
         "vllm.distributed.parallel_state": {

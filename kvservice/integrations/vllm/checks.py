@@ -11,8 +11,6 @@ from kvservice.integrations.common.options import ConnectorOptions
 
 # Algorithms of vLLM whose hashes have 32 bytes.
 KEY_ALGORITHMS = ("sha256", "sha256_cbor")
-# Kinds of attention in which a request keeps every block until it ends.
-SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,9 @@ class VLLMOptions(ConnectorOptions):
     """Save the blocks of generated tokens, too."""
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any, *, fixed_seed: bool) -> None:
+def check_supported(vllm_config: Any, *, fixed_seed: bool) -> None:
     """`fixed_seed`: the hashes of blocks do not depend on the process. Raises InvalidArgumentError with the remedy."""
     _check_keys(vllm_config.cache_config, fixed_seed)
-    _check_groups(kv_cache_config)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -75,21 +72,3 @@ def _check_keys(cache_config: Any, fixed_seed: bool) -> None:
             "set PYTHONHASHSEED to the same number for all of them",
             field="PYTHONHASHSEED",
         )
-
-
-def _check_groups(kv_cache_config: Any) -> None:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise InvalidArgumentError(
-            f"the model has {len(groups)} groups of K/V caches; set --disable-hybrid-kv-cache-manager",
-            field="kv_cache_groups",
-        )
-    spec = groups[0].kv_cache_spec
-    for part in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        kind = type(part).__name__
-        if kind not in SUPPORTED_SPECS:
-            raise InvalidArgumentError(
-                f"{kind} is not supported: only full attention keeps all blocks of a request", field="kv_cache_spec"
-            )
-        if getattr(part, "non_causal", False):
-            raise InvalidArgumentError("the K/V of a token depend on later tokens", field="kv_cache_spec")

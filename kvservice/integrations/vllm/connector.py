@@ -23,12 +23,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvservice.client import KVClient, Store, StoreNamespace
-from kvservice.integrations.common.identity import session_name
+from kvservice.integrations.common.identity import digest, session_name
 from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.vllm import versions
 from kvservice.integrations.vllm.checks import VLLMOptions, check_supported
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout
 from kvservice.integrations.vllm.gpu_copies import block_copier
+from kvservice.integrations.vllm.groups import CacheGroups
 from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup
 from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
@@ -70,7 +71,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # type: ignore[misc]
     """See the package. vLLM makes one object for its scheduler and one for each worker."""
 
     if (_source := versions.cache_hit_source()) is not None:
@@ -82,17 +83,19 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
         self._options = options = VLLMOptions.of(transfer.kv_connector_extra_config)
-        check_supported(vllm_config, kv_cache_config, fixed_seed=versions.has_fixed_seed())
+        check_supported(vllm_config, fixed_seed=versions.has_fixed_seed())
+        self._groups = CacheGroups.of(kv_cache_config, vllm_config.cache_config.block_size)
         self._client: KVClient | None = None
         self._lookup: StoreLookup | None = None
         self._worker: ConnectorWorker | None = None
         self._namespace: StoreNamespace | None = None
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         # Verified loads fail one by one, which vLLM must be able to mend.
         max_step_mib = 0 if options.verify else options.max_step_load_mib
         self._scheduler = ConnectorScheduler(
             SchedulingOptions(
-                block_size=vllm_config.cache_config.block_size,
+                groups=self._groups,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 max_step_bytes=max_step_mib * MIB,
@@ -128,7 +131,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             copier,
             layout.block_bytes,
             rank=_rank(self._namespace),
-            recomputes=not versions.schedules_ahead(self._vllm_config),
+            recomputes=len(self._groups) == 1 and not versions.schedules_ahead(self._vllm_config),
         )
 
     def get_handshake_metadata(self) -> WorkerNamespace | None:
@@ -157,9 +160,18 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         if self._worker is None:
             return None, None
-        finished, failed = self._worker.end_step(computes=self._step().computes)
-        self._failed_blocks |= failed
-        return None, finished
+        ended = self._worker.end_step(computes=self._step().computes)
+        if len(self._groups) == 1:
+            self._failed_blocks |= ended.wrong
+        else:
+            self._failed_requests |= ended.failed
+        return None, ended.loaded
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM calls this since 0.31."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving, self._failed_requests = self._failed_requests, set()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -213,7 +225,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(self._scheduler.step(scheduler_output))
@@ -222,11 +234,17 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, ReportMetadata) else WorkerReport()
         self._scheduler.received(
-            report, connector_output.finished_recving or (), connector_output.invalid_block_ids or frozenset()
+            report,
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids or frozenset(),
+            getattr(connector_output, "failed_recving", None) or frozenset(),
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """vLLM may give the blocks back at once: those that are being saved are held."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         self._scheduler.finished(request, block_ids)
         return False, None
 
@@ -284,10 +302,18 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             layout,
             engine=f"vLLM {vllm.__version__}, {self._backends()} on {_processor(device)}{invariant}",
             layers=list(kv_caches),
+            groups=self._groups_of_layers(),
             weights=self._options.weights,
             tensor_parallel=get_tp_group(),
             pipeline_parallel=get_pp_group(),
         )
+
+    def _groups_of_layers(self) -> str:
+        """Return which layers are in which group; "" if all need all blocks."""
+        if self._groups.leading:
+            return ""
+        layers = (digest(*group.layer_names)[:16] for group in self._kv_cache_config.kv_cache_groups)
+        return f"{self._groups}; {', '.join(layers)}"
 
     def _backends(self) -> str:
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase).values()

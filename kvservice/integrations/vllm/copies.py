@@ -3,10 +3,10 @@ they are and never interpreted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -54,6 +54,10 @@ class _Piece:
     num_bytes: int
     memory: torch.Tensor
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.address, self.stride, self.num_bytes
+
     def followed_by(self, other: _Piece) -> bool:
         return (
             other.address == self.address + self.num_bytes
@@ -63,13 +67,16 @@ class _Piece:
 
 
 def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
-    """Find the blocks in the tensors that vLLM registers, one per layer. Layers that share a tensor are saved once.
+    """Find the blocks in the tensors that vLLM registers, one per layer. Memory that layers share, each for its own
+    blocks, is saved once.
 
-    Raises InvalidArgumentError naming the layer, if its blocks cannot be found or are scattered too widely.
+    Raises InvalidArgumentError naming the layer, if its blocks cannot be found or are scattered too widely, or if it
+    shares memory with another one whose blocks are others.
     """
     pieces: list[_Piece] = []
     descriptions = []
     seen = set()
+    used: set[tuple[int, int, int]] = set()
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"{type(tensor).__name__} is not one tensor", field=name)
@@ -79,7 +86,10 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bloc
             of_layer, description = _layer_pieces(name, tensor, num_blocks)
             descriptions.append(description)
             for piece in of_layer:
-                _append(pieces, piece)
+                if piece.place not in used:
+                    used.add(piece.place)
+                    _append(pieces, piece)
+    _check_apart(used, num_blocks)
     if not pieces:
         raise InvalidArgumentError("the model has no K/V caches", field="kv_caches")
     memories = tuple(_memory(piece.memory) for piece in pieces)
@@ -91,6 +101,14 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bloc
         num_blocks=num_blocks,
         description="; ".join(f"{len(list(same))} x {text}" for text, same in groupby(descriptions)),
     )
+
+
+def _check_apart(places: Iterable[tuple[int, int, int]], num_blocks: int) -> None:
+    """Raise InvalidArgumentError if pieces overlap in the first block or in the last."""
+    for block in (0, num_blocks - 1):
+        ranges = sorted((at + block * stride, at + block * stride + size) for at, stride, size in places)
+        if any(start < stop for (_, stop), (start, _) in pairwise(ranges)):
+            raise InvalidArgumentError("layers share memory, and their blocks differ", field="kv_caches")
 
 
 def _append(pieces: list[_Piece], piece: _Piece) -> None:

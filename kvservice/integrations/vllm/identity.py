@@ -34,20 +34,23 @@ def worker_namespace(
     *,
     engine: str,
     layers: Sequence[str],
+    groups: str,
     weights: str,
     tensor_parallel: Any,
     pipeline_parallel: Any,
 ) -> StoreNamespace:
     """Return where a worker keeps its blocks. `engine`: everything outside of the configuration that decides how bytes
-    are ordered; `layers`: the names of the worker's layers; `weights`: their identity, "" to find it; the groups of
-    ranks are vLLM's. Raises InvalidArgumentError as `weights_identity` does."""
+    are ordered; `layers`: the names of the worker's layers; `groups`: which of them share blocks, "" if all do;
+    `weights`: their identity, "" to find it; the groups of ranks are vLLM's. Raises InvalidArgumentError as
+    `weights_identity` does."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return StoreNamespace(
         model=short(model.model),
         weights=short(weights or weights_identity(model, vllm_config.load_config)),
         dtype=f"{model.dtype} {cache.cache_dtype}",
         layout=short(
-            f"{engine}, {cache.block_size} tokens, layers {digest(*layers)[:16]}: {layout.description}",
+            f"{engine}, {cache.block_size} tokens, layers {digest(*layers, *[groups] * bool(groups))[:16]}: "
+            f"{layout.description}",
         ),
         block_bytes=layout.block_bytes,
         tp_rank=tensor_parallel.rank_in_group,

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
+from kvservice.integrations.vllm.groups import Wanted
 from kvservice.integrations.vllm.steps import LeasedBlocks, Rank
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,10 @@ class BlockFinder(Protocol):
         """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
         counts the answer."""
 
+    def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
+        """Return which keys are there, in memory, or below it and there sooner than this many blocks are computed. The
+        daemon counts the answer."""
+
     def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
         """Return which blocks are there, in memory or below. The daemon counts the answer if `counted`."""
 
@@ -112,6 +117,11 @@ class StoreFinder:
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
+
+    def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
+        wait_s = self._compute.wait_s(num_blocks)
+        found: npt.NDArray[np.bool_] = self._store.lookup(keys, max_wait_s=wait_s, timeout_s=timeout_s).found
+        return found
 
     def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = self._background.lookup(keys, counted=counted, timeout_s=timeout_s).found
@@ -163,7 +173,7 @@ class Found(NamedTuple):
 class _Promise:
     """An answer, and the leases that keep it. `bringing` is the work of the thread that brings blocks up."""
 
-    keys: Sequence[bytes]
+    wanted: Wanted
     until_s: float
     fresh_s: float = 0.0
     found: Found = field(default_factory=lambda: Found(0, True))
@@ -229,35 +239,37 @@ class StoreLookup:
         return self._asks
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """A request has come, and will ask for blocks of this prompt. Ask early, for all that have come meanwhile."""
+        """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
+        is a miss. Ask early, for all that have come meanwhile."""
         if keys and len(self._expected) < MAX_EXPECTED:
             self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
             self._ask_early(self._clock())
 
-    def find(self, request_id: str, keys: Sequence[bytes], first: int = 0, *, reads: bool = False) -> Found | None:
-        """Return how many of the first blocks are there for every worker. They are leased from now on. None: they are
-        being brought into memory, or the time of this step is used up: ask again in a later step. `keys` are those of
-        the prompt from block `first` on. `reads`: workers read the blocks under this lease."""
+    def find(self, request_id: str, wanted: Wanted, *, reads: bool = False) -> Found | None:
+        """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
+        now on. None: it is being brought into memory, or the time of this step is used up: ask again in a later step.
+        `reads`: workers read the blocks under this lease."""
         promise = self._promises.get(request_id)
-        if promise is not None and promise.bringing is not None and promise.keys == keys:
+        if promise is not None and promise.bringing is not None and promise.wanted == wanted:
             if not promise.bringing.done():
                 return None
             promise.found, promise.leases = promise.bringing.result()
             promise.bringing, promise.until_s = None, self._clock() + PROMISE_S
             promise.fresh_s = self._clock() + FRESH_S
-        if promise is not None and promise.keys == keys and self._is_kept(promise):
+        if promise is not None and promise.wanted == wanted and self._is_kept(promise):
             return promise.found
         self.drop(request_id)
         if not self._asks:
             return Found(0, True)
         began = self._clock()
         expected = self._expected.get(request_id)
-        if expected is not None and expected.is_miss(first, began):
-            self._count_later(keys)
+        if expected is not None and expected.is_miss(wanted.first, began):
+            self._count_later(wanted.keys)
             return Found(0, True)
         if self._left_s <= 0:
             return None  # too many have asked in this step
-        promise = self._ask(keys, began, likely=expected is not None and expected.is_hit(first, began), reads=reads)
+        likely = expected is not None and expected.is_hit(wanted.first, began)
+        promise = self._ask(wanted, began, likely=likely, reads=reads)
         taken_s = self._clock() - began
         self._left_s -= taken_s
         if taken_s >= self._step_s:
@@ -281,14 +293,19 @@ class StoreLookup:
         return places
 
     def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
-        """Return where the first promised blocks of a request lie for each worker; None: not every store is mapped."""
+        """Return where what the first promised blocks of a request need lies for each worker; None: not every store is
+        mapped."""
         promise = self._promises.get(request_id)
-        leases = {} if promise is None else promise.leases
+        if promise is None or num_blocks > promise.found.num_blocks:
+            return None
+        if num_blocks < promise.found.num_blocks and not promise.wanted.groups.leading:
+            return None  # fewer blocks need others than are leased
+        num_keys = len(promise.wanted.needed(num_blocks))
         found: dict[Rank, LeasedBlocks] = {}
         for finder in self._finders:
-            lease = leases.get(finder.rank)
-            places = None if lease is None else finder.places(lease, num_blocks)
-            if places is None or len(places.offsets) != 8 * num_blocks:
+            lease = promise.leases.get(finder.rank)
+            places = None if lease is None else finder.places(lease, num_keys)
+            if places is None or len(places.offsets) != 8 * num_keys:
                 return None
             found[finder.rank] = places
         return found
@@ -405,44 +422,62 @@ class StoreLookup:
         promise.fresh_s = now + FRESH_S
         return renewed
 
-    def _ask(self, keys: Sequence[bytes], began: float, *, likely: bool, reads: bool) -> _Promise:
+    def _ask(self, wanted: Wanted, began: float, *, likely: bool, reads: bool) -> _Promise:
         """Ask all finders, and lease what they have in memory. An error is a miss. `likely`: the first block is there,
         so that a lease answers as well."""
-        promise = _Promise(keys, began + NOTHING_S)
+        promise = _Promise(wanted, began + NOTHING_S)
 
         def left_s() -> float:
             return max(self._step_s - (self._clock() - began), _NO_WAIT_S)
 
-        def lease(finder: BlockFinder) -> None:
-            promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
+        def lease(keys: Sequence[bytes]) -> int:
+            """Return how many keys all have leased before the first that is missing."""
 
-        try:
-            num_leased = 0
-            if likely:
-                self._of_each(lease)
-                num_leased = min(map(_num_leading, promise.leases.values()), default=0)
+            def of(finder: BlockFinder) -> None:
+                promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
+
+            self._of_each(of)
+            return min(map(_num_leading, promise.leases.values()))
+
+        def bring_up(num_blocks: int, num_in_memory: int) -> int:
+            self._release_later(promise.leases)
+            promise.leases = {}
+            promise.bringing = self._bringing.submit(self._bring_up, wanted, num_blocks, num_in_memory)
+            return 0
+
+        def leading() -> int:
+            """Return the number of leased blocks of a prefix that is its first blocks."""
+            keys = wanted.keys
+            num_leased = lease(keys) if likely else 0
             if num_leased == len(keys):
                 self._count_later(keys)
-            else:
-                found = self._of_each(lambda finder: finder.find(keys, left_s()))
-                keys = keys[: min((each.num_leading for each in found), default=0)]
-                num_in_memory = min((each.num_in_memory for each in found), default=0)
-                if num_in_memory < len(keys):
-                    self._release_later(promise.leases)
-                    promise.leases = {}
-                    promise.bringing = self._bringing.submit(self._bring_up, keys, num_in_memory)
-                    return promise
-                if keys and not likely:
-                    self._of_each(lease)
-                    num_leased = min(map(_num_leading, promise.leases.values()))
-            keys = keys[:num_leased]
+                return num_leased
+            found = self._of_each(lambda finder: finder.find(keys, left_s()))
+            num_blocks = min(each.num_leading for each in found)
+            num_in_memory = min(each.num_in_memory for each in found)
+            if num_in_memory < num_blocks:
+                return bring_up(num_blocks, num_in_memory)
+            if num_blocks and not likely:
+                num_leased = lease(keys[:num_blocks])
+            return min(num_blocks, num_leased)
+
+        def longest() -> int:
+            """Return the number of leased blocks of a prefix of which several groups need different blocks."""
+            flags = self._of_each(lambda finder: finder.present(wanted.keys, len(wanted), left_s()))
+            num_blocks = wanted.longest(np.logical_and.reduce(flags))
+            keys = wanted.needed(num_blocks)
+            return bring_up(num_blocks, 0) if keys and lease(keys) < len(keys) else num_blocks
+
+        num_blocks = 0
+        try:
+            if self._finders:
+                num_blocks = leading() if wanted.groups.leading else longest()
         except Exception as error:
             # The requests must go on after any error.
             self._failed("blocks could not be looked up", error)
             self._stop_asking("the daemon answers with an error")
-            keys = []
-        if keys:
-            promise.found = Found(len(keys), True)
+        if num_blocks:
+            promise.found = Found(num_blocks, True)
             promise.until_s, promise.fresh_s = began + PROMISE_S, began + FRESH_S
         else:
             self._release_later(promise.leases)
@@ -458,22 +493,23 @@ class StoreLookup:
             wait(asked)
         return answers + [each.result() for each in asked]
 
-    def _bring_up(self, keys: Sequence[bytes], num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
+    def _bring_up(self, wanted: Wanted, num_blocks: int, num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
         """Lease blocks when they are in memory, so that loads do not wait for one another. On a thread of its own."""
         leases: dict[Rank, BlockLease] = {}
         try:
             for finder in self._finders:
-                if keys:
-                    wait_s = finder.compute_s(max(len(keys) - num_in_memory, 0))
+                if num_blocks:
+                    keys, wait_s = wanted.needed(num_blocks), finder.compute_s(max(num_blocks - num_in_memory, 0))
                     lease = leases[finder.rank] = finder.lease(keys, self._timeout_s, wait_s=wait_s)
-                    keys = keys[: _num_leading(lease)]
+                    if (num_leased := _num_leading(lease)) < len(keys):
+                        num_blocks = num_leased if wanted.groups.leading else 0
         except Exception as error:
             self._failed("blocks could not be brought into the daemon's memory", error)
-            keys = []
-        if not keys:
+            num_blocks = 0
+        if not num_blocks:
             self._release_later(leases)
             leases = {}
-        return Found(len(keys), False), leases
+        return Found(num_blocks, False), leases
 
     def _release_brought(self, done: Future[tuple[Found, dict[Rank, BlockLease]]]) -> None:
         if not done.cancelled():

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvservice.integrations.vllm.groups import CacheGroups, Wanted
 from kvservice.integrations.vllm.identity import AdapterIdentities
 from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.steps import (
@@ -44,14 +45,18 @@ SHARED = 5
 HOLD_S, DELAY_S = 30.0, 1.0
 
 
+BlockTable = list[list[int]]
+"""For each group, the blocks of a request from its first token on. vLLM takes those back of which a window does not
+need any more: only the groups with full attention have all."""
+
+
 @dataclass(frozen=True)
 class SchedulingOptions:
-    """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most
-    that the loads of a step may have together on each worker, `max_held` is the largest part of vLLM's blocks that
-    is held for saves alone. `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see
-    AdapterIdentities."""
+    """`loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most that the loads of a step
+    may have together on each worker, `max_held` is the largest part of vLLM's blocks that is held for saves alone.
+    `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see AdapterIdentities."""
 
-    block_size: int
+    groups: CacheGroups
     loads: bool
     saves: bool
     max_step_bytes: float
@@ -66,7 +71,7 @@ class _Tracked:
     `loaded.stop` have come from the store to the blocks `targets`. `waits`: an asynchronous load has not ended."""
 
     request: Any
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=list)
     num_offered: int = 0
     loaded: range = range(0)
     targets: frozenset[int] = frozenset()
@@ -106,6 +111,11 @@ class HeldBlocks:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._held
+
+    def cached(self, block_hash: bytes, group: int) -> int | None:
+        """Return the block that vLLM's prefix cache has for this hash."""
+        found = self._pool.get_cached_block(block_hash, [group])
+        return found[0].block_id if found else None
 
     @property
     def room(self) -> int:
@@ -148,7 +158,8 @@ class ConnectorScheduler:
     be loaded is reported by the worker, and vLLM computes it again."""
 
     def __init__(self, options: SchedulingOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self._options, self._block_size, self._clock = options, options.block_size, clock
+        self._options, self._groups, self._clock = options, options.groups, clock
+        self._block_size = options.groups.block_size
         self._lookup: StoreLookup | None = None
         self._held: HeldBlocks | None = None
         self._num_workers = 0
@@ -185,12 +196,15 @@ class ConnectorScheduler:
 
     def expect(self, request: Any) -> None:
         """A request waits in vLLM's queue."""
+        group = self._groups.full
         if (
             self._options.loads
             and self._lookup is not None
             and not getattr(request, "skip_reading_prefix_cache", False)
+            and group is not None  # otherwise no block is always needed
         ):
-            self._lookup.expect(request.request_id, self._keys(request, 0, request.num_tokens // self._block_size))
+            blocks = [(block, group) for block in range(request.num_tokens // self._block_size)]
+            self._lookup.expect(request.request_id, self._keys(request, blocks))
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
@@ -204,11 +218,13 @@ class ConnectorScheduler:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             self._lookup.drop(request.request_id)
             return 0, False
-        keys = self._keys(request, first, stop)
+        every = [(block, group) for block in range(first, stop) for group in range(len(self._groups))]
+        keys = self._keys(request, every)
         if not keys:
             return 0, False
         fits = self._step_bytes + len(keys) * self._block_bytes <= self._options.max_step_bytes
-        found = self._lookup.find(request.request_id, keys, first, reads=fits)
+        wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
+        found = self._lookup.find(request.request_id, wanted, reads=fits)
         if found is None:
             return None, False
         in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
@@ -218,8 +234,8 @@ class ConnectorScheduler:
             num_tokens -= 1
         return num_tokens, num_tokens > 0 and not in_step
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Note the blocks of a request, and load those of `num_external_tokens` tokens."""
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """Note the blocks of a request, for each group, and load those of `num_external_tokens` tokens."""
         request_id = request.request_id
         tracked = self._requests.setdefault(request_id, _Tracked(request))
         tracked.request = request
@@ -229,35 +245,51 @@ class ConnectorScheduler:
         first = answer.num_local
         if first:
             # The workers do not read these from the store. It must not take them for unused.
-            self._lookup.touch(self._keys(request, 0, first))
+            self._lookup.touch(self._keys(request, self._groups.needed(0, first * self._block_size)))
         # One token less was answered if the blocks have all tokens.
         num_blocks = -(-num_external_tokens // self._block_size)
         self._number += answer.in_step
         leased = self._lookup.take(request_id, num_blocks, self._number if answer.in_step else request_id)
         if not num_blocks:
             return
-        stop = first + num_blocks
-        keys, targets = self._keys(request, first, stop), tuple(block_ids[first:stop])
+        needed = self._groups.needed(first, first * self._block_size + num_external_tokens)
+        keys, targets = self._keys(request, needed), tuple(block_ids[group][block] for block, group in needed)
         assert len(keys) == len(targets), "a load needs a block for each key"
-        tracked.loaded, tracked.targets = range(first, stop), frozenset(targets)
+        tracked.loaded, tracked.targets = range(first, first + num_blocks), frozenset(targets)
+        if not self._groups.leading:
+            # vLLM takes all blocks that it has allocated for computed. Its null block, 0, stands for the others.
+            stop = first + num_blocks
+            taken = {
+                (block, group) for group, ids in enumerate(block_ids) for block in range(first, stop) if ids[block]
+            }
+            assert taken == set(needed), "vLLM wants other blocks loaded than a request needs"
         if not answer.in_step:
             tracked.waits = True
             self._loads.append(BlockLoad(request_id, tuple(keys), targets))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
-        self._step_bytes += num_blocks * self._block_bytes
+        self._step_bytes += len(targets) * self._block_bytes
         self._step_loads.append(StepLoad(self._number, targets, leased))
         self._loading[self._number] = _StepLoading(targets)
         self._filling.update(dict.fromkeys(targets, self._number))
 
-    def received(self, report: WorkerReport, loaded: Iterable[str], wrong: frozenset[int] | set[int]) -> None:
-        """Note what all workers have told after a step: the requests that have all their asynchronous loads, and the
-        blocks that are not right."""
+    def received(
+        self,
+        report: WorkerReport,
+        loaded: Iterable[str],
+        wrong: frozenset[int] | set[int],
+        failed: Iterable[str] = (),
+    ) -> None:
+        """Note what all workers have told after a step: the requests that have all their asynchronous loads, the blocks
+        that are not right, and the requests whose loads have failed."""
         self._memories.update(report.memories)
         if wrong:
             for tracked in self._requests.values():
                 if not wrong.isdisjoint(tracked.targets):
                     tracked.loaded = range(0)  # vLLM computes them again
+        for request_id in failed:
+            if (request := self._requests.get(request_id)) is not None:
+                request.loaded = range(0)
         for request_id in loaded:
             if (request := self._requests.get(request_id)) is not None:
                 request.waits = False
@@ -279,10 +311,12 @@ class ConnectorScheduler:
     def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
         assert self._lookup is not None
-        if not num_blocks or self._step_bytes + num_blocks * self._block_bytes > self._options.max_step_bytes:
-            return False
-        leased = self._lookup.places(request_id, num_blocks)
-        return leased is not None and all(self._memories.get(rank) == part.memory for rank, part in leased.items())
+        leased = self._lookup.places(request_id, num_blocks) if num_blocks else None
+        return leased is not None and all(
+            self._memories.get(rank) == part.memory
+            and self._step_bytes + part.num_blocks * self._block_bytes <= self._options.max_step_bytes
+            for rank, part in leased.items()
+        )
 
     def _end_step_load(self, number: int) -> None:
         loading = self._loading.pop(number)
@@ -324,7 +358,7 @@ class ConnectorScheduler:
             self._lookup.end_step()
         return step
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. What is not saved yet is offered now, while vLLM still counts its blocks as used. Its first
         blocks, without which the others are useless, were saved first; they must not be the first to be evicted."""
         request_id = request.request_id
@@ -333,9 +367,9 @@ class ConnectorScheduler:
             if self._options.saves and not tracked.waits:
                 # The last token has no K/V.
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-                tracked.block_ids = list(block_ids)
+                tracked.block_ids = [list(ids) for ids in block_ids]
                 self._hold(self._offer(tracked, num_tokens, is_last=True))
-            self._lookup.touch(self._keys(request, 0, tracked.num_offered))
+            self._lookup.touch(self._keys(request, self._groups.needed(0, tracked.num_offered * self._block_size)))
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
         if self._lookup is not None:
@@ -372,22 +406,22 @@ class ConnectorScheduler:
     def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
         """Keep the block tables of all requests of a step. Yields each with its number of computed tokens."""
         for new in output.scheduled_new_reqs:
-            self._replace(new.req_id, new.block_ids[0])
+            self._replace(new.req_id, new.block_ids)
             yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in rows:
-            added = block_ids[0] if block_ids else []
             if request_id in cached.resumed_req_ids:
-                self._replace(request_id, added)
-            elif request_id in self._requests:
-                self._requests[request_id].block_ids += added
+                self._replace(request_id, block_ids or ())
+            elif block_ids and (tracked := self._requests.get(request_id)) is not None:
+                for table, added in zip(tracked.block_ids, block_ids, strict=True):
+                    table += added
             yield request_id, num_computed_tokens
 
-    def _replace(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def _replace(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Set the blocks of a request that starts or continues."""
         if request_id in self._requests:
-            self._requests[request_id].block_ids = list(block_ids)
+            self._requests[request_id].block_ids = [list(ids) for ids in block_ids]
 
     # ---- saves
 
@@ -395,24 +429,34 @@ class ConnectorScheduler:
         """Return the keys and blocks that are full after `num_tokens` computed tokens and were not offered before.
         Blocks that vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed
         over while blocks are being filled that it computes with: its own would be wrong if these were."""
-        num_full = min(num_tokens // self._block_size, len(tracked.block_ids))
+        num_full = min([num_tokens // self._block_size, *map(len, tracked.block_ids)])
         num_prompt = min(num_full, tracked.request.num_prompt_tokens // self._block_size)
         stop = num_prompt
         if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
             stop = num_full
         if stop <= tracked.num_offered:
             return []
-        if self._filling and not self._filling.keys().isdisjoint(tracked.block_ids[:num_full]):
+        if self._filling and any(not self._filling.keys().isdisjoint(ids[:num_full]) for ids in tracked.block_ids):
             return []
-        first = tracked.num_offered
-        keys = self._keys(tracked.request, first, stop)
-        tracked.num_offered = first + len(keys)
-        numbers = range(first, tracked.num_offered)
-        return [
-            (key, tracked.block_ids[number])
-            for key, number in zip(keys, numbers, strict=True)
-            if number not in tracked.loaded
-        ]
+        numbers = range(tracked.num_offered, stop)
+        every = [(block, group) for block in numbers for group in range(len(self._groups))]
+        keys = self._keys(tracked.request, every)
+        tracked.num_offered += len(keys) // len(self._groups)
+        found = []
+        for key, (block, group) in zip(keys, every, strict=False):
+            if block not in tracked.loaded:
+                block_id = self._block_of(tracked, block, group)
+                if block_id is not None:
+                    found.append((key, block_id))
+        return found
+
+    def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
+        """Return where a block of a request is. A window's may be taken back already: vLLM's prefix cache tells."""
+        if self._groups.groups[group].is_full:
+            return tracked.block_ids[group][block]
+        if self._held is None or (block_id := self._held.cached(tracked.request.block_hashes[block], group)) is None:
+            return None
+        return None if block_id in self._filling else block_id
 
     def _hold(self, offers: Sequence[tuple[bytes, int]]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved. There is room for some."""
@@ -426,12 +470,19 @@ class ConnectorScheduler:
             held.hold(self._number, block_ids)
             self._saves.append(BlockSave(self._number, keys, block_ids))
 
-    def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
-        """Return the keys of blocks whose tokens are known. There are none if the request's adapter is unknown."""
-        hashes = [bytes(block_hash) for block_hash in request.block_hashes[first:stop]]
+    def _keys(self, request: Any, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the keys of blocks, each with its group, whose tokens are known. There are none if the request's
+        adapter is unknown."""
         identity = self._adapters.of(request)
         if identity is None:
             return []
+        hashes = request.block_hashes
+        known = [(bytes(hashes[block]), group) for block, group in blocks if block < len(hashes)]
+        if len(self._groups) > 1:
+            return [
+                hashlib.sha256(key + self._epoch + identity + group.to_bytes(4, "little")).digest()
+                for key, group in known
+            ]
         if not identity and not self._epoch:
-            return hashes
-        return [hashlib.sha256(key + self._epoch + identity).digest() for key in hashes]
+            return [key for key, _ in known]
+        return [hashlib.sha256(key + self._epoch + identity).digest() for key, _ in known]

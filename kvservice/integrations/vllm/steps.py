@@ -22,6 +22,10 @@ class LeasedBlocks:
     offsets: bytes
     versions: bytes
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.offsets) // 8
+
 
 @dataclass(frozen=True)
 class BlockLoad:

@@ -10,7 +10,7 @@ for: builds from source may have other numbers.
 | 0.30 | `has_pending_block_frees`: vLLM waits a step for held blocks instead of preempting | not called before |
 | 0.30 | `bind_kv_cache_manager`, which calls `bind_gpu_block_pool` | works with both |
 | 0.31 | hashes have the paths of adapters, before only their names | `hashes_have_paths` |
-| 0.31 | blocks that could not be loaded are an error if there are several groups of K/V caches | refused by `checks` |
+| 0.31 | with several groups of K/V caches, failed loads are reported by request | `groups_of_caches` |
 | 0.31 | mended: asynchronous scheduling with a connector that loads preempts too many requests | `preempts_too_many` |
 | 0.32 | `CacheHitSource` | `cache_hit_source` |
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -87,6 +88,12 @@ def cache_hit_source() -> Any:
     except ImportError:
         return None
     return CacheHitSource.HOST
+
+
+def groups_of_caches() -> tuple[type, ...]:
+    """Return the bases of a connector that serves models with several groups of K/V caches; none before 0.31, where
+    such a vLLM ends when a load fails. vLLM then makes one group of all layers that it can."""
+    return (base.SupportsHMA,) if hasattr(base, "KVConnectorTransferResults") else ()
 
 
 def is_batch_invariant() -> bool:

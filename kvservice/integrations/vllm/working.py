@@ -72,6 +72,16 @@ class _Save:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What a step has ended: the requests that have all their asynchronous loads, those of them with a `wrong` block,
+    and all blocks that are not right."""
+
+    loaded: set[str]
+    failed: set[str]
+    wrong: set[int]
+
+
 class ConnectorWorker:
     """Methods are for one thread, vLLM's. A load that fails in part or as a whole names its blocks, and vLLM computes
     them again. A save that fails is a miss later."""
@@ -95,6 +105,7 @@ class ConnectorWorker:
         self._num_loading = 0
         self._saving: dict[int, _Save] = {}
         self._finished: set[str] = set()
+        self._failed_requests: set[str] = set()
         self._failed: set[int] = set()
         self._counters, self._report = TransferCounters(), WorkerReport()
         self._look()
@@ -163,9 +174,9 @@ class ConnectorWorker:
             self._saving.update(dict.fromkeys(job.numbers, job))
         self._saves.put(job)
 
-    def end_step(self, *, computes: bool) -> tuple[set[str], set[int]]:
-        """Wait for the loads of the step. Returns the requests whose asynchronous loads have ended since the last call,
-        and the blocks that are not right. Raises InternalError if one of them would become a token."""
+    def end_step(self, *, computes: bool) -> Ended:
+        """Wait for the loads of the step. Returns what has ended since the last call. Raises InternalError if a block
+        that is not right would become a token."""
         for loads, began, end in self._in_step:
             self._end_step_loads(loads, began, end)
         self._in_step = []
@@ -173,9 +184,9 @@ class ConnectorWorker:
             if not computes and self._num_loading:
                 self._lock.wait_for(lambda: self._finished, IDLE_S)
             self._num_loading -= len(self._finished)
-            finished, self._finished = self._finished, set()
-            failed, self._failed = self._failed, set()
-        return finished, failed
+            ended = Ended(self._finished, self._failed_requests, self._failed)
+            self._finished, self._failed_requests, self._failed = set(), set(), set()
+        return ended
 
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler's side has not been told yet."""
@@ -275,6 +286,8 @@ class ConnectorWorker:
             work.num_parts -= 1
             if not work.num_parts:
                 self._failed |= work.failed
+                if work.failed:
+                    self._failed_requests.add(work.load.request_id)
                 self._finished.add(work.load.request_id)
                 self._count_load(len(work.load.keys), len(work.failed), work.began)
                 self._lock.notify_all()

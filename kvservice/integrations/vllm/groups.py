@@ -1,0 +1,154 @@
+"""Which blocks a request needs of each group of K/V caches.
+
+Layers with the same kind of attention are a group. Each group has blocks of its own for the tokens of a request, from
+one pool for all, so that all blocks have the same bytes. To continue after a prefix, full attention needs all of its
+blocks; a sliding window, or attention within chunks, only the last:
+
+    full attention   ■ ■ ■ ■ ■ ■ ■ ■ ▸
+    sliding window   · · · · · ■ ■ ■ ▸
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.errors import InvalidArgumentError
+
+# vLLM's kinds of caches whose blocks have the K/V of their tokens and nothing else.
+SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The attention of a group: to all tokens, to the last `window` tokens, or to those in the same `chunk`."""
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return not self.window and not self.chunk
+
+    def first_token(self, num_tokens: int) -> int:
+        """Return the first token to which the one after `num_tokens` tokens attends."""
+        if self.window:
+            return max(num_tokens - self.window + 1, 0)
+        return num_tokens // self.chunk * self.chunk if self.chunk else 0
+
+    def __str__(self) -> str:
+        return f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+
+
+class CacheGroups:
+    """The groups of a model, in vLLM's order."""
+
+    def __init__(self, groups: Sequence[Group], block_size: int) -> None:
+        self.groups, self.block_size = tuple(groups), block_size
+
+    @staticmethod
+    def of(kv_cache_config: Any, block_size: int) -> CacheGroups:
+        """Raises InvalidArgumentError for groups whose blocks are not the K/V of `block_size` tokens each."""
+        groups = [_group_of(group.kv_cache_spec, block_size) for group in kv_cache_config.kv_cache_groups]
+        if not groups:
+            raise InvalidArgumentError("the model has no K/V caches", field="kv_cache_groups")
+        return CacheGroups(groups, block_size)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def leading(self) -> bool:
+        """Whether a prefix is just its first blocks."""
+        return len(self.groups) == 1 and self.groups[0].is_full
+
+    @property
+    def full(self) -> int | None:
+        """The number of a group that needs all blocks of a prefix."""
+        return next((number for number, group in enumerate(self.groups) if group.is_full), None)
+
+    def needed(self, first: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Return block and group of what is needed to continue after `num_tokens` tokens, without blocks before
+        `first`."""
+        stop = -(-num_tokens // self.block_size)
+        starts = self._starts(first, num_tokens)
+        return [(block, group) for block in range(first, stop) for group, start in enumerate(starts) if block >= start]
+
+    def longest(self, found: npt.NDArray[np.bool_], first: int, most_tokens: int) -> int:
+        """Return the most blocks from `first` on after which a request can continue, at most after `most_tokens`
+        tokens. `found`: `[blocks, groups]`, from block `first` on."""
+        blocks = np.arange(1, len(found) + 1)[:, None]
+        # How many blocks are found without a gap, up to each.
+        runs = blocks - np.maximum.accumulate(np.where(found, 0, blocks), axis=0)
+        for count in range(len(found), 0, -1):
+            stop = first + count
+            starts = self._starts(first, min(stop * self.block_size, most_tokens))
+            if all(runs[count - 1, group] >= stop - start for group, start in enumerate(starts)):
+                return count
+        return 0
+
+    def _starts(self, first: int, num_tokens: int) -> list[int]:
+        return [max(group.first_token(num_tokens) // self.block_size, first) for group in self.groups]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.groups))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The blocks of a prompt from block `first` on: `keys` of all groups of each, one block after the other. vLLM can
+    use at most those of `most_tokens` tokens of the prompt."""
+
+    keys: Sequence[bytes]
+    groups: CacheGroups
+    first: int
+    most_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.keys) // len(self.groups)
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Return the length of the prefix that ends with this block."""
+        return min((self.first + num_blocks) * self.groups.block_size, self.most_tokens)
+
+    def longest(self, found: npt.NDArray[np.bool_]) -> int:
+        """Return the most blocks that can be used if these `keys` are found."""
+        return self.groups.longest(found.reshape(-1, len(self.groups)), self.first, self.most_tokens)
+
+    def needed(self, num_blocks: int) -> list[bytes]:
+        """Return the keys without which the first blocks cannot be used."""
+        if self.groups.leading:
+            return list(self.keys[:num_blocks])
+        width = len(self.groups)
+        needed = self.groups.needed(self.first, self.num_tokens(num_blocks))
+        return [self.keys[(block - self.first) * width + group] for block, group in needed]
+
+
+def _group_of(spec: Any, block_size: int) -> Group:
+    kinds = {_kind_of(part) for part in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+    if len(kinds) != 1:
+        raise InvalidArgumentError("layers of one group differ in their attention", field="kv_cache_spec")
+    if getattr(spec, "block_size", block_size) != block_size:
+        raise InvalidArgumentError(
+            f"blocks of {spec.block_size} and of {block_size} tokens in one model are not supported; set "
+            "--disable-hybrid-kv-cache-manager",
+            field="kv_cache_spec",
+        )
+    return kinds.pop()
+
+
+def _kind_of(spec: Any) -> Group:
+    kind = type(spec).__name__
+    if kind not in SUPPORTED:
+        raise InvalidArgumentError(
+            f"{kind} is not supported: its blocks are not the K/V of their tokens", field="kv_cache_spec"
+        )
+    if getattr(spec, "non_causal", False):
+        raise InvalidArgumentError("the K/V of a token depend on later tokens", field="kv_cache_spec")
+    if kind == "SlidingWindowSpec":
+        return Group(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    return Group(chunk=spec.attention_chunk_size) if kind == "ChunkedLocalAttentionSpec" else Group()
