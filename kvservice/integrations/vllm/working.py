@@ -73,7 +73,7 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedLoads:
     """What a step has ended: the requests that have all their asynchronous loads, those of them with a `wrong` block,
     and all blocks that are not right."""
 
@@ -174,7 +174,7 @@ class ConnectorWorker:
             self._saving.update(dict.fromkeys(job.numbers, job))
         self._saves.put(job)
 
-    def end_step(self, *, computes: bool) -> Ended:
+    def end_step(self, *, computes: bool) -> EndedLoads:
         """Wait for the loads of the step. Returns what has ended since the last call. Raises InternalError if a block
         that is not right would become a token."""
         for loads, began, end in self._in_step:
@@ -184,7 +184,7 @@ class ConnectorWorker:
             if not computes and self._num_loading:
                 self._lock.wait_for(lambda: self._finished, IDLE_S)
             self._num_loading -= len(self._finished)
-            ended = Ended(self._finished, self._failed_requests, self._failed)
+            ended = EndedLoads(self._finished, self._failed_requests, self._failed)
             self._finished, self._failed_requests, self._failed = set(), set(), set()
         return ended
 
