@@ -12,6 +12,7 @@ import pytest
 from fake_store import FakeStore
 from vllm_connector import Engine, FullAttentionSpec, SlidingWindowSpec, connector_config
 from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, wanted
+from vllm_stub import name_of_block
 from waiting import until
 
 from kvservice.integrations.vllm.groups import CacheGroups, Group
@@ -95,11 +96,13 @@ def engine(vllm_connector: Any) -> Iterator[OpenEngine]:
 
 
 def saved(made: Engine, request: FakeRequest) -> ConnectorStep:
-    """Compute a prompt. Its full attention has blocks 1 to 6; of the window, vLLM keeps 13 to 15."""
+    """Compute a prompt. Its full attention has blocks 1 to 6, the window has 11 to 16, of which vLLM keeps 13 to 15."""
     for block, block_id in ((2, 13), (3, 14), (4, 15)):
-        made.pool.cached[request.block_hashes[block], WINDOW] = block_id
+        made.pool.blocks[block_id].block_hash = name_of_block(request.block_hashes[block], WINDOW)
+    # Another request has got this one.
+    made.pool.blocks[12].block_hash = name_of_block(bytes(32), WINDOW)
     made.allocated(request, range(1, 7), 0, range(11, 17))
-    message = made.step(FakeOutput({request.request_id: 21}, new=[(request, range(1, 7), 0)]))
+    message = made.step(FakeOutput({request.request_id: 21}, new=[(request, (range(1, 7), range(11, 17)), 0)]))
     made.compute(message)
     made.settle()
     step: ConnectorStep = message.step

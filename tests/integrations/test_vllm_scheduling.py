@@ -16,6 +16,7 @@ import pytest
 from fake_store import FakeStore
 from vllm_connector import Engine, FakePool, connector_config
 from vllm_requests import FULL, FakeOutput, FakeRequest, chain
+from vllm_stub import name_of_block
 from waiting import until
 
 from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
@@ -504,7 +505,7 @@ def test_workers_that_do_not_report_hold_no_blocks_for_ever() -> None:
     options = SchedulingOptions(FULL, loads=True, saves=True, max_step_bytes=0, max_held=0.5, save_decode=False)
     times = [0.0]
     scheduler, pool = ConnectorScheduler(options, clock=lambda: times[0]), FakePool(20)
-    scheduler.bind(pool)
+    scheduler.bind(pool, name_of_block)
     request = FakeRequest("a", TOKENS)
     scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
     (save,) = scheduler.step(FakeOutput({"a": 18}, new=[(request, [1, 2, 3, 4, 5], 0)])).saves

@@ -106,6 +106,7 @@ class SlidingWindowSpec:
 class FakeBlock:
     def __init__(self, block_id: int) -> None:
         self.block_id, self.ref_cnt = block_id, 0
+        self.block_hash: bytes | None = None
 
 
 class FakePool:
@@ -114,11 +115,6 @@ class FakePool:
     def __init__(self, num_blocks: int) -> None:
         self.num_gpu_blocks = num_blocks
         self.blocks = [FakeBlock(block_id) for block_id in range(num_blocks)]
-        self.cached: dict[tuple[bytes, int], int] = {}
-
-    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[FakeBlock] | None:
-        found = [self.cached.get((block_hash, group)) for group in groups]
-        return None if None in found else [self.blocks[block_id] for block_id in found if block_id is not None]
 
     @property
     def used(self) -> set[int]:

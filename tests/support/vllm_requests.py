@@ -45,10 +45,15 @@ class FakeRequest:
         return chain(self.tokens)
 
 
+def _tables(block_ids: Sequence[Any]) -> tuple[list[int], ...]:
+    several = bool(block_ids) and not isinstance(block_ids[0], int)
+    return tuple(map(list, block_ids)) if several else (list(block_ids),)
+
+
 @dataclass
 class FakeOutput:
     """A SchedulerOutput: rows of `new` are (request, block ids, computed tokens), those of `cached` (request id, added
-    block ids or None, computed tokens)."""
+    block ids or None, computed tokens). Block ids are those of one group, or a sequence for each."""
 
     num_scheduled_tokens: Mapping[str, int]
     new: Sequence[tuple[FakeRequest, Sequence[int], int]] = ()
@@ -58,7 +63,7 @@ class FakeOutput:
     @property
     def scheduled_new_reqs(self) -> list[Any]:
         return [
-            SimpleNamespace(req_id=request.request_id, block_ids=(list(ids),), num_computed_tokens=computed)
+            SimpleNamespace(req_id=request.request_id, block_ids=_tables(ids), num_computed_tokens=computed)
             for request, ids, computed in self.new
         ]
 
@@ -66,7 +71,7 @@ class FakeOutput:
     def scheduled_cached_reqs(self) -> Any:
         return SimpleNamespace(
             req_ids=[row[0] for row in self.cached],
-            new_block_ids=[None if row[1] is None else (list(row[1]),) for row in self.cached],
+            new_block_ids=[None if row[1] is None else _tables(row[1]) for row in self.cached],
             num_computed_tokens=[row[2] for row in self.cached],
             resumed_req_ids=self.resumed,
         )

@@ -43,6 +43,11 @@ class WorkerMetadata:
     """KVConnectorWorkerMetadata."""
 
 
+def name_of_block(block_hash: bytes, group: int) -> bytes:
+    """make_block_hash_with_group_id"""
+    return block_hash + bytes([group])
+
+
 class Stats:
     """KVConnectorStats."""
 
@@ -95,7 +100,10 @@ def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
         "vllm.v1": {},
         "vllm.v1.core": {},
-        "vllm.v1.core.kv_cache_utils": {"DEFAULT_NONE_HASH_SEED": 0},
+        "vllm.v1.core.kv_cache_utils": {
+            "DEFAULT_NONE_HASH_SEED": 0,
+            "make_block_hash_with_group_id": name_of_block,
+        },
         "vllm.v1.core.sched": {},
         "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), {"_request_blocks_can_be_freed": None})},
         "vllm.v1.metrics": {},

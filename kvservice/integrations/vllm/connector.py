@@ -190,7 +190,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind(gpu_block_pool)
+        self._scheduler.bind(gpu_block_pool, versions.name_of_block)
         versions.before_reset(gpu_block_pool, self._scheduler.free_held)
 
     def set_xfer_handshake_metadata_pp_aware(

@@ -45,6 +45,8 @@ SHARED = 5
 HOLD_S, DELAY_S = 30.0, 1.0
 
 
+NameOf = Callable[[Any, int], Any]
+"""Returns how vLLM calls a block of a group in its prefix cache, from its hash."""
 BlockTable = list[list[int]]
 """For each group, the blocks of a request from its first token on. vLLM takes those back of which a window does not
 need any more: only the groups with full attention have all."""
@@ -97,10 +99,10 @@ class _Answer:
 class HeldBlocks:
     """References to blocks of vLLM's pool, by the number of the save that reads them."""
 
-    def __init__(self, pool: Any, most: float, clock: Callable[[], float]) -> None:
+    def __init__(self, pool: Any, name_of: NameOf, most: float, clock: Callable[[], float]) -> None:
         """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
-        held together with requests. `pool` is vLLM's BlockPool."""
-        self._pool, self._clock = pool, clock
+        held together with requests. `pool` is vLLM's BlockPool, in which `name_of` are the hashes of cached blocks."""
+        self._pool, self._name_of, self._clock = pool, name_of, clock
         self._most = int(pool.num_gpu_blocks * most)
         self._most_shared = int(pool.num_gpu_blocks * min(SHARED * most, 1.0))
         self._saves: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -112,10 +114,9 @@ class HeldBlocks:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._held
 
-    def cached(self, block_hash: bytes, group: int) -> int | None:
-        """Return the block that vLLM's prefix cache has for this hash."""
-        found = self._pool.get_cached_block(block_hash, [group])
-        return found[0].block_id if found else None
+    def is_cached(self, block_id: int, block_hash: bytes, group: int) -> bool:
+        """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
+        return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
 
     @property
     def room(self) -> int:
@@ -188,9 +189,9 @@ class ConnectorScheduler:
         self._lookup, self._num_workers = lookup, len(block_bytes)
         self._block_bytes = max(block_bytes.values(), default=0)
 
-    def bind(self, pool: Any) -> None:
-        """Hold blocks of this pool. Without one, nothing is saved."""
-        self._held = HeldBlocks(pool, self._options.max_held, self._clock)
+    def bind(self, pool: Any, name_of: NameOf) -> None:
+        """Hold blocks of this pool, see HeldBlocks. Without one, nothing is saved."""
+        self._held = HeldBlocks(pool, name_of, self._options.max_held, self._clock)
 
     # ---- loads
 
@@ -429,7 +430,7 @@ class ConnectorScheduler:
         """Return the keys and blocks that are full after `num_tokens` computed tokens and were not offered before.
         Blocks that vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed
         over while blocks are being filled that it computes with: its own would be wrong if these were."""
-        num_full = min([num_tokens // self._block_size, *map(len, tracked.block_ids)])
+        num_full = min(num_tokens // self._block_size, min(map(len, tracked.block_ids), default=0))
         num_prompt = min(num_full, tracked.request.num_prompt_tokens // self._block_size)
         stop = num_prompt
         if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
@@ -438,25 +439,22 @@ class ConnectorScheduler:
             return []
         if self._filling and any(not self._filling.keys().isdisjoint(ids[:num_full]) for ids in tracked.block_ids):
             return []
-        numbers = range(tracked.num_offered, stop)
-        every = [(block, group) for block in numbers for group in range(len(self._groups))]
+        every = [(block, group) for block in range(tracked.num_offered, stop) for group in range(len(self._groups))]
         keys = self._keys(tracked.request, every)
         tracked.num_offered += len(keys) // len(self._groups)
-        found = []
-        for key, (block, group) in zip(keys, every, strict=False):
-            if block not in tracked.loaded:
-                block_id = self._block_of(tracked, block, group)
-                if block_id is not None:
-                    found.append((key, block_id))
-        return found
+        return [
+            (key, block_id)
+            for key, (block, group) in zip(keys, every, strict=False)
+            if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
+        ]
 
     def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
-        """Return where a block of a request is. A window's may be taken back already: vLLM's prefix cache tells."""
+        """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
+        block_id = tracked.block_ids[group][block]
         if self._groups.groups[group].is_full:
-            return tracked.block_ids[group][block]
-        if self._held is None or (block_id := self._held.cached(tracked.request.block_hashes[block], group)) is None:
-            return None
-        return None if block_id in self._filling else block_id
+            return block_id
+        block_hash = tracked.request.block_hashes[block]
+        return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
 
     def _hold(self, offers: Sequence[tuple[bytes, int]]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved. There is room for some."""

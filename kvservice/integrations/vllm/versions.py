@@ -96,6 +96,11 @@ def groups_of_caches() -> tuple[type, ...]:
     return (base.SupportsHMA,) if hasattr(base, "KVConnectorTransferResults") else ()
 
 
+def name_of_block(block_hash: Any, group: int) -> Any:
+    """Return the hash of a cached block in vLLM's pool, which has the number of its group."""
+    return kv_cache_utils.make_block_hash_with_group_id(block_hash, group)
+
+
 def is_batch_invariant() -> bool:
     """Whether the kernels are those of batch-invariant mode, whose K/V differ from others in their last bits."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
