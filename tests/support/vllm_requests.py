@@ -56,8 +56,8 @@ class FakeOutput:
     block ids or None, computed tokens). Block ids are those of one group, or a sequence for each."""
 
     num_scheduled_tokens: Mapping[str, int]
-    new: Sequence[tuple[FakeRequest, Sequence[int], int]] = ()
-    cached: Sequence[tuple[str, Sequence[int] | None, int]] = ()
+    new: Sequence[tuple[FakeRequest, Sequence[Any], int]] = ()
+    cached: Sequence[tuple[str, Sequence[Any] | None, int]] = ()
     resumed: set[str] = field(default_factory=set)
 
     @property
