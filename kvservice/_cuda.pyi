@@ -236,12 +236,19 @@ def advance_tables(
     position outside the block tables is -1."""
 
 def load_blocks(
-    pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
+    pieces: int,
+    num_pieces: int,
+    block_bytes: int,
+    addresses: object,
+    block_ids: object,
+    stream: int,
+    host_pieces: object = None,
 ) -> None:
     """Copy blocks from page-locked memory to their pieces on the device. `pieces` is the device address of
     int64[3, num_pieces]: piece p of block b starts at [0, p] + b * [1, p] and ends before byte [2, p] of the block.
     `addresses` uint64 and `block_ids` int64 are contiguous NumPy arrays of the same length. Everything is a multiple of
-    16 bytes; device memory is not checked."""
+    16 bytes; device memory is not checked. `host_pieces` is the table of pieces as a contiguous NumPy array
+    int64[3 * num_pieces]: with it, large pieces are copied by the copy engines, else by a kernel."""
 
 def save_blocks(
     pieces: int,
@@ -256,8 +263,7 @@ def save_blocks(
 ) -> None:
     """The inverse of load_blocks. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
     address of page-locked uint64[num_copies]. `sums` is the address of scratch memory on the device for
-    uint64[num_copies, 16]. `host_pieces` is the table of pieces as a contiguous NumPy array int64[3 * num_pieces]: with
-    it, large pieces are copied by the copy engines, else by a kernel."""
+    uint64[num_copies, 16]."""
 
 class CudaLaneExecutor(LaneExecutor):
     """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.

@@ -215,18 +215,10 @@ MoveBlocksParams move_blocks_params(uintptr_t pieces, int64_t num_pieces, int64_
   return p;
 }
 
-void load_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t stream) {
-  const auto places = numbers_of<uint64_t>(addresses, "addresses");
-  const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
-  const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
-  const py::gil_scoped_release release;
-  load_blocks_cuda(params, stream_at(stream));
-}
-
-void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream,
-                 const py::object& host_pieces) {
+// Calls `move` with a batch of copies. `host_pieces` is None or an array that holds the table.
+template <class Move>
+void move_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, const py::object& host_pieces, Move move) {
   const auto places = numbers_of<uint64_t>(addresses, "addresses");
   const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
   MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
@@ -238,7 +230,21 @@ void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, cons
     params.host_pieces = table.data();
   }
   const py::gil_scoped_release release;
-  save_blocks_cuda(params, {at<uint64_t>(sums), at<uint64_t>(checksums)}, stream_at(stream));
+  move(params);
+}
+
+void load_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, uintptr_t stream, const py::object& host_pieces) {
+  move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids, host_pieces,
+              [&](const MoveBlocksParams& params) { load_blocks_cuda(params, stream_at(stream)); });
+}
+
+void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream,
+                 const py::object& host_pieces) {
+  const BlockChecksums to = {at<uint64_t>(sums), at<uint64_t>(checksums)};
+  move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids, host_pieces,
+              [&](const MoveBlocksParams& params) { save_blocks_cuda(params, to, stream_at(stream)); });
 }
 
 // --- the module
@@ -327,7 +333,7 @@ PYBIND11_MODULE(_cuda, m) {
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");
   m.def("load_blocks", &load_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
-        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"));
+        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"), py::arg("host_pieces") = py::none());
   m.def("save_blocks", &save_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
         py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"),
         py::arg("host_pieces") = py::none());

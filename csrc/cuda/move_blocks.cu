@@ -1,7 +1,6 @@
-// The kernel reads and writes host memory itself: a copy engine needs a microsecond for each piece, and a block has as
-// many pieces as the model has layers. Where pieces are large enough for that, saves take the copy engines, because a
-// kernel that computes beside the copy may need all multiprocessors at once. A load is waited for: a kernel begins and
-// ends sooner.
+// A kernel reads and writes host memory itself, and is launched at once; but others that compute beside it need all
+// multiprocessors, and take half as long again. Copy engines take nothing from them. They need a microsecond for each
+// piece, and a block has as many pieces as the model has layers, so they copy large pieces only.
 #include "cuda/move_blocks.h"
 
 #include <algorithm>
@@ -20,6 +19,8 @@ constexpr int kTileVectors = kThreads * kVectorsPerThread;
 constexpr int64_t kThreadBlocks = 16;
 // From this size on, copy engines keep the host link busy.
 constexpr int64_t kEnginePieceBytes = 16 << 10;
+// The first pieces are copied while the driver takes the next.
+constexpr int64_t kPiecesPerCall = 512;
 constexpr int64_t kVectorBytes = sizeof(uint4);
 constexpr int64_t kMaxBlockBytes = int64_t{1} << 34;
 
@@ -170,40 +171,46 @@ void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
   }
 }
 
-// Saves blocks by the copy engines, in one call. Returns false if the pieces are too small, or the driver too old.
-bool save_by_engines(const MoveBlocksParams& p, cudaStream_t stream) {
+// Copies blocks by the copy engines. Returns false if the pieces are too small, or the driver too old.
+bool copy_by_engines(const MoveBlocksParams& p, bool to_device, cudaStream_t stream) {
 #if CUDART_VERSION >= 13000
   if (p.host_pieces == nullptr || p.block_bytes / p.num_pieces < kEnginePieceBytes) return false;
   const int64_t* const starts = p.host_pieces;
   const int64_t* const strides = starts + p.num_pieces;
   const int64_t* const ends = strides + p.num_pieces;
-  const auto count = static_cast<size_t>(p.num_copies * p.num_pieces);
-  std::vector<const void*> from(count);
-  std::vector<void*> to(count);
-  std::vector<size_t> sizes(count);
-  size_t next = 0;
-  for (int64_t i = 0; i < p.num_copies; ++i) {
-    for (int64_t piece = 0; piece < p.num_pieces; ++piece, ++next) {
-      const int64_t begin = piece == 0 ? 0 : ends[piece - 1];
-      from[next] = reinterpret_cast<const void*>(starts[piece] + p.block_ids[i] * strides[piece]);
-      to[next] = reinterpret_cast<void*>(p.addresses[i] + static_cast<uint64_t>(begin));
-      sizes[next] = static_cast<size_t>(ends[piece] - begin);
-    }
-  }
+  const int64_t count = p.num_copies * p.num_pieces;
+  std::vector<void*> device, host;
+  std::vector<size_t> sizes;
+  for (std::vector<void*>* list : {&device, &host}) list->reserve(kPiecesPerCall);
+  sizes.reserve(kPiecesPerCall);
   cudaMemcpyAttributes attributes = {};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  size_t first = 0;
-  const cudaError_t code =
-      cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), count, &attributes, &first, 1, stream);
-  if (code == cudaErrorNotSupported || code == cudaErrorCallRequiresNewerDriver) {
-    clear_error(code);
-    return false;
+  for (int64_t first = 0; first < count; first += kPiecesPerCall) {
+    device.clear();
+    host.clear();
+    sizes.clear();
+    for (int64_t i = first; i < std::min(count, first + kPiecesPerCall); ++i) {
+      const int64_t copy = i / p.num_pieces, piece = i % p.num_pieces;
+      const int64_t begin = piece == 0 ? 0 : ends[piece - 1];
+      device.push_back(reinterpret_cast<void*>(starts[piece] + p.block_ids[copy] * strides[piece]));
+      host.push_back(reinterpret_cast<void*>(p.addresses[copy] + static_cast<uint64_t>(begin)));
+      sizes.push_back(static_cast<size_t>(ends[piece] - begin));
+    }
+    const std::vector<void*>&to = to_device ? device : host, &from = to_device ? host : device;
+    size_t attributes_of = 0;
+    const cudaError_t code = cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &attributes,
+                                                  &attributes_of, 1, stream);
+    if (first == 0 && (code == cudaErrorNotSupported || code == cudaErrorCallRequiresNewerDriver)) {
+      clear_error(code);
+      return false;
+    }
+    check_cuda(code, "cudaMemcpyBatchAsync");
   }
-  check_cuda(code, "cudaMemcpyBatchAsync");
   return true;
 #else
   (void)p;
+  (void)to_device;
   (void)stream;
   return false;
 #endif
@@ -213,7 +220,7 @@ bool save_by_engines(const MoveBlocksParams& p, cudaStream_t stream) {
 
 void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) {
   check(params);
-  launch<Way::kToDevice>(params, nullptr, stream);
+  if (!copy_by_engines(params, true, stream)) launch<Way::kToDevice>(params, nullptr, stream);
 }
 
 void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream) {
@@ -221,7 +228,7 @@ void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& chec
   if (params.num_copies == 0) return;
   const auto num_bytes = static_cast<size_t>(params.num_copies * kSumsPerBlock) * sizeof(uint64_t);
   check_cuda(cudaMemsetAsync(checksums.sums, 0, num_bytes, stream), "cudaMemsetAsync");
-  if (save_by_engines(params, stream)) {
+  if (copy_by_engines(params, false, stream)) {
     launch<Way::kSumsOnly>(params, checksums.sums, stream);
   } else {
     launch<Way::kToHost>(params, checksums.sums, stream);

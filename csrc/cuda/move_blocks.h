@@ -25,8 +25,9 @@ struct BlockChecksums {
   uint64_t* values = nullptr;  // [num_copies], page-locked
 };
 
-// `addresses`, `block_ids` and `host_pieces` are in host memory and are not read after the call. Large pieces are saved
-// by the copy engines, which take nothing from kernels of other streams; all else is copied by few thread blocks.
+// `addresses`, `block_ids` and `host_pieces` are in host memory and are not read after the call. Large pieces are
+// copied by the copy engines, which take nothing from kernels of other streams, if `host_pieces` are given; all else is
+// copied by few thread blocks.
 void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to the device
 void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums,
                       cudaStream_t stream);  // to host memory

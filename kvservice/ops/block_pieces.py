@@ -1,9 +1,9 @@
 """Blocks in device memory whose bytes lie in pieces, for example one per layer, and their copies to and from host
 memory, where a block is contiguous.
 
-Nothing is copied in between. A kernel loads. Saves of large pieces take the copy engines of the GPU, so that whatever
-computes meanwhile keeps all multiprocessors; small pieces, for which these take too long, a kernel saves as well. All
-work is enqueued on the given stream.
+Nothing is copied in between. Large pieces take the copy engines of the GPU, so that whatever computes meanwhile keeps
+all multiprocessors; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
+given stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockPieces:
     """`num_blocks` blocks of `block_bytes` bytes. `table` is int64[3, num_pieces] on the device: piece p of block b
     starts at the address table[0, p] + b * table[1, p], and ends before byte table[2, p] of the block. All numbers are
     multiples of 16. The content of the table is not checked. `host_table` is the same in host memory; None: a kernel
-    saves pieces of any size."""
+    copies pieces of any size."""
 
     table: DeviceArray
     num_blocks: int
@@ -56,10 +56,19 @@ class BlockPieces:
         in_range = ALIGNMENT <= as_int(self.block_bytes, "block_bytes", 0) <= MAX_BLOCK_BYTES
         require(in_range and self.block_bytes % ALIGNMENT == 0, "block_bytes", "is not a multiple of 16 up to 16 GiB")
 
-    def load(self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64], *, stream: int) -> None:
+    def load(
+        self,
+        addresses: npt.NDArray[np.uint64],
+        block_ids: npt.NDArray[np.int64],
+        *,
+        stream: int,
+        at_once: bool = False,
+    ) -> None:
         """Copy the values at `addresses` to blocks. Both are `[num_copies]`, in host memory, and not read after the
-        call. The memory at the addresses is page-locked; no block may occur twice."""
-        _extension(self.table.device).load_blocks(*self._arguments(addresses, block_ids), stream)
+        call. The memory at the addresses is page-locked; no block may occur twice. `at_once`: a kernel copies, because
+        the caller has no time for a microsecond for each piece, and what computes waits for the load in any case."""
+        arguments = self._arguments(addresses, block_ids)
+        _extension(self.table.device).load_blocks(*arguments, stream, None if at_once else self._host_pieces)
 
     def save(
         self,
@@ -77,8 +86,12 @@ class BlockPieces:
         check_array(checksums, "checksums", "int64", (block_ids.size,))
         require(checksums.device == HOST, "checksums", "is not in host memory")
         arguments = self._arguments(addresses, block_ids)
-        host_pieces = None if self.host_table is None else np.ascontiguousarray(self.host_table).ravel()
-        _extension(self.table.device).save_blocks(*arguments, sums.pointer, checksums.pointer, stream, host_pieces)
+        extension = _extension(self.table.device)
+        extension.save_blocks(*arguments, sums.pointer, checksums.pointer, stream, self._host_pieces)
+
+    @property
+    def _host_pieces(self) -> npt.NDArray[np.int64] | None:
+        return None if self.host_table is None else np.ascontiguousarray(self.host_table).ravel()
 
     def _arguments(
         self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64]

@@ -73,7 +73,7 @@ class HostGpu:
     def follow(self, passing: Any) -> None:
         self.followed.append(passing)
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: object, *, at_once: bool = False) -> HostGpu:  # noqa: ARG002
         self._copy(addresses, block_ids, to_host=False)
         return self
 
@@ -122,9 +122,9 @@ class Gate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
-    def load(self, *arguments: Any) -> GatedCopy:
+    def load(self, *arguments: Any, **options: Any) -> GatedCopy:
         self.num_started += 1
-        return GatedCopy(self, self._gpu.load(*arguments))
+        return GatedCopy(self, self._gpu.load(*arguments, **options))
 
     def save(self, *arguments: Any) -> GatedCopy:
         self.num_started += 1

@@ -4,7 +4,7 @@
     a load:  lease   ─▶ launch the copy ─▶ on another thread: wait for the copy, check, end the lease
     a load of a step: launch the copy, computations wait for it on the GPU ─▶ at the end of the step: check
 
-A kernel copies between vLLM's tensors and the mapped memory of the store. That memory must be page-locked: a thread
+The GPU copies between vLLM's tensors and the mapped memory of the store. That memory must be page-locked: a thread
 does it slab by slab from the first moment. Blocks in memory that is not locked yet, or cannot be, go through pinned
 memory of the process, a StagedCopier. Several copies are in flight, so that the link to the GPU is busy while the
 daemon is asked for the next blocks.
@@ -90,7 +90,7 @@ class CopyingGpu(LockingGpu, Protocol):
 
     def follow(self, passing: Any) -> None: ...
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> Passing: ...
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: Any, *, at_once: bool = False) -> Passing: ...
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> PassingSave: ...
 
@@ -177,7 +177,8 @@ class MappedCopier:
         if not self._verify:
             with self._locks.covering(memory, addresses) as locked:
                 if locked:
-                    passing = self._gpu.load(addresses, np.array(block_ids, np.int64), self._gpu.mark())
+                    ids = np.array(block_ids, np.int64)
+                    passing = self._gpu.load(addresses, ids, self._gpu.mark(), at_once=True)
                     self._gpu.follow(passing)
 
                     def end() -> Flags:
@@ -397,10 +398,12 @@ class GpuBlocks:
         """Let the computations that are queued from now on wait for a load."""
         torch.cuda.current_stream(self._device).wait_event(passing)
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> torch.cuda.Event:
-        """Fill blocks with the values at `addresses`."""
+    def load(
+        self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event, *, at_once: bool = False
+    ) -> torch.cuda.Event:
+        """Fill blocks with the values at `addresses`. `at_once`: see BlockPieces."""
         self._loads.wait_event(mark)
-        self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
+        self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream, at_once=at_once)
         return self._event(self._loads)
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> Save:

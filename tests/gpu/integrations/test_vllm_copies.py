@@ -109,6 +109,27 @@ def test_checksums_of_any_size(num_bytes: int) -> None:
     assert save.checksums().tobytes() == _ext.store_checksums(pinned.data_ptr(), starts.tobytes(), num_bytes, 1)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_more_large_pieces_than_one_call_of_the_copy_engines_takes(at_once: bool) -> None:
+    """They are loaded by the copy engines, and at once by a kernel."""
+    count = 300
+    tensors = LAYOUTS["FlashAttention, K and V first"](Model(num_layers=3, num_kv_heads=11), count)
+    layout = block_layout(tensors, count)
+    assert min(layout.piece_bytes) >= 16 << 10
+    assert count // 2 * len(layout.piece_bytes) > 512
+    pinned = torch.zeros((count // 2, layout.block_bytes), dtype=torch.uint8, pin_memory=True)
+    blocks = GpuBlocks(layout)
+    ids = np.random.default_rng(0).permutation(count)
+    saved, loaded = np.split(ids, 2)
+    addresses = (np.arange(count // 2) * layout.block_bytes + pinned.data_ptr()).astype(np.uint64)
+    save = blocks.save(addresses, saved, blocks.mark())
+    save.synchronize()
+    sums = _ext.store_checksums(pinned.data_ptr(), (addresses - addresses[0]).tobytes(), layout.block_bytes, 1)
+    assert save.checksums().tobytes() == sums
+    blocks.load(addresses, loaded, blocks.mark(), at_once=at_once).synchronize()
+    check_equal(tensors, count, saved.tolist(), loaded.tolist())
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStore, staged: bool) -> None:
     rig = Rig()
