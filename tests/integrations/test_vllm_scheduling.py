@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_store import FakeStore
-from vllm_connector import Engine, FakePool, connector_config
+from vllm_connector import NUM_BLOCKS, Engine, FakePool, connector_config
 from vllm_requests import FULL, FakeOutput, FakeRequest, chain
 from vllm_stub import name_of_block
 from waiting import until
 
 from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
-from kvservice.integrations.vllm.steps import WorkerReport
+from kvservice.integrations.vllm.steps import ConnectorStep, WorkerReport
 
 TOKENS = list(range(18))
 OpenEngine = Callable[..., Engine]
@@ -28,11 +28,11 @@ OpenEngine = Callable[..., Engine]
 
 @pytest.fixture
 def engine(vllm_connector: Any) -> Iterator[OpenEngine]:
-    """Return an engine whose workers have these stores. `config`: changes of its configuration."""
+    """Return an engine whose workers have these stores, and as many blocks. `config`: changes of its configuration."""
     with ExitStack() as stack:
 
-        def make(*stores: FakeStore, **config: Any) -> Engine:
-            made = Engine(vllm_connector, *stores, config=connector_config(**config))
+        def make(*stores: FakeStore, num_blocks: int = NUM_BLOCKS, **config: Any) -> Engine:
+            made = Engine(vllm_connector, *stores, config=connector_config(**config), num_blocks=num_blocks)
             stack.callback(made.close)
             return made
 
@@ -454,27 +454,88 @@ def test_blocks_that_a_request_uses_delay_nobody(engine: OpenEngine) -> None:
     assert made.scheduler.has_pending_block_frees()
 
 
-def test_a_part_of_the_pool_is_held_and_other_saves_are_skipped(engine: OpenEngine) -> None:
-    """Of 800 blocks, four, and five times as many together with requests."""
-    made, message = held(engine, FakeStore(), extra={"max_held_percent": 0.5})
+class TightPool:
+    """An engine of whose 800 blocks four are held, and five times as many together with requests."""
 
-    def offered(name: str, token: int, blocks: list[int]) -> Any:
-        made.pool.touch(made.pool.blocks[blocks[0] : blocks[-1] + 1])  # the request's own references
+    def __init__(self, engine: OpenEngine) -> None:
+        self.store = FakeStore()
+        self.made, self.first = held(engine, self.store, num_blocks=800, extra={"max_held_percent": 0.5})
+        self.pool = self.made.pool
+
+    def offered(self, name: str, token: int, blocks: range) -> Any:
+        """Return the message of a step in which a request, that stays, has computed these blocks."""
+        self.pool.touch(self.pool.blocks[blocks.start : blocks.stop])
         request = FakeRequest(name, [token] * 4 * len(blocks))
-        run(made, request, blocks)
-        return made.step(FakeOutput({name: 4 * len(blocks)}, new=[(request, blocks, 0)]))
+        run(self.made, request, list(blocks))
+        self.pool.cache(request, blocks)
+        return self.made.step(FakeOutput({name: 4 * len(blocks)}, new=[(request, list(blocks), 0)]))
 
+    def end(self, name: str, token: int, blocks: range) -> None:
+        self.made.scheduler.request_finished(FakeRequest(name, [token] * 4 * len(blocks)), list(blocks))
+        self.pool.free_blocks(self.pool.blocks[blocks.start : blocks.stop])
+
+    def save_first(self) -> None:
+        """Let the worker save the blocks of the first step, which are free then, and nothing else."""
+        self.made.compute(self.first)
+        nothing = type(self.first)(ConnectorStep())
+
+        def is_free() -> bool:
+            self.made.compute(nothing)
+            return self.pool.used.isdisjoint(range(1, 5))
+
+        until(is_free)
+
+    def skipped(self) -> int:
+        return int(self.made.worker.get_kv_connector_stats().data["blocks_skipped"])
+
+
+def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> None:
+    tight = TightPool(engine)
     # The blocks of the first request are held for its save alone now.
-    skipped = offered("b", 8, [6, 7])
-    assert saves(skipped) == []
-    made.compute(message)
-    made.settle()
-    # Those of the others are in use: 20 of them are held, the last ones not.
-    many = offered("c", 9, list(range(10, 35)))
-    assert saves(many)[0][1] == list(range(10, 30))
-    made.compute(skipped)
-    assert made.worker.get_kv_connector_stats().data["blocks_skipped"] == 2
-    assert many.step.num_skipped == 5
+    assert saves(tight.offered("b", 8, range(6, 8))) == []
+    tight.save_first()
+    # Those of the others are in use: 20 of them are held, the first ones, and the last ones wait.
+    many = tight.offered("c", 9, range(10, 35))
+    assert saves(many)[0][1] == [6, 7, *range(10, 28)]
+    tight.end("c", 9, range(10, 35))
+    tight.made.compute(many)
+    tight.made.settle()
+    assert len(tight.store.values) == 4 + 2 + 25
+    assert tight.skipped() == 0
+    assert tight.pool.used == {6, 7}
+
+
+def test_a_block_that_waits_is_skipped_if_it_is_taken_for_others(engine: OpenEngine) -> None:
+    tight = TightPool(engine)
+    assert saves(tight.offered("b", 8, range(6, 9))) == []
+    tight.end("b", 8, range(6, 9))
+    # Two requests get a block each. One of them has just these tokens, and offers the block itself.
+    other, same = FakeRequest("c", [9] * 4), FakeRequest("d", [8] * 5)
+    tight.pool.cache(other, [7])
+    run(tight.made, other, [7])
+    run(tight.made, same, [6, 9])
+    message = tight.made.step(FakeOutput({"c": 4, "d": 1}, new=[(other, [7], 0), (same, [6, 9], 4)]))
+    tight.save_first()
+    tight.made.compute(message)
+    tight.made.settle()
+    assert tight.skipped() == 1
+    assert set(tight.store.values) == {*chain(TOKENS), *chain([9] * 4), chain([8] * 12)[0], chain([8] * 12)[2]}
+
+
+def test_blocks_that_wait_leave_as_many_free_as_may_be_held(engine: OpenEngine) -> None:
+    tight = TightPool(engine)
+    assert saves(tight.offered("b", 8, range(6, 8))) == []
+    tight.end("b", 8, range(6, 8))
+    tight.save_first()
+    assert tight.pool.used == set()
+    used = [block for block in tight.pool.blocks if block.block_id not in (0, 1, 2, 6, 7)]
+    tight.pool.touch(used)
+    first = tight.made.step()
+    assert [block_ids for _, block_ids in saves(first)] == [[6]]
+    assert saves(tight.made.step()) == []
+    tight.made.compute(first)
+    tight.made.settle()
+    assert len(tight.store.values) == 6
 
 
 def test_vllm_forgets_its_prefix_cache_while_blocks_are_held(engine: OpenEngine) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_store import FakeStore
 from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest
-from vllm_stub import Role
+from vllm_stub import Role, name_of_block
 
 from kvservice.client import KVClient
 from kvservice.integrations.vllm.steps import BlockLoad, ConnectorStep
@@ -129,6 +129,14 @@ class FakePool:
             assert block.ref_cnt > 0
             block.ref_cnt -= 1
 
+    def get_num_free_blocks(self) -> int:
+        return self.num_gpu_blocks - len(self.used)
+
+    def cache(self, request: FakeRequest, block_ids: Sequence[int], group: int = 0) -> None:
+        """Have a request's full blocks in the prefix cache."""
+        for block_id, block_hash in zip(block_ids, request.block_hashes, strict=False):
+            self.blocks[block_id].block_hash = name_of_block(block_hash, group)
+
     def reset_prefix_cache(self) -> bool:
         return not self.used
 
@@ -154,7 +162,7 @@ class Engine:
         self.asked = [FakeStore(store.values) for store in self.stores]
         config = connector_config() if config is None else config
         groups = connector.groups.tensor
-        self.layers = {"layer": blocks_of(values)} if layers is None else layers
+        self.layers = {"layer": blocks_of(values, num_blocks)} if layers is None else layers
         self.workers = []
         for rank, store in enumerate(stores):
             groups.rank_in_group, groups.world_size = rank, len(stores)
@@ -313,6 +321,6 @@ class KeyedRequest(FakeRequest):
         return self.keys
 
 
-def blocks_of(values: int) -> torch.Tensor:
-    """Return int32 `[NUM_BLOCKS, values]` whose block b is full of b + 1."""
-    return (torch.arange(NUM_BLOCKS, dtype=torch.int32)[:, None] + 1).repeat(1, values)
+def blocks_of(values: int, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+    """Return int32 `[num_blocks, values]` whose block b is full of b + 1."""
+    return (torch.arange(num_blocks, dtype=torch.int32)[:, None] + 1).repeat(1, values)

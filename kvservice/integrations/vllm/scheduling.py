@@ -7,20 +7,23 @@ asynchronous: vLLM lets the request wait, and continues it when all workers have
 Blocks that are being saved are held: vLLM's block pool counts a reference more, so that a step never waits for a save.
 The workers tell when they have ended. Held blocks come back in any case:
 
-    offered ── all workers report the end, also of a failure ──▶ free
-       └────── vLLM forgets its prefix cache, or a worker does not report for HOLD_S ──▶ free; the next step tells
-               the workers first, which give up what they have not begun and wait for copies in progress
+    held ── all workers report the end, also of a failure ──▶ free
+      └──── vLLM forgets its prefix cache, or a worker does not report for HOLD_S ──▶ free; the next step tells the
+            workers first, which give up what they have not begun and wait for copies in progress
+
+Only a part of the pool is held. Other blocks wait, and are held later if vLLM still has them in its prefix cache.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
 from kvservice.integrations.vllm.identity import AdapterIdentities
@@ -88,6 +91,15 @@ class _StepLoading:
     num_ended: int = 0
 
 
+class _Offer(NamedTuple):
+    """A full block that may be saved: its key, and the hash for which vLLM has it in a group."""
+
+    key: bytes
+    block_id: int
+    block_hash: bytes
+    group: int
+
+
 @dataclass(frozen=True)
 class _Answer:
     """vLLM was told this about a request of which it has `num_local` blocks itself."""
@@ -103,7 +115,7 @@ class HeldBlocks:
         """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
         held together with requests. `pool` is vLLM's BlockPool, in which `name_of` are the hashes of cached blocks."""
         self._pool, self._name_of, self._clock = pool, name_of, clock
-        self._most = int(pool.num_gpu_blocks * most)
+        self.most = int(pool.num_gpu_blocks * most)
         self._most_shared = int(pool.num_gpu_blocks * min(SHARED * most, 1.0))
         self._saves: dict[int, tuple[tuple[int, ...], float]] = {}
         self._held: set[int] = set()
@@ -119,13 +131,23 @@ class HeldBlocks:
         return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
 
     @property
+    def num_spare(self) -> int:
+        """How many blocks that nobody uses may be held: as many stay free as may be held for saves alone, or half."""
+        num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
+        return max(num_free - min(self.most, num_blocks // 2), 0)
+
+    def is_used(self, block_id: int) -> bool:
+        """Whether a block is used, by a request or by a save."""
+        return bool(self._pool.blocks[block_id].ref_cnt)
+
+    @property
     def room(self) -> int:
         """How many more blocks may be held."""
         shared = max(self._most_shared - len(self._held), 0)
-        if len(self._held) < self._most:
+        if len(self._held) < self.most:
             return shared
         alone = sum(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._held)
-        return shared if alone < self._most else 0
+        return shared if alone < self.most else 0
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
         """Hold blocks that are not held yet."""
@@ -167,6 +189,10 @@ class ConnectorScheduler:
         self._block_bytes = 0
         self._memories: dict[Rank, MemoryId | None] = {}
         self._requests: dict[str, _Tracked] = {}
+        # Requests that have blocks to offer, or will have.
+        self._unsaved: set[str] = set()
+        # Blocks for whose save there was no room, the oldest first.
+        self._waiting: dict[int, _Offer] = {}
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
@@ -240,6 +266,9 @@ class ConnectorScheduler:
         request_id = request.request_id
         tracked = self._requests.setdefault(request_id, _Tracked(request))
         tracked.request = request
+        if self._options.saves:
+            self._unsaved.add(request_id)
+        self._taken(block_ids)
         answer = self._answers.pop(request_id, _Answer(0))
         if self._lookup is None:
             return
@@ -336,10 +365,11 @@ class ConnectorScheduler:
         """Return what the workers do in a step. `output`: vLLM's SchedulerOutput."""
         offers = []
         for request_id, num_computed_tokens in self._note_blocks(output):
-            tracked = self._requests.get(request_id)
-            if tracked is not None and self._options.saves:
-                num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-                offers += self._offer(tracked, num_tokens, is_last=False)
+            tracked = self._requests[request_id]
+            num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
+            offers += self._offer(tracked, num_tokens, is_last=False)
+            if not self._options.save_decode and self._num_prompt_blocks(tracked) <= tracked.num_offered:
+                self._unsaved.discard(request_id)
         self._hold(offers)
         if self._held is not None:
             for number in self._held.numbers(HOLD_S):
@@ -364,6 +394,7 @@ class ConnectorScheduler:
         blocks, without which the others are useless, were saved first; they must not be the first to be evicted."""
         request_id = request.request_id
         tracked = self._requests.pop(request_id, None)
+        self._unsaved.discard(request_id)
         if tracked is not None and self._lookup is not None:
             if self._options.saves and not tracked.waits:
                 # The last token has no K/V.
@@ -384,6 +415,7 @@ class ConnectorScheduler:
 
     def free_held(self) -> None:
         """Give all held blocks back at once: vLLM is about to forget its prefix cache, which needs all blocks."""
+        self._waiting.clear()
         if self._held is not None:
             for number in self._held.numbers():
                 self._give_up(number)
@@ -392,7 +424,7 @@ class ConnectorScheduler:
     @property
     def holds(self) -> bool:
         """Whether workers have something to save, or to report."""
-        return bool(self._held)
+        return bool(self._held or self._waiting)
 
     @property
     def delays_others(self) -> bool:
@@ -405,33 +437,51 @@ class ConnectorScheduler:
         self._abandoned.add(number)
 
     def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
-        """Keep the block tables of all requests of a step. Yields each with its number of computed tokens."""
+        """Keep the block tables of the requests of a step that have blocks to offer. Yields each with its number of
+        computed tokens."""
         for new in output.scheduled_new_reqs:
-            self._replace(new.req_id, new.block_ids)
-            yield new.req_id, new.num_computed_tokens
+            if new.req_id in self._unsaved:
+                self._replace(new.req_id, new.block_ids)
+                yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in rows:
+            if block_ids:
+                self._taken(block_ids)
+            if request_id not in self._unsaved:
+                continue
             if request_id in cached.resumed_req_ids:
                 self._replace(request_id, block_ids or ())
-            elif block_ids and (tracked := self._requests.get(request_id)) is not None:
-                for table, added in zip(tracked.block_ids, block_ids, strict=True):
+            elif block_ids:
+                for table, added in zip(self._requests[request_id].block_ids, block_ids, strict=True):
                     table += added
             yield request_id, num_computed_tokens
 
     def _replace(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Set the blocks of a request that starts or continues."""
-        if request_id in self._requests:
-            self._requests[request_id].block_ids = [list(ids) for ids in block_ids]
+        self._requests[request_id].block_ids = [list(ids) for ids in block_ids]
+
+    def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
+        """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
+        for block_id in itertools.chain.from_iterable(block_ids) if self._waiting else ():
+            offer = self._waiting.pop(block_id, None)
+            if offer is not None and not self._is_there(offer):
+                self._num_skipped += 1
+
+    def _is_there(self, offer: _Offer) -> bool:
+        return self._held is not None and self._held.is_cached(offer.block_id, offer.block_hash, offer.group)
 
     # ---- saves
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[tuple[bytes, int]]:
-        """Return the keys and blocks that are full after `num_tokens` computed tokens and were not offered before.
-        Blocks that vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed
-        over while blocks are being filled that it computes with: its own would be wrong if these were."""
+    def _num_prompt_blocks(self, tracked: _Tracked) -> int:
+        return int(tracked.request.num_prompt_tokens) // self._block_size
+
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[_Offer]:
+        """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
+        vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
+        blocks are being filled that it computes with: its own would be wrong if these were."""
         num_full = min(num_tokens // self._block_size, min(map(len, tracked.block_ids), default=0))
-        num_prompt = min(num_full, tracked.request.num_prompt_tokens // self._block_size)
+        num_prompt = min(num_full, self._num_prompt_blocks(tracked))
         stop = num_prompt
         if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
             stop = num_full
@@ -442,8 +492,9 @@ class ConnectorScheduler:
         every = [(block, group) for block in range(tracked.num_offered, stop) for group in range(len(self._groups))]
         keys = self._keys(tracked.request, every)
         tracked.num_offered += len(keys) // len(self._groups)
+        hashes = tracked.request.block_hashes
         return [
-            (key, block_id)
+            _Offer(key, block_id, hashes[block], group)
             for key, (block, group) in zip(keys, every, strict=False)
             if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
         ]
@@ -456,17 +507,46 @@ class ConnectorScheduler:
         block_hash = tracked.request.block_hashes[block]
         return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
 
-    def _hold(self, offers: Sequence[tuple[bytes, int]]) -> None:
-        """Save blocks with the next step, and hold them until then and until they are saved. There is room for some."""
+    def _hold(self, offers: Sequence[_Offer]) -> None:
+        """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
+        first those that wait for it, then these. The others wait."""
         held = self._held
-        wanted = {key: block_id for key, block_id in offers if held is None or block_id not in held}
-        chosen = list(wanted.items())[: held.room if held is not None else 0]
-        self._num_skipped += len(wanted) - len(chosen)
-        if chosen and held is not None:
+        if held is None or not held.most:
+            self._num_skipped += len(offers)
+            return
+        if not offers and not self._waiting:
+            return
+        room = held.room
+        chosen = self._waited(room)
+        rest = {offer.key: offer for offer in offers if offer.block_id not in held and offer.key not in chosen}
+        for offer in rest.values():
+            if len(chosen) < room:
+                chosen[offer.key] = offer.block_id
+            else:
+                self._waiting[offer.block_id] = offer
+        if chosen:
             self._number += 1
-            keys, block_ids = zip(*chosen, strict=True)
-            held.hold(self._number, block_ids)
-            self._saves.append(BlockSave(self._number, keys, block_ids))
+            held.hold(self._number, tuple(chosen.values()))
+            self._saves.append(BlockSave(self._number, tuple(chosen), tuple(chosen.values())))
+
+    def _waited(self, room: int) -> dict[bytes, int]:
+        """Return keys and blocks that no longer wait, at most `room`."""
+        held, chosen = self._held, dict[bytes, int]()
+        assert held is not None
+        num_spare = held.num_spare
+        for offer in list(itertools.islice(self._waiting.values(), room)):
+            is_spare = not held.is_used(offer.block_id)
+            if is_spare and not num_spare:
+                continue
+            del self._waiting[offer.block_id]
+            if offer.block_id in held or offer.key in chosen:
+                continue
+            if not self._is_there(offer):
+                self._num_skipped += 1
+                continue
+            num_spare -= is_spare
+            chosen[offer.key] = offer.block_id
+        return chosen
 
     def _keys(self, request: Any, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the keys of blocks, each with its group, whose tokens are known. There are none if the request's

@@ -59,7 +59,7 @@ class BlockSave:
 @dataclass(frozen=True)
 class ConnectorStep:
     """`loads` are asynchronous: their requests are not part of a step before they have ended. `abandoned` are the
-    numbers of saves whose blocks may be overwritten from this step on. `num_skipped` blocks were not offered to be
+    numbers of saves whose blocks may be overwritten from this step on. `num_skipped` blocks will not be
     saved. `computes`: whether the step has any tokens."""
 
     loads: tuple[BlockLoad, ...] = ()
@@ -108,7 +108,7 @@ class TransferCounters:
     blocks_not_saved: int = 0
     """Blocks that were not saved: no room, daemon away, or given up."""
     blocks_skipped: int = 0
-    """Blocks that were not offered to be saved, because too many waited for it already."""
+    """Blocks that were not saved, because vLLM took them for others before there was room to hold them."""
     bytes_saved: int = 0
     """Bytes saved to the store."""
     save_seconds: float = 0.0
