@@ -302,6 +302,34 @@ class StoreIndex:
         the last slab was among them; then the next call starts with the first. Raises RuntimeError with what is
         wrong."""
 
+class StoreMirror:
+    """The blocks of a namespace in the mapped memory of a store, found and leased without the daemon. For leases the
+    memory must be mapped for writing. Offsets and versions are packed uint64. Threads may share it. Raises
+    InvalidArgumentError for offsets that are not of a block; keys have 32 bytes each."""
+
+    def __init__(
+        self,
+        address: int,
+        num_bytes: int,
+        slab_bytes: int,
+        first_block: int,
+        block_stride: int,
+        blocks_per_slab: int,
+        namespace: int,
+    ) -> None: ...
+    def refresh(self, most: int) -> int:
+        """Look for new blocks in the next slabs, until that were `most` records or all. Returns how many blocks are
+        known."""
+    def find(self, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes]:
+        """Return (bitmap of the keys, and for the blocks found: offsets, versions). With `leading_only` it stops before
+        the first key that is missing. Blocks that have come since the last look may be missing."""
+    def lease(self, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes]:
+        """The same, and lease the blocks. They stay until they are released, or were not renewed for 10 seconds."""
+    def renew(self, offsets: bytes) -> bool:
+        """Renew a lease of each block. Returns whether all have lasted."""
+    def release(self, offsets: bytes) -> None:
+        """End a lease of each block."""
+
 def store_copy_in(
     memory: int,
     offsets: bytes,

@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "bindings/packed.h"
 #include "store/copy.h"
 #include "store/index.h"
+#include "store/mirror.h"
 
 namespace kvservice {
 namespace {
@@ -328,10 +330,64 @@ void define_index(py::module_& m) {
           py::arg("most"));
 }
 
+std::unique_ptr<StoreMirror> make_mirror(const py::object& address, const py::object& num_bytes,
+                                         const py::object& slab_bytes, const py::object& first_block,
+                                         const py::object& block_stride, const py::object& blocks_per_slab,
+                                         const py::object& number) {
+  const SlabLayout layout = {as_positive(first_block, "first_block"), as_positive(block_stride, "block_stride"),
+                             as_positive(blocks_per_slab, "blocks_per_slab")};
+  return std::make_unique<StoreMirror>(as_address(address, "address"), as_positive(num_bytes, "num_bytes"),
+                                       as_positive(slab_bytes, "slab_bytes"), layout, as_number(number));
+}
+
+py::tuple mirrored(const MirroredBlocks& blocks) {
+  return py::make_tuple(bitmap(blocks.found), to_bytes(blocks.offsets), to_bytes(blocks.versions));
+}
+
+constexpr int64_t kLockedRecords = 1 << 16;
+
+void define_mirror(py::module_& m) {
+  const py::arg keys("keys"), leading_only("leading_only"), offsets("offsets");
+  py::class_<StoreMirror>(m, "StoreMirror")
+      .def(py::init(&make_mirror), py::arg("address"), py::arg("num_bytes"), py::arg("slab_bytes"),
+           py::arg("first_block"), py::arg("block_stride"), py::arg("blocks_per_slab"), py::arg("namespace"))
+      .def(
+          "refresh",
+          [](StoreMirror& mirror, const py::object& most) {
+            const int64_t count = as_positive(most, "most");
+            // To give the interpreter up for a moment can cost milliseconds, until it is had again.
+            std::optional<py::gil_scoped_release> release;
+            if (count > kLockedRecords) release.emplace();
+            return mirror.refresh(count);
+          },
+          py::arg("most"))
+      .def(
+          "find",
+          [](StoreMirror& mirror, const py::object& list, bool leading) {
+            const Keys packed = as_keys(list);
+            return mirrored(mirror.find(packed.data, packed.size, leading));
+          },
+          keys, leading_only)
+      .def(
+          "lease",
+          [](StoreMirror& mirror, const py::object& list, bool leading) {
+            const Keys packed = as_keys(list);
+            return mirrored(mirror.lease(packed.data, packed.size, leading));
+          },
+          keys, leading_only)
+      .def(
+          "renew", [](StoreMirror& mirror, const py::object& list) { return mirror.renew(as_packed(list, "offsets")); },
+          offsets)
+      .def(
+          "release", [](StoreMirror& mirror, const py::object& list) { mirror.release(as_packed(list, "offsets")); },
+          offsets);
+}
+
 }  // namespace
 
 void define_store(py::module_& m) {
   define_index(m);
+  define_mirror(m);
   const py::arg memory("memory"), offsets("offsets"), block_bytes("block_bytes"), num_threads("num_threads");
   m.def("store_copy_in", &copy_in, memory, offsets, block_bytes, py::arg("source"), py::arg("places"),
         py::arg("piece_bytes"), num_threads);

@@ -14,6 +14,7 @@ void expect(bool condition, const Slab& slab, const char* what) {
 }  // namespace
 
 bool StoreIndex::check(int64_t most) {
+  end_lingering();
   if (next_check_ == slabs_.size()) next_check_ = 0;
   if (next_check_ == 0) check_counts();
   for (int64_t checked = 0; next_check_ < slabs_.size() && (checked == 0 || checked < most); ++next_check_) {

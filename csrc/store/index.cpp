@@ -316,6 +316,7 @@ void StoreIndex::condemn(const std::vector<uint64_t>& slots) {
 
 int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
   Namespace& space = find_namespace(number);
+  end_lingering();
   find_all(space, keys);
   int64_t count = 0;
   for (size_t i = keys.size; i-- > 0;) {
@@ -347,6 +348,7 @@ int64_t StoreIndex::remove(uint32_t number, const Keys& keys) {
 
 int64_t StoreIndex::clear(uint32_t number, int64_t most) {
   const Namespace& space = find_namespace(number);
+  end_lingering();
   int64_t count = 0;
   for (; count < most; ++count) {
     Slot* slot = space.evictable.empty() ? space.leased.oldest() : space.evictable.oldest();

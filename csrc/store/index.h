@@ -8,7 +8,7 @@
 //   4. the slot of that block
 // At the quota, it takes only the last. Above the quota, because that was lowered, it also evicts the least recently
 // used block of the namespace. A block that is leased or reserved is never evicted, and neither is a slab with such a
-// block.
+// block. One with a shared lease (shared_lease.h) counts as used when its turn comes.
 //
 // Within a call the first key counts as the most recently used, because keys are chains of blocks: a block is of no use
 // without those before it. All calls take time proportional to their keys, except that giving a slab to another
@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -156,8 +157,14 @@ class StoreIndex {
   void recover_order();
 
   Slot* take_slot(Namespace& space);
+  Slot* hide_oldest(Namespace& space);
   void shrink(Namespace& space);
   void empty_another_slab(const Slot* own);
+  bool hide(Slot& slot);
+  bool hide(Slab& slab);
+  void show(Slot& slot);
+  void linger(Slot& slot);
+  void end_lingering();
   void assign(Namespace& space);
   Slot& take_free_slot(Slab& slab);
   void fill(Slot& slot, const Key& key, uint64_t hash);
@@ -198,8 +205,9 @@ class StoreIndex {
   KeyTable<Slot> table_;
   std::map<uint32_t, std::unique_ptr<Namespace>> namespaces_;
   uint64_t num_evicted_ = 0, num_unoffered_ = 0;
-  std::vector<uint64_t> hashes_;  // of the keys of the current call
-  std::vector<Slot*> found_;      // their committed blocks when the call began, or nullptr
+  std::vector<uint64_t> hashes_;    // of the keys of the current call
+  std::vector<Slot*> found_;        // their committed blocks when the call began, or nullptr
+  std::deque<uint64_t> lingering_;  // condemned slots with shared leases, each pinned once
   bool recording_ = false;
   std::vector<RemovedKey> removed_;
   size_t next_check_ = 0;

@@ -6,7 +6,8 @@
 // Little-endian. Clients map the memory. A client that copies a block compares its version afterwards: the version
 // changes before the bytes of the block can change. Versions are never reused, neither for another block.
 //
-// The records are outputs: a client may be able to write to them, so the daemon never reads them.
+// The records are outputs: a client may be able to write to them, so the daemon never reads them. The one exception are
+// shared leases (shared_lease.h), which can only put an eviction off.
 #pragma once
 
 #include <atomic>
@@ -27,11 +28,13 @@ struct Record {
   uint32_t namespace_number;
   uint32_t state;  // RecordState
   // Tells a reader of the first record whether the slab still has the layout that it expects.
-  std::atomic<uint64_t> block_stride;
+  std::atomic<uint32_t> block_stride;  // in bytes, the low half
+  std::atomic<uint32_t> shared_lease;
 };
 
 static_assert(sizeof(Record) == kRecordBytes);
 static_assert(sizeof(std::atomic<uint64_t>) == 8 && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
 // The layout of a namespace's slabs.
@@ -61,8 +64,8 @@ inline uint64_t current_version(const char* slab, int64_t index, int64_t block_s
   const auto* records = reinterpret_cast<const Record*>(slab);
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t version = records[index].version.load(std::memory_order_acquire);
-  const uint64_t stride = records[0].block_stride.load(std::memory_order_acquire);
-  return stride == static_cast<uint64_t>(block_stride) ? version : 0;
+  const uint32_t stride = records[0].block_stride.load(std::memory_order_acquire);
+  return stride == static_cast<uint32_t>(block_stride) ? version : 0;
 }
 
 }  // namespace kvservice

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "store/index.h"
+#include "store/shared_lease.h"
 
 namespace kvservice {
 
@@ -44,7 +45,10 @@ void StoreIndex::recover_slab(Slab& slab, Recovered& recovered) {
 void StoreIndex::recover_slot(Slab& slab, Slot& slot, Recovered& recovered) {
   const KeptSlot& kept = this->kept(slot);
   BlockCounts& counts = slab.owner->counts;
-  slot.pins = kept.state == SlotState::kCondemned ? 1 : 0;
+  const bool is_condemned = kept.state == SlotState::kCondemned;
+  const bool lingers = is_condemned && SharedLease(record(slot).shared_lease).exists(SharedLease::now());
+  slot.pins = (is_condemned ? 1 : 0) + (lingers ? 1 : 0);
+  if (lingers) lingering_.push_back(slot_number(slot));
   if (kept.state == SlotState::kFree) {
     slot.links.older = slab.free;
     slab.free = &slot;
@@ -54,6 +58,7 @@ void StoreIndex::recover_slot(Slab& slab, Slot& slot, Recovered& recovered) {
   slot.hash = hash_(kept.key, slab.owner->number);
   if (kept.state == SlotState::kCommitted) {
     ++counts.committed;
+    show(slot);
     slab.newest = std::max(slab.newest, kept.used);
   } else if (kept.state == SlotState::kReserved) {
     ++counts.reserved;

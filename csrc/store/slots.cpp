@@ -6,9 +6,13 @@
 #include <stdexcept>
 
 #include "store/index.h"
+#include "store/shared_lease.h"
 
 namespace kvservice {
 namespace {
+
+// Blocks, and slabs, with shared leases that are passed over for one new block.
+constexpr int kMaxPassedBlocks = 256, kMaxPassedSlabs = 8;
 
 // A free slab gives the memory of its slots back if more than 1 / 16 of those for the smallest blocks were used.
 constexpr int kDiscardedShift = 4;
@@ -25,6 +29,7 @@ Slot* StoreIndex::take_slot(Namespace& space) {
     if (space.with_room.empty() && !free_slabs_.empty()) assign(space);
     if (!space.with_room.empty()) return &take_free_slot(*space.with_room.newest());
   }
+  own = hide_oldest(space);
   if (own == nullptr) return nullptr;
   evict(*own);
   if (const Slot* next = space.evictable.oldest()) {  // probably the next victim
@@ -34,23 +39,68 @@ Slot* StoreIndex::take_slot(Namespace& space) {
   return own;
 }
 
+// Hides the least recently used block of a namespace and returns it. Those with shared leases become the newest.
+Slot* StoreIndex::hide_oldest(Namespace& space) {
+  for (int passed = 0; passed < kMaxPassedBlocks; ++passed) {
+    Slot* oldest = space.evictable.oldest();
+    if (oldest == nullptr || hide(*oldest)) return oldest;
+    leave_evictable(*oldest);
+    use(*oldest);
+  }
+  return nullptr;
+}
+
 // Evicts the least recently used block of a namespace and frees its slot.
 void StoreIndex::shrink(Namespace& space) {
-  Slot* oldest = space.evictable.oldest();
+  Slot* oldest = hide_oldest(space);
   if (oldest == nullptr) return;
   count_eviction(*oldest);
-  drop(*oldest);
+  forget(*oldest);
+  free_slot(*oldest);
 }
 
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
 void StoreIndex::empty_another_slab(const Slot* own) {
-  Slab* slab = idle_.oldest();
-  if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
-  for (uint32_t i = 0; i < slab->num_fresh; ++i) {
-    if (state(slab->slots[i]) == SlotState::kCommitted) evict(slab->slots[i]);
+  for (int passed = 0; passed < kMaxPassedSlabs; ++passed) {
+    Slab* slab = idle_.oldest();
+    if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
+    if (hide(*slab)) {
+      for (uint32_t i = 0; i < slab->num_fresh; ++i) {
+        if (state(slab->slots[i]) == SlotState::kCommitted) evict(slab->slots[i]);
+      }
+      return return_slab(*slab);
+    }
+    slab->newest = ++tick_;
+    idle_.remove(*slab);
+    idle_.add(*slab);
   }
-  return_slab(*slab);
 }
+
+// Takes the version of a block from its record, unless there is a shared lease: from now on none can be taken.
+bool StoreIndex::hide(Slot& slot) {
+  Record& out = record(slot);
+  const SharedLease lease(out.shared_lease);
+  const uint32_t now = SharedLease::now();
+  if (lease.exists(now)) return false;  // its owner must not see the block go
+  out.version.store(0, std::memory_order_seq_cst);
+  if (!lease.exists(now)) return true;
+  show(slot);
+  return false;
+}
+
+// Hides the blocks of a slab, or none of them.
+bool StoreIndex::hide(Slab& slab) {
+  for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+    if (state(slab.slots[i]) != SlotState::kCommitted || hide(slab.slots[i])) continue;
+    while (i-- > 0) {
+      if (state(slab.slots[i]) == SlotState::kCommitted) show(slab.slots[i]);
+    }
+    return false;
+  }
+  return true;
+}
+
+void StoreIndex::show(Slot& slot) { record(slot).version.store(kept(slot).version, std::memory_order_release); }
 
 // Gives a free slab to a namespace. The versions of its former blocks have changed already.
 void StoreIndex::assign(Namespace& space) {
@@ -62,7 +112,7 @@ void StoreIndex::assign(Namespace& space) {
   space.with_room.add(slab);
   idle_.add(slab);
   Record* const first = records(slab);
-  first->block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_release);
+  first->block_stride.store(static_cast<uint32_t>(space.layout.block_stride), std::memory_order_release);
   for (int64_t i = 0; i < space.layout.blocks_per_slab; ++i) {
     Record& record = first[i];
     record.version.store(0, std::memory_order_release);
@@ -70,7 +120,8 @@ void StoreIndex::assign(Namespace& space) {
     std::memset(record.key, 0, sizeof(record.key));
     record.namespace_number = space.number;
     record.state = kRecordFree;
-    record.block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_relaxed);
+    record.block_stride.store(static_cast<uint32_t>(space.layout.block_stride), std::memory_order_relaxed);
+    record.shared_lease.store(0, std::memory_order_relaxed);
   }
   keep(kept(slab).num_fresh, uint32_t{0});
   keep(kept(slab).owner, space.number);
@@ -102,6 +153,7 @@ void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
   keep(kept.checksum, uint64_t{0});
   renew_version(slot);
   Record& out = record(slot);
+  out.shared_lease.store(0, std::memory_order_relaxed);
   std::memcpy(out.key, &key, sizeof(key));
   out.checksum = 0;
   out.namespace_number = slab.owner->number;
@@ -150,12 +202,34 @@ void StoreIndex::forget(Slot& slot) {
 
 // Removes a committed block. If it is leased, the last release frees it.
 void StoreIndex::drop(Slot& slot) {
+  const bool lingers = slot.pins == 0 && !hide(slot);
   forget(slot);
+  if (lingers) linger(slot);
   if (slot.pins == 0) {
     free_slot(slot);
   } else {
     keep(kept(slot).state, SlotState::kCondemned);
     ++slab_of(slot).owner->counts.condemned;
+  }
+}
+
+// Leases a removed block until its shared leases have ended.
+void StoreIndex::linger(Slot& slot) {
+  slot.pins = 1;
+  ++slab_of(slot).owner->counts.leased;
+  begin_busy(slab_of(slot));
+  record(slot).state = kRecordFree;
+  lingering_.push_back(slot_number(slot));
+}
+
+// Frees removed blocks whose shared leases have ended, the first ones.
+void StoreIndex::end_lingering() {
+  const uint32_t now = lingering_.empty() ? 0 : SharedLease::now();
+  while (!lingering_.empty()) {
+    Slot& slot = slot_at(lingering_.front());
+    if (SharedLease(record(slot).shared_lease).exists(now)) return;
+    lingering_.pop_front();
+    unpin(slot);
   }
 }
 

@@ -87,6 +87,8 @@ class StoreCalls:
             first_block=namespace.first_block,
             block_stride=namespace.block_stride,
             blocks_per_slab=namespace.blocks_per_slab,
+            number=namespace.number,
+            has_tiers=self._store.chain is not None,
         )
 
     def lookup(

@@ -59,7 +59,7 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace: _Optional[_Union[StoreNamespace, _Mapping]] = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("namespace_id", "num_blocks", "quota_bytes", "slab_bytes", "first_block", "block_stride", "blocks_per_slab")
+    __slots__ = ("namespace_id", "num_blocks", "quota_bytes", "slab_bytes", "first_block", "block_stride", "blocks_per_slab", "number", "has_tiers")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class OpenNamespaceResponse(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STRIDE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_PER_SLAB_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     num_blocks: int
     quota_bytes: int
@@ -74,7 +76,9 @@ class OpenNamespaceResponse(_message.Message):
     first_block: int
     block_stride: int
     blocks_per_slab: int
-    def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ...) -> None: ...
+    number: int
+    has_tiers: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ..., number: _Optional[int] = ..., has_tiers: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s")

@@ -19,6 +19,7 @@ from waiting import until
 
 from kvservice.client import KVClient
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks
+from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import (
     EXPECTED_S,
     FRESH_S,
@@ -34,6 +35,8 @@ from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.launch import Daemon
 
 KEYS = [bytes([n]) * 32 for n in range(6)]
+# Each block has two keys.
+TWO = CacheGroups([Group(), Group(window=BLOCK_SIZE)], BLOCK_SIZE)
 OpenEngine = Callable[..., Engine]
 
 
@@ -155,6 +158,7 @@ class Finder:
     """The blocks of a worker. Its clock goes on by `answers_s` with each look-up, and by a second for each ping."""
 
     rank = (0, 0)
+    sees_all = False
 
     def __init__(self) -> None:
         self.now = self.answers_s = 0.0
@@ -167,6 +171,15 @@ class Finder:
         self.missing: set[bytes] = set()
         self.is_back = threading.Event()
         self.store = FakeStore()
+
+    def see(self, _keys: Sequence[bytes]) -> None:
+        """The daemon is asked."""
+
+    def share(self, _keys: Sequence[bytes]) -> None:
+        """The daemon is asked."""
+
+    def look(self) -> None:
+        """Nothing is seen."""
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         self.asked.append(list(keys))
@@ -345,6 +358,35 @@ def test_touches_are_gathered_and_have_a_limit(finder: Any, lookup: StoreLookup)
     until(lambda: len(finder.touched) == 3)
     assert finder.touched[2] == many[: len(finder.touched[2])]
     assert len(finder.touched[2]) < 20_000
+
+
+def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
+    """Hits are leased and misses known while the daemon has stopped."""
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+        namespace = new_namespace(64)
+        store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
+        store.put(keys_of(1, 2, 3), np.zeros((3, 64), np.uint8))
+        until(lambda: store.memory is not None)
+        asked = StoreLookup([StoreFinder((0, 0), store, background, ComputeTime(1.0))], 30.0, 30.0)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            asked.expect("a", keys_of(1, 2))
+            assert asked.find("a", wanted(keys_of(1, 2, 9, 3))) == Found(2, True)
+            assert asked.find("b", wanted(keys_of(9, 1))) == Found(0, True)
+            assert asked.find("c", wanted(keys_of(2, 3), groups=TWO)) == Found(1, True)
+            places = asked.take("a", 2, 1)
+            assert places is not None
+            memory = store.memory
+            assert memory is not None
+            assert memory.unchanged(places[0, 0].offsets, places[0, 0].versions).tolist() == [True, True]
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        # Nothing that is leased goes, until it is released.
+        store.remove(keys_of(1, 2, 3))
+        store.put(keys_of(4, 5), np.ones((2, 64), np.uint8))
+        assert memory.unchanged(places[0, 0].offsets, places[0, 0].versions).tolist() == [True, True]
+        asked.release(1)
+        asked.close(60)
 
 
 def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:

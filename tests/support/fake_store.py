@@ -16,11 +16,22 @@ from kvservice.integrations.vllm.steps import LeasedBlocks
 
 
 class FakeMemory:
-    """The memory of a fake store. The offset of a block is the number of its key."""
+    """The memory of a fake store, mapped for reading only. The offset of a block is the number of its key."""
+
+    tells_all = writable = False
 
     def __init__(self, store: FakeStore) -> None:
         self._store = store
         self.identity = (0, id(store.values))
+
+    def find(self, _keys: bytes) -> None:
+        """The daemon is asked."""
+
+    def lease(self, _keys: bytes, *, leading_only: bool) -> None:
+        """The daemon is asked."""
+
+    def look(self) -> None:
+        """Nothing is seen."""
 
     def read(self, offsets: bytes, versions: bytes, out: Any) -> npt.NDArray[np.bool_]:
         self._store._called("read")

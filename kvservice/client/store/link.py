@@ -244,7 +244,15 @@ async def _open_namespace(
     )
     opened = await connection.call("store_open_namespace", request, limit_s)
     block_bytes = options.namespace.block_bytes
-    geometry = Geometry(block_bytes, opened.slab_bytes, opened.first_block, opened.block_stride)
+    geometry = Geometry(
+        block_bytes,
+        opened.slab_bytes,
+        opened.first_block,
+        opened.block_stride,
+        opened.blocks_per_slab,
+        opened.number,
+        opened.has_tiers,
+    )
     fds = FdPassing(connection, dialer.fd_path, token)
     regions = RegionTable(connection, fds)
     memory = None

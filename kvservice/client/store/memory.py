@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,23 +12,63 @@ import numpy as np
 from kvservice import _ext
 from kvservice.client.store import copies
 from kvservice.client.store.pieces import Blocks, Numbers, Pieces, pieces_of
-from kvservice.client.store.values import Flags
+from kvservice.client.store.values import Flags, flags_of, num_keys
 from kvservice.errors import InternalError
 from kvservice.wire.tensors import Array
 
 RECORD_BYTES = 64
 # The place of the checksum in a record.
 CHECKSUM_BYTE = 8
+# How often new blocks are looked for, at most, and how many records a look-up has time for.
+LOOK_S, LOOKED_AT = 0.001, 1 << 15
+# The records that are looked at in one go where nobody waits.
+LOOKED_AT_ASIDE = 1 << 17
+# How long a shared lease lasts without being renewed: less than csrc/store/shared_lease.h says.
+SHARED_LEASE_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the blocks of a namespace lie, in bytes; see OpenNamespaceResponse in store.proto."""
+    """Where the blocks of a namespace lie, in bytes; see OpenNamespaceResponse in store.proto. `number` is 0 if the
+    daemon does not tell it."""
 
     block_bytes: int
     slab_bytes: int
     first_block: int
     block_stride: int
+    blocks_per_slab: int = 0
+    number: int = 0
+    has_tiers: bool = True
+
+
+class SharedLease:
+    """A lease that this process took in the memory itself, see `MappedStore.lease`. `found` has one flag per key;
+    `offsets` and `versions` are those of the blocks found. They stay as they are until the lease is released, or was
+    not renewed for 8 seconds."""
+
+    def __init__(self, memory: MappedStore, mirror: _ext.StoreMirror, found: Flags, offsets: bytes, versions: bytes):
+        self.memory, self.found, self.offsets, self.versions = memory, found, offsets, versions
+        self._mirror, self._until_s = mirror, time.monotonic() + SHARED_LEASE_S
+
+    @property
+    def alive(self) -> bool:
+        """Whether the time of the lease has not passed."""
+        return time.monotonic() < self._until_s
+
+    def renew(self, *, timeout_s: float | None = None) -> bool:  # noqa: ARG002
+        """Start its time again. Returns False if the lease has ended already."""
+        until_s = time.monotonic() + SHARED_LEASE_S
+        if not self.alive or not self._mirror.renew(self.offsets):
+            self._until_s = 0.0
+            return False
+        self._until_s = until_s
+        return True
+
+    def release(self) -> None:
+        """End the lease, if it has not ended."""
+        if self.alive:
+            self._until_s = 0.0
+            self._mirror.release(self.offsets)
 
 
 class MappedStore:
@@ -46,6 +87,23 @@ class MappedStore:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._words = self._bytes[: len(self._bytes) & ~7].view(np.uint64)
         self.address = int(self._bytes.ctypes.data)
+        self._mirror = self._open_mirror()
+        self._num_records = self.num_bytes // self.slab_bytes * geometry.blocks_per_slab
+        self._looked_s = 0.0
+
+    def _open_mirror(self) -> _ext.StoreMirror | None:
+        place = self._geometry
+        if not place.number:
+            return None
+        return _ext.StoreMirror(
+            self.address,
+            self.num_bytes,
+            place.slab_bytes,
+            place.first_block,
+            place.block_stride,
+            place.blocks_per_slab,
+            place.number,
+        )
 
     @staticmethod
     def open(descriptor: int, num_bytes: int, geometry: Geometry, writable: bool, num_threads: int) -> MappedStore:
@@ -54,6 +112,42 @@ class MappedStore:
         file = os.fstat(descriptor)
         mapping = mmap.mmap(descriptor, num_bytes, prot=access)
         return MappedStore(mapping, geometry, writable, num_threads, (file.st_dev, file.st_ino))
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether a block that `find` does not find is nowhere: there are no tiers below this memory."""
+        return self._mirror is not None and not self._geometry.has_tiers
+
+    def find(self, keys: bytes) -> Flags | None:
+        """Return which blocks are there now, without asking the daemon. Those that were stored in the last millisecond
+        may be missing, in a store of very many blocks also others until `look` was called. None: the daemon is too old
+        for that."""
+        if self._mirror is None:
+            return None
+        self._look_around(self._mirror)
+        return flags_of(self._mirror.find(keys, False)[0], num_keys(keys))
+
+    def lease(self, keys: bytes, *, leading_only: bool = False) -> SharedLease | None:
+        """Lease blocks that `find` finds, with `leading_only` those before the first that it does not find, without
+        asking the daemon, which does not count that as a use. None: the memory is mapped for reading only, or the
+        daemon is too old."""
+        if self._mirror is None or not self.writable:
+            return None
+        self._look_around(self._mirror)
+        found, offsets, versions = self._mirror.lease(keys, leading_only)
+        return SharedLease(self, self._mirror, flags_of(found, num_keys(keys)), offsets, versions)
+
+    def look(self) -> None:
+        """Look for all new blocks, if there are so many that `find` has no time for that."""
+        if self._mirror is not None and self._num_records > LOOKED_AT:
+            for _ in range(0, self._num_records, LOOKED_AT_ASIDE):
+                self._mirror.refresh(LOOKED_AT_ASIDE)
+
+    def _look_around(self, mirror: _ext.StoreMirror) -> None:
+        now = time.monotonic()
+        if now >= self._looked_s + LOOK_S:
+            mirror.refresh(LOOKED_AT)
+            self._looked_s = time.monotonic()
 
     def read(self, offsets: bytes, versions: bytes, out: Blocks) -> Flags:
         """Copy blocks that this or another process has leased to `out`, as `StoreCore.get` does. Returns which are

@@ -1,13 +1,18 @@
 """The scheduler's questions to the store: which blocks are there, and may they stay until they are loaded.
 
+    find ── seen in the mapped memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when loaded
+      │                                                                  └── vLLM does not: kept a while, then dropped
+      ├── not seen, and nothing is below memory ─▶ a miss
+      └── cannot see: ask the daemon
+
     expect ─▶ a thread asks for all requests that have come, in one call
-    find ── expected, and not there ─▶ a miss, without asking
-      ├── in memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when they are loaded
-      │                                                └── vLLM does not: kept for a while, then dropped
+    ask ── expected, and not there ─▶ a miss, without a call
+      ├── in memory ─▶ leased, a promise
       ├── below memory ─▶ None; a thread brings them up ─▶ leased, a promise
       └── late, an error, away ─▶ a miss; then misses without asking, until a ping is answered in time
 
-vLLM's scheduler waits for answers, for a short time in each step. Everything else is done by a thread.
+vLLM's scheduler waits for the daemon's answers, for a short time in each step. What is seen in the memory that this
+process maps for writing costs it microseconds. Everything else is done by a thread.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.client.store.memory import SharedLease
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -52,6 +58,8 @@ COUNTED_S = 0.2
 EXPECTED_S, RENEWED_S = 1.0, 0.4
 # Time between pings of a store that does not answer in time.
 PING_S = 0.1
+# How often leases in the mapped memory are renewed.
+RENEW_S = 1.0
 # A lease is of blocks that are in memory. 0 would stand for no limit.
 _NO_WAIT_S = 1e-6
 
@@ -60,9 +68,11 @@ class BlockLease(Protocol):
     """A lease of the client."""
 
     found: Any
-    alive: bool
     offsets: bytes
     versions: bytes
+
+    @property
+    def alive(self) -> bool: ...
 
     def renew(self, *, timeout_s: float | None = None) -> bool: ...
 
@@ -73,6 +83,20 @@ class BlockFinder(Protocol):
     """The blocks of one worker, in the store. A daemon that is away has none. Methods raise KVServiceError."""
 
     rank: Rank
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether `see` and `share` need no daemon, and what they do not find is nowhere."""
+
+    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
+        """Return which blocks are there, from the mapped memory; None: ask the daemon."""
+
+    def share(self, keys: Sequence[bytes]) -> SharedLease | None:
+        """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon. The daemon
+        counts nothing."""
+
+    def look(self) -> None:
+        """Take the time to see all new blocks."""
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
@@ -115,6 +139,23 @@ class StoreFinder:
         """`background` is the same store in a session of its own: calls of a session wait for one another."""
         self.rank, self._store, self._background, self._compute = rank, store, background, compute
 
+    @property
+    def sees_all(self) -> bool:
+        memory = self._store.memory
+        return memory is not None and memory.tells_all and memory.writable
+
+    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
+        memory = self._store.memory
+        return None if memory is None else memory.find(b"".join(keys))
+
+    def share(self, keys: Sequence[bytes]) -> SharedLease | None:
+        memory = self._store.memory
+        return None if memory is None else memory.lease(b"".join(keys), leading_only=True)
+
+    def look(self) -> None:
+        if (memory := self._store.memory) is not None:
+            memory.look()
+
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
 
@@ -147,6 +188,8 @@ class StoreFinder:
         memory = self._store.memory
         if memory is None or not lease.alive:
             return None
+        if isinstance(lease, SharedLease) and lease.memory.identity != memory.identity:
+            return None
         stop = 8 * num_blocks
         return LeasedBlocks(memory.identity, lease.offsets[:stop], lease.versions[:stop])
 
@@ -171,13 +214,15 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class _Promise:
-    """An answer, and the leases that keep it. `bringing` is the work of the thread that brings blocks up."""
+    """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `bringing` is the work
+    of the thread that brings blocks up."""
 
     wanted: Wanted
     until_s: float
     fresh_s: float = 0.0
     found: Found = field(default_factory=lambda: Found(0, True))
     leases: dict[Rank, BlockLease] = field(default_factory=dict)
+    is_shared: bool = False
     bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
 
 
@@ -225,6 +270,7 @@ class StoreLookup:
         self._counting: Future[None] | None = None
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
+        self._renewed_s = clock()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._bringing = ThreadPoolExecutor(NUM_BRINGING, thread_name_prefix="kvservice-bringing")
         self._asking = ThreadPoolExecutor(max(len(self._finders) - 1, 1), thread_name_prefix="kvservice-asking")
@@ -241,7 +287,7 @@ class StoreLookup:
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
         is a miss. Ask early, for all that have come meanwhile."""
-        if keys and len(self._expected) < MAX_EXPECTED:
+        if keys and len(self._expected) < MAX_EXPECTED and not self._sees_all:
             self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
             self._ask_early(self._clock())
 
@@ -259,9 +305,14 @@ class StoreLookup:
         if promise is not None and promise.wanted == wanted and self._is_kept(promise):
             return promise.found
         self.drop(request_id)
+        began = self._clock()
+        if (shared := self._share(wanted, began)) is not None:
+            self._count_later(wanted.keys)
+            if shared.found.num_blocks:
+                self._keep(request_id, shared)
+            return shared.found
         if not self._asks:
             return Found(0, True)
-        began = self._clock()
         expected = self._expected.get(request_id)
         if expected is not None and expected.is_miss(wanted.first, began):
             self._count_later(wanted.keys)
@@ -274,10 +325,41 @@ class StoreLookup:
         self._left_s -= taken_s
         if taken_s >= self._step_s:
             self._stop_asking("the daemon answers late")
+        self._keep(request_id, promise)
+        return promise.found if promise.bringing is None else None
+
+    def _keep(self, request_id: str, promise: _Promise) -> None:
         self._promises[request_id] = promise
         while len(self._promises) > MAX_PROMISES:
             self.drop(next(iter(self._promises)))
-        return promise.found if promise.bringing is None else None
+
+    @property
+    def _sees_all(self) -> bool:
+        return bool(self._finders) and all(finder.sees_all for finder in self._finders)
+
+    def _share(self, wanted: Wanted, began: float) -> _Promise | None:
+        """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
+        blocks below its memory, and if a memory is mapped for reading only."""
+        promise = _Promise(wanted, began + PROMISE_S, began + FRESH_S, is_shared=True)
+        keys, num_blocks = wanted.keys, len(wanted)
+        if not wanted.groups.leading:
+            seen = [flags for finder in self._finders if (flags := finder.see(keys)) is not None]
+            if not seen or len(seen) < len(self._finders):
+                return None
+            num_blocks = wanted.longest(np.logical_and.reduce(seen))
+            keys = wanted.needed(num_blocks)
+        for finder in self._finders:
+            if (lease := finder.share(keys)) is not None:
+                promise.leases[finder.rank] = lease
+        num_leased = min(map(_num_leading, promise.leases.values()), default=0)
+        if num_leased < len(keys):
+            num_blocks = num_leased if wanted.groups.leading else 0
+        all_seen = len(promise.leases) == len(self._finders) and (num_blocks == len(wanted) or self._sees_all)
+        if not all_seen or not num_blocks:
+            self._release_later(promise.leases)
+            promise.leases = {}
+        promise.found = Found(num_blocks, True)
+        return promise if all_seen else None
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
@@ -288,6 +370,8 @@ class StoreLookup:
         if promise is not None and num_blocks and promise.bringing is None:
             del self._promises[request_id]
             self._taken[load] = promise.leases
+            if promise.is_shared:
+                self.touch(promise.wanted.needed(num_blocks))
         else:
             self.drop(request_id)
         return places
@@ -525,11 +609,13 @@ class StoreLookup:
     def _ping(self) -> None:
         """Ask until every finder answers in time. Releases wait behind this: the daemon does not answer them either."""
         while not self._closing.is_set():
+            self._renew_shared()
             try:
                 if all(finder.answers(self._step_s) for finder in self._finders):
                     self._asks = True
                     return
-            except KVServiceError as error:
+            except Exception as error:
+                # Whatever it is, the daemon must be found again when it answers.
                 logger.debug("the daemon does not answer: %s", error)
             self._closing.wait(PING_S)
 
@@ -538,11 +624,30 @@ class StoreLookup:
             self._queue.put(lease.release)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while True:
             try:
+                work = self._queue.get(timeout=RENEW_S)
+                if work is None:
+                    return
                 work()
+            except queue.Empty:
+                pass
             except Exception as error:
                 self._failed("blocks could not be touched, or a lease not be ended", error)
+            self._renew_shared()
+
+    def _renew_shared(self) -> None:
+        """From time to time, renew the leases of loads under way, and look for new blocks. On the thread: the scheduler
+        may wait for long."""
+        now = self._clock()
+        if now >= self._renewed_s + RENEW_S:
+            self._renewed_s = now
+            for finder in self._finders:
+                finder.look()
+            for leases in list(self._taken.values()):
+                for lease in leases.values():
+                    if isinstance(lease, SharedLease):
+                        lease.renew()
 
     @staticmethod
     def _failed(what: str, error: Exception) -> None:

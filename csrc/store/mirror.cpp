@@ -1,0 +1,152 @@
+#include "store/mirror.h"
+
+#include <cstring>
+#include <random>
+
+#include "errors.h"
+#include "store/shared_lease.h"
+
+namespace kvservice {
+namespace {
+
+// Keys are chosen by all clients of the store, who must not be able to choose collisions.
+KeyHash secret_hash() {
+  std::random_device random;
+  const auto word = [&] { return uint64_t{random()} << 32 | random(); };
+  const uint64_t first = word();
+  return {first, word()};
+}
+
+}  // namespace
+
+StoreMirror::StoreMirror(char* memory, int64_t num_bytes, int64_t slab_bytes, const SlabLayout& layout,
+                         uint32_t namespace_number)
+    : memory_(memory),
+      slab_bytes_(slab_bytes),
+      layout_(layout),
+      namespace_number_(namespace_number),
+      hash_(secret_hash()),
+      slabs_(static_cast<size_t>(num_bytes / slab_bytes)) {
+  require(layout.first_block >= layout.blocks_per_slab * kRecordBytes && layout.block_stride > 0 &&
+              layout.first_block + layout.blocks_per_slab * layout.block_stride <= slab_bytes,
+          "blocks_per_slab", "does not fit into a slab");
+}
+
+size_t StoreMirror::refresh(int64_t most) {
+  const std::lock_guard lock(mutex_);
+  for (size_t count = 0; count < slabs_.size() && most > 0; ++count, next_ = (next_ + 1) % slabs_.size()) {
+    look_at(static_cast<uint32_t>(next_));
+    most -= static_cast<int64_t>(slabs_[next_].size()) + 1;
+  }
+  return table_.size();
+}
+
+void StoreMirror::look_at(uint32_t slab) {
+  const Record* const first = records(slab);
+  std::vector<Block>& blocks = slabs_[slab];
+  const bool is_own =
+      first->block_stride.load(std::memory_order_acquire) == static_cast<uint32_t>(layout_.block_stride) &&
+      first->namespace_number == namespace_number_;
+  if (!is_own) {
+    for (Block& block : blocks) forget(block);
+    if (!blocks.empty()) std::vector<Block>().swap(blocks);
+    return;
+  }
+  if (blocks.empty()) blocks.resize(static_cast<size_t>(layout_.blocks_per_slab));
+  for (uint32_t i = 0; i < blocks.size(); ++i) {
+    Block& block = blocks[i];
+    const uint64_t version = first[i].version.load(std::memory_order_acquire);
+    if (version == block.version) continue;
+    forget(block);
+    Key key;
+    std::memcpy(&key, first[i].key, sizeof(key));
+    const Block seen = {version, hash_(key, namespace_number_), slab, i};
+    if (version == 0 || !is_there(seen, key)) continue;  // it is being written
+    block = seen;
+    table_.make_room(block.hash);
+    table_.insert(block.hash, block);
+  }
+}
+
+void StoreMirror::forget(Block& block) {
+  if (block.version != 0) table_.erase(block.hash, block);
+  block.version = 0;
+}
+
+const StoreMirror::Block* StoreMirror::find(const Key& key) const {
+  return table_.find(hash_(key, namespace_number_), [&](const Block& block) { return is_there(block, key); });
+}
+
+// Whether a record has this version and key, and its block can be read.
+bool StoreMirror::is_there(const Block& block, const Key& key) const {
+  const Record& record = records(block.slab)[block.index];
+  const bool same = record.namespace_number == namespace_number_ && record.state == kRecordCommitted &&
+                    std::memcmp(record.key, &key, sizeof(key)) == 0;
+  return same &&
+         current_version(memory_ + block.slab * slab_bytes_, block.index, layout_.block_stride) == block.version;
+}
+
+MirroredBlocks StoreMirror::find(const char* keys, size_t num_keys, bool leading_only) {
+  return find_all(keys, num_keys, leading_only, false);
+}
+
+MirroredBlocks StoreMirror::lease(const char* keys, size_t num_keys, bool leading_only) {
+  return find_all(keys, num_keys, leading_only, true);
+}
+
+MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool leading_only, bool leases) {
+  MirroredBlocks result;
+  result.found.resize(num_keys);
+  const std::lock_guard lock(mutex_);
+  const uint32_t now = SharedLease::now();
+  for (size_t i = 0; i < num_keys; ++i) {
+    const Key key = Key::load(keys + i * kKeyBytes);
+    const Block* block = find(key);
+    const auto offset = [&] {
+      return static_cast<uint64_t>(block->slab * slab_bytes_ + layout_.first_block +
+                                   block->index * layout_.block_stride);
+    };
+    if (block != nullptr && leases) {
+      SharedLease lease(record_at(offset()).shared_lease);
+      if (!lease.take(now)) {
+        block = nullptr;
+      } else {
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (!is_there(*block, key)) {
+          lease.release();
+          block = nullptr;
+        }
+      }
+    }
+    if (block == nullptr) {
+      if (leading_only) break;
+      continue;
+    }
+    result.found[i] = 1;
+    result.offsets.push_back(offset());
+    result.versions.push_back(block->version);
+  }
+  return result;
+}
+
+bool StoreMirror::renew(const std::vector<uint64_t>& offsets) {
+  const uint32_t now = SharedLease::now();
+  bool all = true;
+  for (const uint64_t offset : offsets) all = SharedLease(record_at(offset).shared_lease).renew(now) && all;
+  return all;
+}
+
+void StoreMirror::release(const std::vector<uint64_t>& offsets) {
+  for (const uint64_t offset : offsets) SharedLease(record_at(offset).shared_lease).release();
+}
+
+Record& StoreMirror::record_at(uint64_t offset) const {
+  const auto slab_bytes = static_cast<uint64_t>(slab_bytes_), first = static_cast<uint64_t>(layout_.first_block);
+  const uint64_t slab = offset / slab_bytes, in_slab = offset % slab_bytes;
+  require(slab < slabs_.size() && in_slab >= first, "offsets", "has one that is not of a block");
+  const uint64_t index = (in_slab - first) / static_cast<uint64_t>(layout_.block_stride);
+  require(index < static_cast<uint64_t>(layout_.blocks_per_slab), "offsets", "has one that is not of a block");
+  return reinterpret_cast<Record*>(memory_ + slab * slab_bytes)[index];
+}
+
+}  // namespace kvservice

@@ -1,0 +1,68 @@
+// A client's view of the blocks of a namespace in the mapped memory of a store: it finds them, and leases them, without
+// the daemon.
+//
+// refresh() looks at the records of blocks and notes their keys, in a table of this process. What is found there is
+// compared with the record again, so that nothing is found that has gone; what has come since the last look is not
+// found yet. For several threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "store/key_hash.h"
+#include "store/key_table.h"
+#include "store/layout.h"
+
+namespace kvservice {
+
+struct MirroredBlocks {
+  std::vector<char> found;  // per key: 1 or 0
+  std::vector<uint64_t> offsets, versions;
+};
+
+class StoreMirror {
+ public:
+  // `layout` is that of the namespace's slabs.
+  StoreMirror(char* memory, int64_t num_bytes, int64_t slab_bytes, const SlabLayout& layout, uint32_t namespace_number);
+
+  // Looks at the next slabs, until that were `most` records or all. Returns the number of blocks in the table.
+  size_t refresh(int64_t most);
+
+  // Finds the blocks of `num_keys` keys, or with `leading_only` those before the first that is missing.
+  MirroredBlocks find(const char* keys, size_t num_keys, bool leading_only);
+
+  // The same, and leases them until they are released or were not renewed for some time (shared_lease.h).
+  MirroredBlocks lease(const char* keys, size_t num_keys, bool leading_only);
+  // Renews leases. Returns whether all of them have lasted.
+  bool renew(const std::vector<uint64_t>& offsets);
+  void release(const std::vector<uint64_t>& offsets);
+
+ private:
+  struct Block {
+    uint64_t version = 0;  // 0: it is not in the table
+    uint64_t hash = 0;
+    uint32_t slab = 0, index = 0;
+  };
+
+  const Record* records(uint32_t slab) const { return reinterpret_cast<const Record*>(memory_ + slab * slab_bytes_); }
+  Record& record_at(uint64_t offset) const;
+  void look_at(uint32_t slab);
+  void forget(Block& block);
+  const Block* find(const Key& key) const;
+  bool is_there(const Block& block, const Key& key) const;
+  MirroredBlocks find_all(const char* keys, size_t num_keys, bool leading_only, bool leases);
+
+  char* const memory_;
+  const int64_t slab_bytes_;
+  const SlabLayout layout_;
+  const uint32_t namespace_number_;
+  const KeyHash hash_;
+  std::mutex mutex_;
+  std::vector<std::vector<Block>> slabs_;  // empty: the slab was not of this namespace
+  KeyTable<Block> table_;
+  size_t next_ = 0;
+};
+
+}  // namespace kvservice
