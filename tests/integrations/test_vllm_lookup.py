@@ -172,6 +172,10 @@ class Finder:
         self.is_back = threading.Event()
         self.store = FakeStore()
 
+    @property
+    def memory(self) -> Any:
+        return self.store.memory
+
     def see(self, _keys: Sequence[bytes]) -> None:
         """The daemon is asked."""
 

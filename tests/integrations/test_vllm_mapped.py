@@ -74,7 +74,7 @@ class Rig:
         assert memory is not None
         self.lease = lease
         end = self.copier.read(memory, LeasedBlocks(memory.identity, lease.offsets, lease.versions), into)
-        return lambda: end().tolist()
+        return lambda: end.wait().tolist()
 
     def clear(self) -> None:
         for layer in self.layers.values():

@@ -19,6 +19,7 @@ from vllm_requests import FULL, FakeOutput, FakeRequest, chain
 from vllm_stub import name_of_block
 from waiting import until
 
+from kvservice.errors import InternalError
 from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
 from kvservice.integrations.vllm.steps import ConnectorStep, WorkerReport
 
@@ -145,6 +146,23 @@ def test_a_load_of_a_step_ends_when_all_workers_have_ended_it(engine: OpenEngine
     made.compute(message, ranks=[1])
     until(lambda: made.asked[0].leased == made.asked[1].leased == [])
     assert saves(made.step(FakeOutput({"a": 0}, cached=[("a", None, 18)]))) == [([chain(TOKENS)[3]], [4])]
+
+
+def test_the_loads_of_steps_are_checked_before_their_tokens_are_taken(engine: OpenEngine) -> None:
+    """Where vLLM schedules ahead, workers do not wait for the end of a load."""
+    made = engine(stored(TOKENS), ahead=True)
+    for name, last in (("a", False), ("b", True)):
+        request = FakeRequest(name, TOKENS)
+        assert made.asked_for(request) == (16, False)
+        made.allocated(request, [1, 2, 3, 4, 5], 16)
+        message = made.step()
+        if last:
+            made.asked[0].broken_leases.add(made.asked[0].number(chain(TOKENS)[2]))
+            with pytest.raises(InternalError, match="max_step_load_mib"):
+                made.compute(message)
+        else:
+            made.compute(message)
+        assert made.worker.get_block_ids_with_load_errors() == set()
 
 
 def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:

@@ -33,6 +33,9 @@ class FakeMemory:
     def look(self) -> None:
         """Nothing is seen."""
 
+    def unchanged(self, _offsets: bytes, versions: bytes) -> npt.NDArray[np.bool_]:
+        return np.array([version not in self._store.broken_leases for version in np.frombuffer(versions, "u8")])
+
     def read(self, offsets: bytes, versions: bytes, out: Any) -> npt.NDArray[np.bool_]:
         self._store._called("read")
         keys = [self._store.numbered[number] for number in np.frombuffer(offsets, np.uint64).tolist()]

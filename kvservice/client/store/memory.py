@@ -20,7 +20,7 @@ RECORD_BYTES = 64
 # The place of the checksum in a record.
 CHECKSUM_BYTE = 8
 # How often new blocks are looked for, at most, and how many records a look-up has time for.
-LOOK_S, LOOKED_AT = 0.001, 1 << 15
+LOOK_S, LOOKED_AT = 0.01, 1 << 15
 # The records that are looked at in one go where nobody waits.
 LOOKED_AT_ASIDE = 1 << 17
 # How long a shared lease lasts without being renewed: less than csrc/store/shared_lease.h says.
@@ -119,9 +119,9 @@ class MappedStore:
         return self._mirror is not None and not self._geometry.has_tiers
 
     def find(self, keys: bytes) -> Flags | None:
-        """Return which blocks are there now, without asking the daemon. Those that were stored in the last millisecond
-        may be missing, in a store of very many blocks also others until `look` was called. None: the daemon is too old
-        for that."""
+        """Return which blocks are there now, without asking the daemon. Those that were stored in the last hundredth
+        of a second may be missing, in a store of very many blocks also others until `look` was called. None: the daemon
+        is too old for that."""
         if self._mirror is None:
             return None
         self._look_around(self._mirror)

@@ -93,6 +93,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         self._failed_requests: set[str] = set()
         # Verified loads fail one by one, which vLLM must be able to mend.
         max_step_mib = 0 if options.verify else options.max_step_load_mib
+        self._recomputes = len(self._groups) == 1 and not versions.schedules_ahead(vllm_config)
         self._scheduler = ConnectorScheduler(
             SchedulingOptions(
                 groups=self._groups,
@@ -102,6 +103,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
                 max_held=options.max_held_percent / 100,
                 save_decode=options.save_decode,
                 adapters_by_name=not versions.hashes_have_paths(),
+                checks_loads=not self._recomputes,
             )
         )
         if role is KVConnectorRole.SCHEDULER:
@@ -131,7 +133,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             copier,
             layout.block_bytes,
             rank=_rank(self._namespace),
-            recomputes=len(self._groups) == 1 and not versions.schedules_ahead(self._vllm_config),
+            recomputes=self._recomputes,
         )
 
     def get_handshake_metadata(self) -> WorkerNamespace | None:

@@ -158,11 +158,25 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class BlockCopier(Protocol):
-    """Copies blocks of vLLM to and from a store of the client. One thread calls `get`, one `put`, and one `read`.
+@dataclass(frozen=True)
+class StepRead:
+    """A copy that computations wait for. `wait` waits for its end, and returns which blocks are right; `right` says it
+    if the copy has ended already."""
 
-    `get` and `put` may return before the copy has ended, and the next copy may start then. The blocks are in use until
-    the result is there. `call_bytes` are about the most bytes of one call of these two, one block at least.
+    wait: Callable[[], Flags]
+    right: Flags | None = None
+
+    @staticmethod
+    def ended(right: Flags) -> StepRead:
+        return StepRead(lambda: right, right)
+
+
+class BlockCopier(Protocol):
+    """Copies blocks of vLLM to and from a store of the client. One thread calls `get` and `fetch`, one `put`, and one
+    `read`.
+
+    `get`, `fetch` and `put` may return before the copy has ended, and the next copy may start then. The blocks are in
+    use until the result is there. `call_bytes` are about the most bytes of one call of these, one block at least.
     """
 
     call_bytes: int
@@ -176,12 +190,15 @@ class BlockCopier(Protocol):
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
         """Fill blocks. The result is which of them are right."""
 
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+        """Fill blocks from the memory of the store. The result is which of them are right."""
+
     def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:
         """Store blocks. The result is the PutStatus of each."""
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
         """Fill blocks from the memory of the store for the computations that are queued from now on, which wait for
-        them. Returns what waits for the end of the copy and returns which blocks are right."""
+        them."""
 
     def close(self) -> None:
         """Wait for all copies, and free what they used."""
@@ -206,12 +223,14 @@ class HostCopier:
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
         return done(store.get(keys, self._places(block_ids), verify=self._verify))
 
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
+        return done(memory.read(leased.offsets, leased.versions, self._places(block_ids)))
+
     def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:  # noqa: ARG002
         return done(store.put(keys, self._places(block_ids)))
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
-        right: Flags = memory.read(leased.offsets, leased.versions, self._places(block_ids))
-        return lambda: right
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
+        return StepRead.ended(memory.read(leased.offsets, leased.versions, self._places(block_ids)))
 
     def close(self) -> None:
         """Nothing is in use between calls."""

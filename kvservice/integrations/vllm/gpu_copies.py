@@ -2,7 +2,7 @@
 
     a save:  reserve ─▶ launch the copy ─▶ on another thread: wait for the copy, commit
     a load:  lease   ─▶ launch the copy ─▶ on another thread: wait for the copy, check, end the lease
-    a load of a step: launch the copy, computations wait for it on the GPU ─▶ at the end of the step: check
+    a load of a step: launch the copy, computations wait for it on the GPU ─▶ after the step: check
 
 The GPU copies between vLLM's tensors and the mapped memory of the store. That memory must be page-locked: a thread
 does it slab by slab from the first moment. Blocks in memory that is not locked yet, or cannot be, go through pinned
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,16 @@ import torch
 
 from kvservice.client import PutStatus
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.vllm.copies import CALL_BYTES, BlockCopier, BlockLayout, Flags, HostCopier, Statuses, done
+from kvservice.integrations.vllm.copies import (
+    CALL_BYTES,
+    BlockCopier,
+    BlockLayout,
+    Flags,
+    HostCopier,
+    StepRead,
+    Statuses,
+    done,
+)
 from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.ops import cuda
 from kvservice.ops.block_pieces import ALIGNMENT, MAX_BLOCK_BYTES, SUMS_PER_BLOCK, BlockPieces, PageLock, page_lock
@@ -172,7 +181,24 @@ class MappedCopier:
                     return result
         return self._staged.put(store, keys, block_ids, mark)
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+        addresses = memory.addresses(leased.offsets)
+        with ExitStack() as undo, self._loads.room(), self._locks.covering(memory, addresses) as locked:
+            if locked:
+                undo.callback(self._gpu.settle)
+                passing = self._gpu.load(addresses, np.array(block_ids, np.int64), mark)
+
+                def end() -> Flags:
+                    passing.synchronize()
+                    right: Flags = memory.unchanged(leased.offsets, leased.versions)
+                    return right
+
+                result = self._loads.submit(nullcontext(), end)
+                undo.pop_all()
+                return result
+        return self._staged.fetch(memory, leased, block_ids, mark)
+
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
         addresses = memory.addresses(leased.offsets)
         if not self._verify:
             with self._locks.covering(memory, addresses) as locked:
@@ -186,7 +212,7 @@ class MappedCopier:
                         right: Flags = memory.unchanged(leased.offsets, leased.versions)
                         return right
 
-                    return end
+                    return StepRead(end)
         return self._staged.read(memory, leased, block_ids)
 
     def close(self) -> None:
@@ -473,19 +499,28 @@ class StagedCopier:
 
         return done(self._puts.save(block_ids, mark, store_part))
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> Callable[[], Flags]:
+    def fetch(
+        self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: torch.cuda.Event
+    ) -> Future[Flags]:
+        return done(self._gets.load(block_ids, mark, _reader(memory, leased)))
+
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
         """The copies have ended when this returns, so that computations need not wait."""
-
-        def fill(part: slice, staged: torch.Tensor) -> Flags:
-            numbers = slice(8 * part.start, 8 * part.stop)
-            right: Flags = memory.read(leased.offsets[numbers], leased.versions[numbers], staged)
-            return right
-
-        right = self._reads.load(block_ids, self.mark(), fill)
-        return lambda: right
+        return StepRead.ended(self._reads.load(block_ids, self.mark(), _reader(memory, leased)))
 
     def close(self) -> None:
         """Nothing is in use between calls."""
+
+
+def _reader(memory: Any, leased: LeasedBlocks) -> Callable[[slice, torch.Tensor], Flags]:
+    """Return what fills a buffer for a part of leased blocks, and returns which of them are right."""
+
+    def fill(part: slice, staged: torch.Tensor) -> Flags:
+        of_part = leased[part]
+        right: Flags = memory.read(of_part.offsets, of_part.versions, staged)
+        return right
+
+    return fill
 
 
 class _Staging:

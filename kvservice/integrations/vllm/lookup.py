@@ -85,6 +85,10 @@ class BlockFinder(Protocol):
     rank: Rank
 
     @property
+    def memory(self) -> Any:
+        """The memory of the store, a MappedStore, if it is mapped."""
+
+    @property
     def sees_all(self) -> bool:
         """Whether `see` and `share` need no daemon, and what they do not find is nowhere."""
 
@@ -138,6 +142,10 @@ class StoreFinder:
     def __init__(self, rank: Rank, store: Any, background: Any, compute: ComputeTime) -> None:
         """`background` is the same store in a session of its own: calls of a session wait for one another."""
         self.rank, self._store, self._background, self._compute = rank, store, background, compute
+
+    @property
+    def memory(self) -> Any:
+        return self._store.memory
 
     @property
     def sees_all(self) -> bool:
@@ -262,7 +270,9 @@ class StoreLookup:
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
-        self._taken: dict[str | int, dict[Rank, BlockLease]] = {}  # by the load
+        # By the load: its leases, and what it reads in which memory.
+        self._taken: dict[str | int, dict[Rank, BlockLease]] = {}
+        self._read: dict[str | int, list[tuple[Any, LeasedBlocks]]] = {}
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
@@ -370,6 +380,7 @@ class StoreLookup:
         if promise is not None and num_blocks and promise.bringing is None:
             del self._promises[request_id]
             self._taken[load] = promise.leases
+            self._read[load] = [(finder.memory, places[finder.rank]) for finder in self._finders] if places else []
             if promise.is_shared:
                 self.touch(promise.wanted.needed(num_blocks))
         else:
@@ -394,8 +405,18 @@ class StoreLookup:
             found[finder.rank] = places
         return found
 
+    def lasts(self, load: str | int) -> bool:
+        """Whether all blocks of a load are still those that were leased. It has ended: what it read was right, then."""
+        return all(
+            memory is not None
+            and memory.identity == places.memory
+            and bool(memory.unchanged(places.offsets, places.versions).all())
+            for memory, places in self._read[load]
+        )
+
     def release(self, load: str | int) -> None:
         """End the lease of a load."""
+        self._read.pop(load, None)
         self._release_later(self._taken.pop(load, {}))
 
     def forget(self, request_id: str) -> None:

@@ -36,6 +36,7 @@ from kvservice.integrations.vllm.steps import (
     Rank,
     StepLoad,
     WorkerReport,
+    wrong_load,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ need any more: only the groups with full attention have all."""
 class SchedulingOptions:
     """`loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most that the loads of a step
     may have together on each worker, `max_held` is the largest part of vLLM's blocks that is held for saves alone.
-    `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see AdapterIdentities."""
+    `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see AdapterIdentities.
+    `checks_loads`: workers do not check the loads of a step, since vLLM could not compute the blocks again."""
 
     groups: CacheGroups
     loads: bool
@@ -68,6 +70,7 @@ class SchedulingOptions:
     max_held: float
     save_decode: bool
     adapters_by_name: bool = False
+    checks_loads: bool = False
 
 
 @dataclass
@@ -91,7 +94,7 @@ class _StepLoading:
     num_ended: int = 0
 
 
-class _Offer(NamedTuple):
+class _FullBlock(NamedTuple):
     """A full block that may be saved: its key, and the hash for which vLLM has it in a group."""
 
     key: bytes
@@ -192,7 +195,7 @@ class ConnectorScheduler:
         # Requests that have blocks to offer, or will have.
         self._unsaved: set[str] = set()
         # Blocks for whose save there was no room, the oldest first.
-        self._waiting: dict[int, _Offer] = {}
+        self._waiting: dict[int, _FullBlock] = {}
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
@@ -295,7 +298,7 @@ class ConnectorScheduler:
             assert taken == set(needed), "vLLM wants other blocks loaded than a request needs"
         if not answer.in_step:
             tracked.waits = True
-            self._loads.append(BlockLoad(request_id, tuple(keys), targets))
+            self._loads.append(BlockLoad(request_id, tuple(keys), targets, leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
         self._step_bytes += len(targets) * self._block_bytes
@@ -311,7 +314,8 @@ class ConnectorScheduler:
         failed: Iterable[str] = (),
     ) -> None:
         """Note what all workers have told after a step: the requests that have all their asynchronous loads, the blocks
-        that are not right, and the requests whose loads have failed."""
+        that are not right, and the requests whose loads have failed. Raises InternalError before vLLM takes tokens that
+        were computed with blocks which are not right."""
         self._memories.update(report.memories)
         if wrong:
             for tracked in self._requests.values():
@@ -329,6 +333,8 @@ class ConnectorScheduler:
             if loading is not None:
                 loading.num_ended += count
                 if loading.num_ended >= self._num_workers:
+                    if self._options.checks_loads and self._lookup is not None and not self._lookup.lasts(number):
+                        raise wrong_load()
                     self._end_step_load(number)
         for number, count in report.saves.items():
             self._num_ended[number] = self._num_ended.get(number, 0) + count
@@ -468,7 +474,7 @@ class ConnectorScheduler:
             if offer is not None and not self._is_there(offer):
                 self._num_skipped += 1
 
-    def _is_there(self, offer: _Offer) -> bool:
+    def _is_there(self, offer: _FullBlock) -> bool:
         return self._held is not None and self._held.is_cached(offer.block_id, offer.block_hash, offer.group)
 
     # ---- saves
@@ -476,7 +482,7 @@ class ConnectorScheduler:
     def _num_prompt_blocks(self, tracked: _Tracked) -> int:
         return int(tracked.request.num_prompt_tokens) // self._block_size
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[_Offer]:
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[_FullBlock]:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
         vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
         blocks are being filled that it computes with: its own would be wrong if these were."""
@@ -494,7 +500,7 @@ class ConnectorScheduler:
         tracked.num_offered += len(keys) // len(self._groups)
         hashes = tracked.request.block_hashes
         return [
-            _Offer(key, block_id, hashes[block], group)
+            _FullBlock(key, block_id, hashes[block], group)
             for key, (block, group) in zip(keys, every, strict=False)
             if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
         ]
@@ -507,7 +513,7 @@ class ConnectorScheduler:
         block_hash = tracked.request.block_hashes[block]
         return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
 
-    def _hold(self, offers: Sequence[_Offer]) -> None:
+    def _hold(self, offers: Sequence[_FullBlock]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
         first those that wait for it, then these. The others wait."""
         held = self._held

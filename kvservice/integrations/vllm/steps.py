@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvservice.errors import InternalError
+
 Rank = tuple[int, int]
 """The pipeline-parallel rank of a worker, and the tensor-parallel one."""
 MemoryId = tuple[int, int]
@@ -26,14 +28,20 @@ class LeasedBlocks:
     def num_blocks(self) -> int:
         return len(self.offsets) // 8
 
+    def __getitem__(self, part: slice) -> LeasedBlocks:
+        numbers = slice(8 * part.start, 8 * part.stop)
+        return LeasedBlocks(self.memory, self.offsets[numbers], self.versions[numbers])
+
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """The blocks of a request that are loaded before it continues. `keys[i]` belongs to `block_ids[i]`."""
+    """The blocks of a request that are loaded before it continues. `keys[i]` belongs to `block_ids[i]`. `leased` has
+    them for each rank, if they are in memory that all ranks map."""
 
     request_id: str
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    leased: Mapping[Rank, LeasedBlocks] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,3 +128,11 @@ class TransferCounters:
     @property
     def empty(self) -> bool:
         return not any(self.as_dict().values())
+
+
+def wrong_load() -> InternalError:
+    """Return the error of a step that has computed with blocks which were not right."""
+    return InternalError(
+        "blocks that a step has computed with were not right: a lease ended too early. vLLM cannot compute them again "
+        'if it schedules asynchronously, unless "max_step_load_mib" is 0'
+    )

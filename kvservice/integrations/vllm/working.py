@@ -1,6 +1,7 @@
 """The workers' side of the connector: it loads and saves blocks.
 
-    a load of a step:   launched before the step computes, which waits for it on its device; checked at the step's end
+    a load of a step:   launched before the step computes, which waits for it on its device; checked at the step's end,
+                        or, if vLLM cannot compute blocks again then, by the scheduler before it takes the step's tokens
     asynchronous loads: a thread starts them; their requests continue when they have ended
     saves of a step:    one job of another thread, after the step's computations; its end is reported, however it ends
 
@@ -23,8 +24,7 @@ import numpy as np
 
 from kvservice.client import PutStatus
 from kvservice.client.store.memory import MappedStore
-from kvservice.errors import InternalError
-from kvservice.integrations.vllm.copies import BlockCopier, Flags, Statuses
+from kvservice.integrations.vllm.copies import BlockCopier, Flags, StepRead, Statuses
 from kvservice.integrations.vllm.steps import (
     BlockLoad,
     ConnectorStep,
@@ -34,6 +34,7 @@ from kvservice.integrations.vllm.steps import (
     StepLoad,
     TransferCounters,
     WorkerReport,
+    wrong_load,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class ConnectorWorker:
         self._memory: MappedStore | None = None
         self._reported: tuple[MemoryId | None, ...] = ()
         self._mark: Any = None
-        self._in_step: list[tuple[list[StepLoad], float, Callable[[], Flags] | None]] = []
+        self._in_step: list[tuple[list[StepLoad], float, StepRead | None]] = []
         self._num_loading = 0
         self._saving: dict[int, _Save] = {}
         self._finished: set[str] = set()
@@ -141,7 +142,7 @@ class ConnectorWorker:
         for load in step.step_loads:
             by_memory.setdefault(load.leased[self._rank].memory, []).append(load)
         for identity, loads in by_memory.items():
-            began, end = time.monotonic(), None
+            began, reading = time.monotonic(), None
             leased = LeasedBlocks(
                 identity,
                 b"".join(load.leased[self._rank].offsets for load in loads),
@@ -149,10 +150,10 @@ class ConnectorWorker:
             )
             try:
                 if (kept := self._memories.get(identity)) is not None:
-                    end = self._copier.read(kept[0], leased, [b for load in loads for b in load.block_ids])
+                    reading = self._copier.read(kept[0], leased, [b for load in loads for b in load.block_ids])
             except Exception:
                 logger.exception("blocks could not be loaded")
-            self._in_step.append((loads, began, end))
+            self._in_step.append((loads, began, reading))
         for async_load in step.loads:
             self._num_loading += 1
             self._loads.put(_Load(async_load, self._mark))
@@ -175,10 +176,10 @@ class ConnectorWorker:
         self._saves.put(job)
 
     def end_step(self, *, computes: bool) -> EndedLoads:
-        """Wait for the loads of the step. Returns what has ended since the last call. Raises InternalError if a block
-        that is not right would become a token."""
-        for loads, began, end in self._in_step:
-            self._end_step_loads(loads, began, end)
+        """Wait for the loads of the step, if vLLM can mend them. Returns what has ended since the last call. Raises
+        InternalError if a block that is not right would become a token."""
+        for loads, began, reading in self._in_step:
+            self._end_step_loads(loads, began, reading)
         self._in_step = []
         with self._lock:
             if not computes and self._num_loading:
@@ -236,12 +237,13 @@ class ConnectorWorker:
 
     # ---- loads
 
-    def _end_step_loads(self, loads: Sequence[StepLoad], began: float, end: Callable[[], Flags] | None) -> None:
+    def _end_step_loads(self, loads: Sequence[StepLoad], began: float, reading: StepRead | None) -> None:
         block_ids = [block_id for load in loads for block_id in load.block_ids]
         wrong = set(block_ids)
         try:
-            if end is not None:
-                wrong = {block_ids[i] for i in np.flatnonzero(~end())}
+            if reading is not None:
+                right = reading.wait() if self._recomputes else reading.right
+                wrong = set() if right is None else {block_ids[i] for i in np.flatnonzero(~right)}
         except Exception:
             logger.exception("blocks could not be loaded")
         with self._lock:
@@ -250,10 +252,7 @@ class ConnectorWorker:
             self._failed |= wrong
             self._report.loads.update(load.number for load in loads)
         if wrong and not self._recomputes:
-            raise InternalError(
-                f"{len(wrong)} blocks that this step computes with are not right: a lease ended too early. vLLM cannot "
-                'compute them again if it schedules asynchronously, unless "max_step_load_mib" is 0'
-            )
+            raise wrong_load()
 
     def _run_loads(self) -> None:
         while True:
@@ -268,10 +267,16 @@ class ConnectorWorker:
 
     def _load(self, work: _Load) -> None:
         load, work.began = work.load, time.monotonic()
+        leased = None if load.leased is None else load.leased[self._rank]
+        with self._lock:
+            kept = None if leased is None else self._memories.get(leased.memory)
         parts = self._parts(load.keys)
         work.num_parts = len(parts)
         for part in parts:
-            started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], work.mark)
+            if leased is None or kept is None:
+                started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], work.mark)
+            else:
+                started = _started(self._copier.fetch, kept[0], leased[part], load.block_ids[part], work.mark)
             started.add_done_callback(partial(self._part_loaded, work, load.block_ids[part]))
 
     def _part_loaded(self, work: _Load, block_ids: tuple[int, ...], part: Future[Flags]) -> None:

@@ -172,7 +172,7 @@ def test_computations_of_a_step_wait_for_its_loads(store_daemon: OpenStore, lock
             leased = LeasedBlocks(lease.memory.identity, lease.offsets, lease.versions)
             end = copier.read(lease.memory, leased, [40, 41])
             read = {name: tensor[:, 40:42].clone() for name, tensor in rig.tensors.items()}
-            assert end().tolist() == [True, True]
+            assert end.wait().tolist() == [True, True]
         for name, tensor in read.items():
             assert torch.equal(blocks_of_two(tensor), blocks_of(rig.before[name])[[6, 5]])
         saver.close()
