@@ -34,8 +34,8 @@ from kvservice.integrations.vllm.copies import (
     BlockLayout,
     Flags,
     HostCopier,
-    StepRead,
     Statuses,
+    StepRead,
     done,
 )
 from kvservice.integrations.vllm.steps import LeasedBlocks

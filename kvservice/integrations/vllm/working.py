@@ -24,7 +24,7 @@ import numpy as np
 
 from kvservice.client import PutStatus
 from kvservice.client.store.memory import MappedStore
-from kvservice.integrations.vllm.copies import BlockCopier, Flags, StepRead, Statuses
+from kvservice.integrations.vllm.copies import BlockCopier, Flags, Statuses, StepRead
 from kvservice.integrations.vllm.steps import (
     BlockLoad,
     ConnectorStep,
