@@ -17,6 +17,9 @@ constexpr int kVectorsPerThread = 8;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
 // Enough to saturate the host link. More would only occupy multiprocessors.
 constexpr int64_t kThreadBlocks = 16;
+// Checksums alone do not wait for the link: all multiprocessors end them within a fraction of a millisecond. A few
+// would need several, for which whatever computes beside them would wait.
+constexpr int64_t kSumsThreadBlocks = 1 << 14;
 // From this size on, copy engines keep the host link busy.
 constexpr int64_t kEnginePieceBytes = 16 << 10;
 // The first pieces are copied while the driver takes the next.
@@ -164,7 +167,8 @@ void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
     const int64_t count = std::min<int64_t>(kMaxCopies, p.num_copies - first);
     std::copy_n(p.addresses + first, count, copies.addresses);
     std::copy_n(p.block_ids + first, count, copies.block_ids);
-    const auto grid = static_cast<unsigned>(std::min(kThreadBlocks, tiles * count));
+    const int64_t most = kWay == Way::kSumsOnly ? kSumsThreadBlocks : kThreadBlocks;
+    const auto grid = static_cast<unsigned>(std::min(most, tiles * count));
     move_blocks<kWay><<<grid, kThreads, 0, stream>>>(pieces, num_vectors, static_cast<int>(count),
                                                      sums == nullptr ? nullptr : sums + first * kSumsPerBlock, copies);
     check_launch("move_blocks");

@@ -335,6 +335,20 @@ def test_a_load_that_fails_is_computed_again_and_saved(engine: OpenEngine) -> No
     assert saves(message) == [(chain(TOKENS), [1, 2, 3, 4])]
 
 
+def test_a_damaged_block_is_computed_again_if_loads_are_verified(engine: OpenEngine) -> None:
+    """Workers read it by its key, though they know where it lies."""
+    made = engine(stored(TOKENS), extra={"verify": True})
+    made.store.damaged = {chain(TOKENS)[1]}
+    request = FakeRequest("a", TOKENS)
+    assert made.asked_for(request) == (16, True)
+    made.allocated(request, [1, 2, 3, 4, 5], 16)
+    message = made.step()
+    made.worker.handle_preemptions(message)
+    made.worker.bind_connector_metadata(message)
+    made.worker.start_load_kv(None)
+    assert made.loaded() == ({"a"}, {2})
+
+
 def test_a_finished_request_is_forgotten(engine: OpenEngine) -> None:
     made = engine(FakeStore())
     request = FakeRequest("a", TOKENS)

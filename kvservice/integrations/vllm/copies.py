@@ -180,6 +180,8 @@ class BlockCopier(Protocol):
     """
 
     call_bytes: int
+    verifies: bool
+    """Whether `get` compares checksums, which the others do not."""
 
     def use(self, memory: Any) -> None:
         """Prepare for copies from and to this memory of the store, a MappedStore; None: it is not mapped."""
@@ -210,7 +212,7 @@ class HostCopier:
     call_bytes = CALL_BYTES
 
     def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
-        self._layout, self._verify = layout, verify
+        self._layout, self.verifies = layout, verify
         self._starts = np.array(layout.starts, np.int64)
         self._strides = np.array(layout.strides, np.int64)
 
@@ -221,7 +223,7 @@ class HostCopier:
         return None
 
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
-        return done(store.get(keys, self._places(block_ids), verify=self._verify))
+        return done(store.get(keys, self._places(block_ids), verify=self.verifies))
 
     def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
         return done(memory.read(leased.offsets, leased.versions, self._places(block_ids)))

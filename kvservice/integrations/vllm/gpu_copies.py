@@ -111,7 +111,7 @@ class MappedCopier:
     call_bytes = MAPPED_CALL_BYTES
 
     def __init__(self, gpu: CopyingGpu, staged: BlockCopier, *, verify: bool) -> None:
-        self._gpu, self._staged, self._verify = gpu, staged, verify
+        self._gpu, self._staged, self.verifies = gpu, staged, verify
         self._locks = PageLocks(gpu)
         self._loads, self._saves = _Ends("kvservice-load-ends"), _Ends("kvservice-save-ends")
 
@@ -128,7 +128,7 @@ class MappedCopier:
         return self._gpu.mark()
 
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
-        if store.memory is None or self._verify:
+        if store.memory is None or self.verifies:
             return self._staged.get(store, keys, block_ids, mark)
         with ExitStack() as undo:
             lease = undo.enter_context(store.acquire(b"".join(keys)))
@@ -200,7 +200,7 @@ class MappedCopier:
 
     def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
         addresses = memory.addresses(leased.offsets)
-        if not self._verify:
+        if not self.verifies:
             with self._locks.covering(memory, addresses) as locked:
                 if locked:
                     ids = np.array(block_ids, np.int64)
@@ -471,7 +471,7 @@ class StagedCopier:
     call_bytes = CALL_BYTES
 
     def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
-        self._verify = verify
+        self.verifies = verify
         self._device = layout.memories[0].device
         self._gets, self._puts, self._reads = (_Staging(layout) for _ in range(3))
 
@@ -485,7 +485,7 @@ class StagedCopier:
 
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event) -> Future[Flags]:
         def fill(part: slice, staged: torch.Tensor) -> Flags:
-            found: Flags = store.get(keys[part], staged, verify=self._verify)
+            found: Flags = store.get(keys[part], staged, verify=self.verifies)
             return found
 
         return done(self._gets.load(block_ids, mark, fill))

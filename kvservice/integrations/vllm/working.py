@@ -267,7 +267,7 @@ class ConnectorWorker:
 
     def _load(self, work: _Load) -> None:
         load, work.began = work.load, time.monotonic()
-        leased = None if load.leased is None else load.leased[self._rank]
+        leased = None if load.leased is None or self._copier.verifies else load.leased[self._rank]
         with self._lock:
             kept = None if leased is None else self._memories.get(leased.memory)
         parts = self._parts(load.keys)
