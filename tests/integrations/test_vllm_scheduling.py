@@ -323,6 +323,22 @@ def test_blocks_computed_from_a_load_are_saved_when_it_was_right(engine: OpenEng
     assert keys[:2] == chain(TOKENS)[2:4]
 
 
+def test_blocks_of_a_request_that_ends_with_the_step_of_its_load_are_saved(engine: OpenEngine) -> None:
+    """vLLM tells of its end before it tells of the load's."""
+    for name, wrong in (("a", False), ("b", True)):
+        made = engine(stored(TOKENS[:8]))
+        request = FakeRequest(name, TOKENS)
+        made.asked_for(request)
+        made.allocated(request, [1, 2, 3, 4, 5], 8)
+        made.pool.cache(request, [1, 2, 3, 4])
+        message = made.step(FakeOutput({name: 10}, new=[(request, [1, 2, 3, 4, 5], 8)]))
+        if wrong:
+            made.store.broken_leases = {FakeStore.numbered.index(chain(TOKENS)[1])}
+        made.scheduler.request_finished(request, [1, 2, 3, 4, 5])
+        made.compute(message)
+        assert saves(made.step()) == ([] if wrong else [(chain(TOKENS)[2:], [3, 4])])
+
+
 def test_a_load_that_fails_is_computed_again_and_saved(engine: OpenEngine) -> None:
     made = engine(stored(TOKENS[:8]))
     request = FakeRequest("a", TOKENS)

@@ -196,6 +196,9 @@ class ConnectorScheduler:
         self._unsaved: set[str] = set()
         # Blocks for whose save there was no room, the oldest first.
         self._waiting: dict[int, _FullBlock] = {}
+        # Blocks of requests that ended while blocks were being filled that they had computed with: with the numbers of
+        # these loads.
+        self._unsure: list[tuple[set[int], list[_FullBlock]]] = []
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
@@ -343,6 +346,11 @@ class ConnectorScheduler:
                 self._abandoned.discard(number)
                 if self._held is not None:
                     self._held.free(number)
+        for numbers, blocks in list(self._unsure):
+            if numbers.isdisjoint(self._loading):
+                self._unsure.remove((numbers, blocks))
+                if not wrong:
+                    self._waiting.update((block.block_id, block) for block in blocks)
 
     def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
@@ -422,6 +430,7 @@ class ConnectorScheduler:
     def free_held(self) -> None:
         """Give all held blocks back at once: vLLM is about to forget its prefix cache, which needs all blocks."""
         self._waiting.clear()
+        self._unsure.clear()
         if self._held is not None:
             for number in self._held.numbers():
                 self._give_up(number)
@@ -485,7 +494,8 @@ class ConnectorScheduler:
     def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[_FullBlock]:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
         vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
-        blocks are being filled that it computes with: its own would be wrong if these were."""
+        blocks are being filled that it computes with: its own would be wrong if these were. If it ends, it is known
+        when these loads end."""
         num_full = min(num_tokens // self._block_size, min(map(len, tracked.block_ids), default=0))
         num_prompt = min(num_full, self._num_prompt_blocks(tracked))
         stop = num_prompt
@@ -493,17 +503,23 @@ class ConnectorScheduler:
             stop = num_full
         if stop <= tracked.num_offered:
             return []
-        if self._filling and any(not self._filling.keys().isdisjoint(ids[:num_full]) for ids in tracked.block_ids):
+        tables = tracked.block_ids if self._filling else ()
+        filling = {self._filling[block] for ids in tables for block in ids[:num_full] if block in self._filling}
+        if filling and not is_last:
             return []
         every = [(block, group) for block in range(tracked.num_offered, stop) for group in range(len(self._groups))]
         keys = self._keys(tracked.request, every)
         tracked.num_offered += len(keys) // len(self._groups)
         hashes = tracked.request.block_hashes
-        return [
+        blocks = [
             _FullBlock(key, block_id, hashes[block], group)
             for key, (block, group) in zip(keys, every, strict=False)
             if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
         ]
+        if not filling:
+            return blocks
+        self._unsure.append((filling, blocks))
+        return []
 
     def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
         """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
