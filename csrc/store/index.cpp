@@ -12,6 +12,8 @@ namespace {
 constexpr int kIndexBits = 32;  // a slot's number: slab, index
 // The version of this layout of the kept memory.
 constexpr uint64_t kMagic = 0x3165726F7453764B;
+// Blocks, besides one for each key, and slabs with shared leases that a call passes over.
+constexpr int64_t kPassedBlocks = 256, kPassedSlabs = 8;
 
 // Returns different numbers for different `i`, from a seed.
 uint64_t derived(uint64_t seed, uint64_t i) {
@@ -248,6 +250,7 @@ void StoreIndex::release(const std::vector<uint64_t>& slots) {
 
 Reserved StoreIndex::reserve(uint32_t number, const Keys& keys) {
   Namespace& space = find_namespace(number);
+  passes_ = {kPassedBlocks + static_cast<int64_t>(keys.size), kPassedSlabs};
   // Blocks that are there must not be evicted to make room for the others.
   touch(number, keys);
   Reserved result;

@@ -156,6 +156,11 @@ class StoreIndex {
   void recover_slot(Slab& slab, Slot& slot, Recovered& recovered);
   void recover_order();
 
+  // How many blocks and slabs with shared leases the current call may still pass over.
+  struct Passes {
+    int64_t blocks, slabs;
+  };
+
   Slot* take_slot(Namespace& space);
   Slot* hide_oldest(Namespace& space);
   void shrink(Namespace& space);
@@ -205,8 +210,9 @@ class StoreIndex {
   KeyTable<Slot> table_;
   std::map<uint32_t, std::unique_ptr<Namespace>> namespaces_;
   uint64_t num_evicted_ = 0, num_unoffered_ = 0;
-  std::vector<uint64_t> hashes_;    // of the keys of the current call
-  std::vector<Slot*> found_;        // their committed blocks when the call began, or nullptr
+  std::vector<uint64_t> hashes_;  // of the keys of the current call
+  std::vector<Slot*> found_;      // their committed blocks when the call began, or nullptr
+  Passes passes_{};
   std::deque<uint64_t> lingering_;  // condemned slots with shared leases, each pinned once
   bool recording_ = false;
   std::vector<RemovedKey> removed_;

@@ -27,8 +27,9 @@ StoreMirror::StoreMirror(char* memory, int64_t num_bytes, int64_t slab_bytes, co
       namespace_number_(namespace_number),
       hash_(secret_hash()),
       slabs_(static_cast<size_t>(num_bytes / slab_bytes)) {
-  require(layout.first_block >= layout.blocks_per_slab * kRecordBytes && layout.block_stride > 0 &&
-              layout.first_block + layout.blocks_per_slab * layout.block_stride <= slab_bytes,
+  require(layout.blocks_per_slab <= slab_bytes / kRecordBytes && layout.first_block <= slab_bytes &&
+              layout.first_block >= layout.blocks_per_slab * kRecordBytes &&
+              layout.block_stride <= (slab_bytes - layout.first_block) / layout.blocks_per_slab,
           "blocks_per_slab", "does not fit into a slab");
 }
 

@@ -11,9 +11,6 @@
 namespace kvservice {
 namespace {
 
-// Blocks, and slabs, with shared leases that are passed over for one new block.
-constexpr int kMaxPassedBlocks = 256, kMaxPassedSlabs = 8;
-
 // A free slab gives the memory of its slots back if more than 1 / 16 of those for the smallest blocks were used.
 constexpr int kDiscardedShift = 4;
 static_assert((sizeof(Slot) << KeptSizes::kMinSlotBits) % kPageBytes == 0, "two slabs have slots in the same page");
@@ -41,13 +38,13 @@ Slot* StoreIndex::take_slot(Namespace& space) {
 
 // Hides the least recently used block of a namespace and returns it. Those with shared leases become the newest.
 Slot* StoreIndex::hide_oldest(Namespace& space) {
-  for (int passed = 0; passed < kMaxPassedBlocks; ++passed) {
+  while (true) {
     Slot* oldest = space.evictable.oldest();
     if (oldest == nullptr || hide(*oldest)) return oldest;
+    if (passes_.blocks-- <= 0) return nullptr;
     leave_evictable(*oldest);
     use(*oldest);
   }
-  return nullptr;
 }
 
 // Evicts the least recently used block of a namespace and frees its slot.
@@ -61,7 +58,7 @@ void StoreIndex::shrink(Namespace& space) {
 
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
 void StoreIndex::empty_another_slab(const Slot* own) {
-  for (int passed = 0; passed < kMaxPassedSlabs; ++passed) {
+  while (true) {
     Slab* slab = idle_.oldest();
     if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
     if (hide(*slab)) {
@@ -70,6 +67,7 @@ void StoreIndex::empty_another_slab(const Slot* own) {
       }
       return return_slab(*slab);
     }
+    if (passes_.slabs-- <= 0) return;
     slab->newest = ++tick_;
     idle_.remove(*slab);
     idle_.add(*slab);
