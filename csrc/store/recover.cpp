@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "store/index.h"
-#include "store/shared_lease.h"
 
 namespace kvservice {
 
@@ -45,10 +44,7 @@ void StoreIndex::recover_slab(Slab& slab, Recovered& recovered) {
 void StoreIndex::recover_slot(Slab& slab, Slot& slot, Recovered& recovered) {
   const KeptSlot& kept = this->kept(slot);
   BlockCounts& counts = slab.owner->counts;
-  const bool is_condemned = kept.state == SlotState::kCondemned;
-  const bool lingers = is_condemned && SharedLease(record(slot).shared_lease).exists(SharedLease::now());
-  slot.pins = (is_condemned ? 1 : 0) + (lingers ? 1 : 0);
-  if (lingers) lingering_.push_back(slot_number(slot));
+  slot.pins = kept.state == SlotState::kCondemned ? 1 : 0;
   if (kept.state == SlotState::kFree) {
     slot.links.older = slab.free;
     slab.free = &slot;

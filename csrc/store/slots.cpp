@@ -207,16 +207,16 @@ void StoreIndex::drop(Slot& slot) {
     free_slot(slot);
   } else {
     keep(kept(slot).state, SlotState::kCondemned);
+    record(slot).state = kRecordFree;
     ++slab_of(slot).owner->counts.condemned;
   }
 }
 
-// Leases a removed block until its shared leases have ended.
+// Leases a block that is being removed: the last release waits for its shared leases.
 void StoreIndex::linger(Slot& slot) {
   slot.pins = 1;
   ++slab_of(slot).owner->counts.leased;
   begin_busy(slab_of(slot));
-  record(slot).state = kRecordFree;
   lingering_.push_back(slot_number(slot));
 }
 
@@ -282,6 +282,11 @@ void StoreIndex::pin(Slot& slot) {
 }
 
 void StoreIndex::unpin(Slot& slot) {
+  if (slot.pins == 1 && state(slot) == SlotState::kCondemned &&
+      SharedLease(record(slot).shared_lease).exists(SharedLease::now())) {
+    lingering_.push_back(slot_number(slot));
+    return;
+  }
   if (--slot.pins > 0) return;
   Namespace& space = *slab_of(slot).owner;
   --space.counts.leased;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "store/index.h"
+#include "store/mirror.h"
 
 using namespace kvservice;
 
@@ -137,8 +138,9 @@ struct Block {
 
 using Blocks = std::map<std::pair<uint32_t, char>, Block>;
 
-// Returns the blocks with a key, by namespace and key, and checks that readers of the memory see their versions.
-Blocks blocks_in(const Remains& remains) {
+// Returns the blocks with a key, by namespace and key, and checks that readers of the memory see their versions, or
+// none if they may be `hidden`: about to be evicted.
+Blocks blocks_in(const Remains& remains, bool hidden) {
   const KeptMemory kept(remains.kept.data(), {kStoreBytes, kSlabBytes});
   Blocks blocks;
   for (size_t slab = 0; slab < kNumSlabs; ++slab) {
@@ -151,11 +153,50 @@ Blocks blocks_in(const Remains& remains) {
       const Block block = {place, slot.state, slot.version, slot.state == SlotState::kCommitted ? slot.checksum : 0};
       const bool added = blocks.emplace(std::make_pair(owner, *reinterpret_cast<const char*>(&slot.key)), block).second;
       expect(added, "two blocks have the same key");
-      expect(records[i].version.load() == slot.version, "readers see another version");
+      const uint64_t seen = records[i].version.load();
+      expect(seen == slot.version || (hidden && seen == 0), "readers see another version");
       expect(slot.version <= kept.header->version, "a version could be given again");
     }
   }
   return blocks;
+}
+
+// Leases that clients have taken in the memory, of blocks of a namespace.
+struct SharedBlocks {
+  NamespaceSize space;
+  std::vector<uint64_t> offsets, versions;
+};
+
+std::vector<SharedBlocks> shared;
+
+StoreMirror mirror_of(const Remains& remains, const NamespaceSize& space) {
+  return {remains.shared.data(), kStoreBytes, kSlabBytes, slab_layout(kSlabBytes, space.block_bytes), space.number};
+}
+
+void check_shared(const Remains& remains) {
+  for (const SharedBlocks& blocks : shared) {
+    const SlabLayout layout = slab_layout(kSlabBytes, blocks.space.block_bytes);
+    for (size_t i = 0; i < blocks.offsets.size(); ++i) {
+      const auto offset = static_cast<int64_t>(blocks.offsets[i]);
+      const char* const slab = remains.shared.data() + offset / kSlabBytes * kSlabBytes;
+      const int64_t index = (offset % kSlabBytes - layout.first_block) / layout.block_stride;
+      expect(current_version(slab, index, layout.block_stride) == blocks.versions[i], "a leased block has changed");
+    }
+    expect(mirror_of(remains, blocks.space).renew(blocks.offsets), "a lease has ended");
+  }
+}
+
+void share(const Remains& remains, const NamespaceSize& space, const Keys& keys, std::mt19937_64& random) {
+  if (shared.size() < 8) {
+    StoreMirror mirror = mirror_of(remains, space);
+    mirror.refresh(1 << 30);
+    MirroredBlocks blocks = mirror.lease(keys.data, keys.size, random() % 2 == 0);
+    shared.push_back({space, std::move(blocks.offsets), std::move(blocks.versions)});
+  } else {
+    std::swap(shared[random() % shared.size()], shared.back());
+    mirror_of(remains, shared.back().space).release(shared.back().offsets);
+    shared.pop_back();
+  }
 }
 
 std::vector<Remains>* copies = nullptr;  // of the memory at each store of a call
@@ -164,7 +205,7 @@ Remains* used = nullptr;
 // A process that finds this memory has all blocks that the call did not touch, and those that it touched are as before
 // or as after it.
 void check_copy(Remains copy, const Blocks& before, const Blocks& after, const std::vector<NamespaceSize>& spaces) {
-  const Blocks now = blocks_in(copy);
+  const Blocks now = blocks_in(copy, true);
   const auto same = [](const Blocks& blocks, const Blocks::value_type& item) {
     const auto found = blocks.find(item.first);
     return found != blocks.end() && found->second == item.second;
@@ -175,6 +216,8 @@ void check_copy(Remains copy, const Blocks& before, const Blocks& after, const s
   }
   Process next(copy, 7, spaces);
   next.check();
+  blocks_in(copy, false);
+  check_shared(copy);
   for (const auto& [number, block_bytes, quota_bytes] : spaces) {
     for (char name = 0; name < kNumKeys; ++name) {
       std::array<char, kKeyBytes> key{};
@@ -190,10 +233,11 @@ void check_copy(Remains copy, const Blocks& before, const Blocks& after, const s
 
 void random_call(Process& process, std::mt19937_64& random) {
   StoreIndex& index = process.index;
-  const uint32_t number = process.spaces[random() % process.spaces.size()].number;
+  const NamespaceSize space = process.spaces[random() % process.spaces.size()];
+  const uint32_t number = space.number;
   const std::vector<char> bytes = random_keys(random);
   const Keys keys = {bytes.data(), bytes.size() / kKeyBytes};
-  switch (random() % 14) {
+  switch (random() % 16) {
     case 0:
     case 1:
       process.leases.push_back(index.acquire(number, keys, random() % 2 == 0, random() % 2 == 0).slots);
@@ -226,6 +270,10 @@ void random_call(Process& process, std::mt19937_64& random) {
     case 12:
       process.leases.push_back(index.coldest(number, static_cast<int64_t>(random() % 6), random() % 4 == 0).slots);
       break;
+    case 13:
+    case 14:
+      share(*used, space, keys, random);
+      break;
     default:
       index.clear(number, static_cast<int64_t>(random() % 3));
       index.touch(number, keys);
@@ -233,16 +281,17 @@ void random_call(Process& process, std::mt19937_64& random) {
       index.take_removed();
   }
   process.check();
+  check_shared(*used);
 }
 
 // Runs a call, and recovers from the memory at each of its stores. Returns one of the copies, or what is there now.
 Remains stopped_call(Process& process, Remains& remains, std::mt19937_64& random) {
   std::vector<Remains> taken;
-  const Blocks before = blocks_in(remains);
+  const Blocks before = blocks_in(remains, false);
   copies = &taken;
   random_call(process, random);
   copies = nullptr;
-  const Blocks after = blocks_in(remains);
+  const Blocks after = blocks_in(remains, false);
   taken.push_back(remains);
   for (const Remains& copy : taken) check_copy(copy, before, after, process.spaces);
   return taken[random() % taken.size()];
@@ -260,7 +309,12 @@ void fuzz_index(int steps, std::mt19937_64& random) {
     const Remains copy = stopped_call(*process, remains, random);
     if (random() % 2 != 0) continue;
     std::vector<NamespaceSize> spaces = process->spaces;
-    if (random() % 3 == 0) spaces.erase(spaces.begin() + static_cast<ptrdiff_t>(random() % spaces.size()));
+    if (random() % 3 == 0) {
+      const auto lost = spaces.begin() + static_cast<ptrdiff_t>(random() % spaces.size());
+      const auto of_it = [&](const SharedBlocks& blocks) { return blocks.space.number == lost->number; };
+      shared.erase(std::remove_if(shared.begin(), shared.end(), of_it), shared.end());
+      spaces.erase(lost);
+    }
     process.reset();  // killed
     remains.shared = copy.shared;
     remains.kept = copy.kept;

@@ -28,7 +28,7 @@ def test_random_calls_under_sanitizers(tmp_path: Path) -> None:
     if subprocess.run([compiler, *flags, probe, "-o", tmp_path / "probe"], check=False).returncode != 0:
         pytest.skip("the compiler has no sanitizers")
     program = tmp_path / "store_fuzz"
-    native = [SOURCES / "store" / f"{name}.cpp" for name in ("check", "index", "recover", "slots")]
+    native = [SOURCES / "store" / f"{name}.cpp" for name in ("check", "index", "mirror", "recover", "slots")]
     subprocess.run([compiler, *flags, f"-I{SOURCES}", HERE / "store_fuzz.cpp", *native, "-o", program], check=True)
     seed = random.SystemRandom().randrange(2**32)
     done = subprocess.run([program, str(STEPS), str(seed)], capture_output=True, text=True, check=False)

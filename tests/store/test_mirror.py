@@ -181,6 +181,22 @@ def test_a_leased_block_that_is_removed_keeps_its_bytes(store: Store, call: str)
     assert store.index.stats(namespace).num_condemned == 0
 
 
+def test_the_daemons_lease_of_a_removed_block_ends_before_the_shared_one(store: Store) -> None:
+    namespace, view = opened(store)
+    store.put(namespace, range(12))
+    slots, _ = store.index.acquire(namespace, keys_of([3]), False)[1:3]
+    offsets = view.lease([3])
+    versions = store.versions(namespace, offsets)
+    store.index.remove(namespace, keys_of([3]))
+    store.index.release(slots)
+    store.put(namespace, ["new"])
+    assert store.versions(namespace, offsets) == versions
+    view.mirror.release(offsets)
+    assert store.put(namespace, ["last"]) == [DONE]
+    assert store.versions(namespace, offsets) != versions
+    store.check()
+
+
 def test_leases_outlive_the_daemon(store: Store) -> None:
     """Those of removed blocks, too. A block that the process before was about to evict is seen again."""
     namespace, view = opened(store)
