@@ -27,7 +27,10 @@ BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 SINCE = {"requires_kv_delivery": (0, 27), "has_pending_block_frees": (0, 30), "get_transfer_results": (0, 31)}
 # What the connector uses of vLLM's objects.
 USED = {
-    ("vllm/v1/core/block_pool.py", "BlockPool"): "touch free_blocks get_num_free_blocks reset_prefix_cache num_gpu_blocks blocks",
+    (
+        "vllm/v1/core/block_pool.py",
+        "BlockPool",
+    ): "touch free_blocks get_num_free_blocks reset_prefix_cache num_gpu_blocks blocks",
     ("vllm/v1/kv_cache_interface.py", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
     ("vllm/v1/kv_cache_interface.py", "SlidingWindowSpec"): "sliding_window",
     ("vllm/v1/kv_cache_interface.py", "ChunkedLocalAttentionSpec"): "attention_chunk_size",

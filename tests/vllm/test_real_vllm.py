@@ -273,6 +273,22 @@ def test_a_daemon_that_is_killed_and_restarted_changes_no_token(
     assert_is_used_again(loader, expected["long"][:1])
 
 
+def test_one_engine_computes_prompts_and_another_one_decodes(
+    model: Path, store: Restartable, expected: Expected, tmp_path: Path
+) -> None:
+    transfer = connector(store.running.address, tenant="roles")
+    with (
+        Engine(model, tmp_path / "prompts", kv_transfer_config=transfer | {"kv_role": "kv_producer"}) as first,
+        Engine(model, tmp_path / "answers", kv_transfer_config=transfer | {"kv_role": "kv_consumer"}) as second,
+    ):
+        for tokens, said in zip(LONG, expected["long"], strict=True):
+            assert first.generate([tokens], 1)["tokens"] == [said[:1]]
+            answered = second.generate([tokens])
+            assert (answered["tokens"], answered["cached"]) == ([said], [full_blocks(tokens)])
+        first.reset()
+        assert first.generate(LONG[:1], 1)["cached"] == [0], "it loads nothing"
+
+
 def test_ranks_of_a_tensor_parallel_engine_load_their_own_blocks(
     model: Path, store: Restartable, tmp_path: Path
 ) -> None:
