@@ -222,8 +222,8 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class _Promise:
-    """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `bringing` is the work
-    of the thread that brings blocks up."""
+    """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `read` is what a load of
+    so many blocks reads, in which memory of each worker. `bringing` is the work of the thread that brings blocks up."""
 
     wanted: Wanted
     until_s: float
@@ -231,6 +231,7 @@ class _Promise:
     found: Found = field(default_factory=lambda: Found(0, True))
     leases: dict[Rank, BlockLease] = field(default_factory=dict)
     is_shared: bool = False
+    read: tuple[int, list[tuple[Any, LeasedBlocks]]] = (0, [])
     bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
 
 
@@ -318,8 +319,7 @@ class StoreLookup:
         began = self._clock()
         if (shared := self._share(wanted, began)) is not None:
             self._count_later(wanted.keys)
-            if shared.found.num_blocks:
-                self._keep(request_id, shared)
+            self._keep(request_id, shared)
             return shared.found
         if not self._asks:
             return Found(0, True)
@@ -369,23 +369,28 @@ class StoreLookup:
             self._release_later(promise.leases)
             promise.leases = {}
         promise.found = Found(num_blocks, True)
+        if not num_blocks:
+            promise.until_s = began + NOTHING_S
         return promise if all_seen else None
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
         none. Returns the same as `places`."""
         self._expected.pop(request_id, None)
-        places = self.places(request_id, num_blocks)
         promise = self._promises.get(request_id)
-        if promise is not None and num_blocks and promise.bringing is None:
-            del self._promises[request_id]
-            self._taken[load] = promise.leases
-            self._read[load] = [(finder.memory, places[finder.rank]) for finder in self._finders] if places else []
-            if promise.is_shared:
-                self.touch(promise.wanted.needed(num_blocks))
-        else:
+        if promise is None or not num_blocks or promise.bringing is not None:
             self.drop(request_id)
-        return places
+            return None
+        # What vLLM was told about is read, even if its lease has ended since: it is checked afterwards.
+        if promise.read[0] != num_blocks and self.places(request_id, num_blocks) is None:
+            promise.read = 0, []
+        del self._promises[request_id]
+        self._taken[load], (_, self._read[load]) = promise.leases, promise.read
+        if promise.is_shared:
+            self.touch(promise.wanted.needed(num_blocks))
+        if not self._read[load]:
+            return None
+        return {finder.rank: places for finder, (_, places) in zip(self._finders, self._read[load], strict=True)}
 
     def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
         """Return where what the first promised blocks of a request need lies for each worker; None: not every store is
@@ -403,6 +408,7 @@ class StoreLookup:
             if places is None or len(places.offsets) != 8 * num_keys:
                 return None
             found[finder.rank] = places
+        promise.read = num_blocks, [(finder.memory, found[finder.rank]) for finder in self._finders]
         return found
 
     def lasts(self, load: str | int) -> bool:
@@ -630,8 +636,8 @@ class StoreLookup:
     def _ping(self) -> None:
         """Ask until every finder answers in time. Releases wait behind this: the daemon does not answer them either."""
         while not self._closing.is_set():
-            self._renew_shared()
             try:
+                self._renew_shared()
                 if all(finder.answers(self._step_s) for finder in self._finders):
                     self._asks = True
                     return
@@ -655,7 +661,10 @@ class StoreLookup:
                 pass
             except Exception as error:
                 self._failed("blocks could not be touched, or a lease not be ended", error)
-            self._renew_shared()
+            try:
+                self._renew_shared()
+            except Exception as error:
+                self._failed("leases could not be renewed", error)
 
     def _renew_shared(self) -> None:
         """From time to time, renew the leases of loads under way, and look for new blocks. On the thread: the scheduler
