@@ -329,6 +329,10 @@ class StoreMirror:
         """Renew a lease of each block. Returns whether all have lasted."""
     def release(self, offsets: bytes) -> None:
         """End a lease of each block."""
+    def take_changes(self) -> tuple[bytes, bytes, bool]:
+        """Return the keys of blocks that have gone, and of those that have come, as far as `refresh` has seen it since
+        the last call, and whether those that have come are all there are. That is so at the first call, and after a
+        million changes: then nothing is known of what has gone. A key that is in both has come again."""
 
 def store_copy_in(
     memory: int,

@@ -380,7 +380,14 @@ void define_mirror(py::module_& m) {
           offsets)
       .def(
           "release", [](StoreMirror& mirror, const py::object& list) { mirror.release(as_packed(list, "offsets")); },
-          offsets);
+          offsets)
+      .def("take_changes", [](StoreMirror& mirror) {
+        const MirrorChanges changes = mirror.take_changes();
+        const auto packed = [](const std::vector<Key>& keys) {
+          return py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
+        };
+        return py::make_tuple(packed(changes.gone), packed(changes.come), changes.is_all);
+      });
 }
 
 }  // namespace

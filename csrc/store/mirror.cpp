@@ -2,12 +2,16 @@
 
 #include <cstring>
 #include <random>
+#include <utility>
 
 #include "errors.h"
 #include "store/shared_lease.h"
 
 namespace kvservice {
 namespace {
+
+// Changes that are noted, before it is simpler to begin anew.
+constexpr size_t kMostChanges = size_t{1} << 20;
 
 // Keys are chosen by all clients of the store, who must not be able to choose collisions.
 KeyHash secret_hash() {
@@ -57,21 +61,61 @@ void StoreMirror::look_at(uint32_t slab) {
   for (uint32_t i = 0; i < blocks.size(); ++i) {
     Block& block = blocks[i];
     const uint64_t version = first[i].version.load(std::memory_order_acquire);
-    if (version == block.version) continue;
+    // A block that was removed keeps its version while it is leased.
+    if (version == block.version && (version == 0 || first[i].state == kRecordCommitted)) continue;
     forget(block);
     Key key;
     std::memcpy(&key, first[i].key, sizeof(key));
     const Block seen = {version, hash_(key, namespace_number_), slab, i};
     if (version == 0 || !is_there(seen, key)) continue;  // it is being written
-    block = seen;
-    table_.make_room(block.hash);
-    table_.insert(block.hash, block);
+    add(seen, key);
   }
 }
 
+void StoreMirror::add(const Block& seen, const Key& key) {
+  Block& block = slabs_[seen.slab][seen.index] = seen;
+  table_.make_room(block.hash);
+  table_.insert(block.hash, block);
+  if (!records_) return;
+  keys_[seen.slab].resize(slabs_[seen.slab].size());
+  keys_[seen.slab][seen.index] = key;
+  note(changes_.come, key);
+}
+
+void StoreMirror::note(std::vector<Key>& list, const Key& key) {
+  list.push_back(key);
+  if (changes_.come.size() + changes_.gone.size() <= kMostChanges) return;
+  records_ = false;
+  keys_.clear();
+  changes_ = {};
+}
+
 void StoreMirror::forget(Block& block) {
-  if (block.version != 0) table_.erase(block.hash, block);
+  if (block.version == 0) return;
+  table_.erase(block.hash, block);
   block.version = 0;
+  if (records_) note(changes_.gone, Key(keys_[block.slab][block.index]));
+}
+
+MirrorChanges StoreMirror::take_changes() {
+  const std::lock_guard lock(mutex_);
+  MirrorChanges taken;
+  if (records_) {
+    std::swap(taken, changes_);
+    return taken;
+  }
+  taken.is_all = records_ = true;
+  keys_.resize(slabs_.size());
+  for (size_t slab = 0; slab < slabs_.size(); ++slab) {
+    keys_[slab].resize(slabs_[slab].size());
+    for (const Block& block : slabs_[slab]) {
+      if (block.version == 0) continue;
+      Key& key = keys_[slab][block.index];
+      std::memcpy(&key, records(block.slab)[block.index].key, sizeof(key));
+      if (is_there(block, key)) taken.come.push_back(key);
+    }
+  }
+  return taken;
 }
 
 const StoreMirror::Block* StoreMirror::find(const Key& key) const {

@@ -4,6 +4,8 @@
 // refresh() looks at the records of blocks and notes their keys, in a table of this process. What is found there is
 // compared with the record again, so that nothing is found that has gone; what has come since the last look is not
 // found yet. For several threads.
+//
+// It can also note which keys have come and gone between two looks.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +22,13 @@ namespace kvservice {
 struct MirroredBlocks {
   std::vector<char> found;  // per key: 1 or 0
   std::vector<uint64_t> offsets, versions;
+};
+
+// Keys, in any order. A key that is in both went first, and came again. `is_all`: all blocks there are have come, and
+// nothing is known of those that have gone.
+struct MirrorChanges {
+  std::vector<Key> gone, come;
+  bool is_all = false;
 };
 
 class StoreMirror {
@@ -39,6 +48,10 @@ class StoreMirror {
   bool renew(const std::vector<uint64_t>& offsets);
   void release(const std::vector<uint64_t>& offsets);
 
+  // Returns what refresh() has noted since the last call. At the first call, and after too many changes, that are all
+  // keys.
+  MirrorChanges take_changes();
+
  private:
   struct Block {
     uint64_t version = 0;  // 0: it is not in the table
@@ -49,6 +62,8 @@ class StoreMirror {
   const Record* records(uint32_t slab) const { return reinterpret_cast<const Record*>(memory_ + slab * slab_bytes_); }
   Record& record_at(uint64_t offset) const;
   void look_at(uint32_t slab);
+  void add(const Block& seen, const Key& key);
+  void note(std::vector<Key>& list, const Key& key);
   void forget(Block& block);
   const Block* find(const Key& key) const;
   bool is_there(const Block& block, const Key& key) const;
@@ -63,6 +78,9 @@ class StoreMirror {
   std::vector<std::vector<Block>> slabs_;  // empty: the slab was not of this namespace
   KeyTable<Block> table_;
   size_t next_ = 0;
+  bool records_ = false;
+  std::vector<std::vector<Key>> keys_;  // of the blocks of each slab, while changes are noted
+  MirrorChanges changes_;
 };
 
 }  // namespace kvservice

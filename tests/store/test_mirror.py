@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from store_rig import DONE, NO_ROOM, Store, bits, keys_of, unpack
+from store_rig import DONE, NO_ROOM, Store, bits, key_of, keys_of, unpack
 
 from kvservice import _ext
+from kvservice.client.store.values import split_keys
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.vllm.events import StoreEvents
 
 SLAB_BYTES, NUM_SLABS = 16384, 4
 PLENTY, ALL = 1 << 40, 1 << 30
@@ -38,6 +40,18 @@ class View:
         found, offsets, _ = self.mirror.lease(keys_of(listed), False)
         assert all(bits(found, len(listed)))
         return offsets
+
+
+class Looked:
+    """A MappedStore that tells changes."""
+
+    def __init__(self, view: View) -> None:
+        self._mirror = view.mirror
+
+    def changes(self) -> tuple[list[bytes], list[bytes], bool]:
+        self._mirror.refresh(ALL)
+        gone, come, is_all = self._mirror.take_changes()
+        return split_keys(gone), split_keys(come), is_all
 
 
 @pytest.fixture
@@ -218,6 +232,28 @@ def test_leases_outlive_the_daemon(store: Store) -> None:
     store.check()
 
 
+def test_changes_are_told_from_the_first_call_on(store: Store) -> None:
+    namespace, view = opened(store)
+    store.put(namespace, range(6))
+    view.mirror.refresh(ALL)
+
+    def changes() -> tuple[set[bytes], set[bytes], bool]:
+        view.mirror.refresh(ALL)
+        gone, come, is_all = view.mirror.take_changes()
+        return set(split_keys(gone)), set(split_keys(come)), is_all
+
+    assert changes() == (set(), set(map(key_of, range(6))), True)
+    store.put(namespace, [6])
+    store.index.remove(namespace, keys_of([0]))
+    assert changes() == ({key_of(0)}, {key_of(6)}, False)
+    # One that has come and gone was never seen, and one that has gone and come is in both lists.
+    store.put(namespace, ["short"])
+    store.index.remove(namespace, keys_of(["short", 1]))
+    store.put(namespace, ["other", 1])
+    assert changes() == ({key_of(1)}, {key_of(1), key_of("other")}, False)
+    assert changes() == (set(), set(), False)
+
+
 def test_offsets_that_are_not_of_blocks_are_refused(store: Store) -> None:
     _, view = opened(store)
     for offset in (0, SLAB_BYTES * NUM_SLABS, 1 << 63):
@@ -252,6 +288,8 @@ def test_random_changes(seed: int) -> None:
     numbers = [store.index.open(size, PLENTY) for size in sizes]
     views = [View(store, number) for number in numbers]
     leases: list[tuple[int, bytes, tuple[int, ...]]] = []
+    told = StoreEvents(lambda: Looked(views[0]))
+    there: set[bytes] = set()
     for _ in range(1500):
         which = draw.randrange(len(sizes))
         names = [draw.randrange(40) for _ in range(draw.randint(1, 8))]
@@ -271,6 +309,13 @@ def test_random_changes(seed: int) -> None:
                     ended, offsets, _ = leases.pop(draw.randrange(len(leases)))
                     views[ended].mirror.release(offsets)
         assert views[which].found(range(40)) == store.found(numbers[which], range(40))
+        if which == 0:
+            gone, come = told.take()
+            assert there.issuperset(gone)
+            assert there.isdisjoint(come)
+            there = there.difference(gone).union(come)
+            found = store.found(numbers[0], range(40))
+            assert there == {key_of(name) for name in range(40) if found[name]}
         for leased, places, expected in leases:
             assert store.versions(numbers[leased], places) == expected
         if not draw.randrange(300):

@@ -48,6 +48,22 @@ def keys(algorithm: str = "sha256_cbor", **options: Any) -> list[bytes]:
     return list(save.keys)
 
 
+def test_events_name_blocks_as_vllm_does() -> None:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    from kvservice.integrations.vllm import versions
+
+    gone, come = [bytes([n]) * 32 for n in (1, 2)], [bytes([3]) * 32]
+    removed, stored = versions.cache_events(gone, come, BLOCK_SIZE)
+    assert isinstance(removed, BlockRemoved)
+    assert isinstance(stored, BlockStored)
+    assert removed.block_hashes == [maybe_convert_block_hash(each) for each in gone]
+    assert (stored.block_hashes, stored.block_size) == ([maybe_convert_block_hash(come[0])], BLOCK_SIZE)
+    assert removed.medium == stored.medium == "CPU"
+    assert versions.cache_events([], [], BLOCK_SIZE) == []
+
+
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older versions have no fixed seed without it."""

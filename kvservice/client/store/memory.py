@@ -12,7 +12,7 @@ import numpy as np
 from kvservice import _ext
 from kvservice.client.store import copies
 from kvservice.client.store.pieces import Blocks, Numbers, Pieces, pieces_of
-from kvservice.client.store.values import Flags, flags_of, num_keys
+from kvservice.client.store.values import Flags, flags_of, num_keys, split_keys
 from kvservice.errors import InternalError
 from kvservice.wire.tensors import Array
 
@@ -136,6 +136,16 @@ class MappedStore:
         self._look_around(self._mirror)
         found, offsets, versions = self._mirror.lease(keys, leading_only)
         return SharedLease(self, self._mirror, flags_of(found, num_keys(keys)), offsets, versions)
+
+    def changes(self) -> tuple[list[bytes], list[bytes], bool] | None:
+        """Return the keys of the blocks that have gone, and then of those that have come, since the last call, as far
+        as that was seen; and whether these are all there are, so that any other has gone. That is so at the first call.
+        None: the daemon is too old for that."""
+        if self._mirror is None:
+            return None
+        self._look_around(self._mirror)
+        gone, come, is_all = self._mirror.take_changes()
+        return split_keys(gone), split_keys(come), is_all
 
     def look(self) -> None:
         """Look for all new blocks, if there are so many that `find` has no time for that."""

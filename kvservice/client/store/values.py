@@ -117,6 +117,10 @@ def num_keys(keys: bytes) -> int:
     return len(keys) // KEY_BYTES
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+
+
 def some_keys(keys: bytes, part: slice) -> bytes:
     return keys[KEY_BYTES * part.start : KEY_BYTES * part.stop]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from kvservice.integrations.common.waiting import ComputeTime
 from kvservice.integrations.vllm import versions
 from kvservice.integrations.vllm.checks import VLLMOptions, check_supported
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout
+from kvservice.integrations.vllm.events import StoreEvents
 from kvservice.integrations.vllm.gpu_copies import block_copier
 from kvservice.integrations.vllm.groups import CacheGroups
 from kvservice.integrations.vllm.identity import worker_namespace
@@ -89,6 +90,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         self._lookup: StoreLookup | None = None
         self._worker: ConnectorWorker | None = None
         self._namespace: StoreNamespace | None = None
+        self._events: StoreEvents | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         # Verified loads fail one by one, which vLLM must be able to mend.
@@ -215,6 +217,8 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             finders.append(StoreFinder(_rank(namespace), store, background, compute))
             report.memories[_rank(namespace)] = worker.memory
         self._lookup = StoreLookup(finders, self._options.lookup_timeout_s, self._options.transfer_timeout_s)
+        if versions.tells_events(self._vllm_config) and self._groups.leading and finders:
+            self._events = StoreEvents(lambda: None if self._scheduler.has_own_keys else finders[0].memory)
         self._scheduler.use(
             self._lookup, {_rank(worker.namespace): worker.namespace.block_bytes for worker in metadata.values()}
         )
@@ -256,6 +260,12 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.delays_others
+
+    def take_events(self) -> Iterable[Any]:
+        """Tell routers which blocks the store has, if vLLM publishes events and this process maps the store."""
+        if self._events is None:
+            return ()
+        return versions.cache_events(*self._events.take(), self._groups.block_size)
 
     def reset_cache(self) -> bool:
         """Find nothing that was saved until now."""

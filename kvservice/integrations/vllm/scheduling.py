@@ -427,6 +427,11 @@ class ConnectorScheduler:
         are still being saved have the old keys."""
         self._epoch = os.urandom(16)
 
+    @property
+    def has_own_keys(self) -> bool:
+        """Whether keys are not vLLM's hashes, since `reset`."""
+        return bool(self._epoch)
+
     def free_held(self) -> None:
         """Give all held blocks back at once: vLLM is about to forget its prefix cache, which needs all blocks."""
         self._waiting.clear()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +99,29 @@ def groups_of_caches() -> tuple[type, ...]:
 def name_of_block(block_hash: Any, group: int) -> Any:
     """Return the hash of a cached block in vLLM's pool, which has the number of its group."""
     return kv_cache_utils.make_block_hash_with_group_id(block_hash, group)
+
+
+def tells_events(vllm_config: Any) -> bool:
+    """Whether vLLM publishes events of its K/V cache."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def cache_events(gone: Sequence[bytes], come: Sequence[bytes], block_size: int) -> list[Any]:
+    """Return vLLM's events of blocks in host memory that have gone and come, by their hashes."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    def names(hashes: Sequence[bytes]) -> list[Any]:
+        return [kv_cache_utils.maybe_convert_block_hash(each) for each in hashes]
+
+    events: list[Any] = []
+    if gone:
+        events.append(BlockRemoved(block_hashes=names(gone), medium="CPU"))
+    if come:
+        # As vLLM's own connectors tell of blocks whose tokens they do not know.
+        unknown: dict[str, Any] = {"parent_block_hash": None, "token_ids": [], "lora_id": None, "lora_name": None}
+        events.append(BlockStored(block_hashes=names(come), block_size=block_size, medium="CPU", **unknown))
+    return events
 
 
 def is_batch_invariant() -> bool:
