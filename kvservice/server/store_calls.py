@@ -36,6 +36,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_TEXT_LENGTH = 256
+# The most that a client reports of one kind in a call.
+MAX_REPORTED = 1 << 32
 
 
 class StoreCalls:
@@ -171,6 +173,10 @@ class StoreCalls:
 
     def touch(self, session: ServerSession, request: store_pb2.TouchRequest) -> store_pb2.TouchResponse:
         namespace = namespace_of(session, request)
+        for field in ("num_hits", "num_misses", "num_read"):
+            if getattr(request, field) > MAX_REPORTED:
+                raise InvalidArgumentError(f"{getattr(request, field)} is more than {MAX_REPORTED}", field=field)
+        self._store.blocks.count(namespace, request.num_hits, request.num_misses, request.num_read)
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
     def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:

@@ -155,6 +155,13 @@ class BlockStore:
         namespace.counters.hits += num_found
         namespace.counters.misses += len(keys) // KEY_BYTES - num_found
 
+    def count(self, namespace: StoredNamespace, hits: int, misses: int, read: int) -> None:
+        """Count what a client has done in the memory by itself."""
+        namespace.counters.hits += hits
+        namespace.counters.misses += misses
+        namespace.counters.read += read
+        namespace.counters.read_bytes += read * namespace.block_bytes
+
     def acquire(
         self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False, *, counted: bool = True
     ) -> Pinned:

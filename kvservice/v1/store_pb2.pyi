@@ -277,14 +277,20 @@ class BatchPutResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys")
+    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    num_hits: int
+    num_misses: int
+    num_read: int
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ...) -> None: ...
 
 class TouchResponse(_message.Message):
     __slots__ = ("num_blocks",)

@@ -52,6 +52,8 @@ def test_blocks_come_back_as_they_were_stored(store: RawStore) -> None:
 
 def test_what_a_namespace_says_of_its_memory(store: RawStore) -> None:
     opened = store.opened
+    assert opened.number > 0
+    assert not opened.has_tiers
     assert (opened.slab_bytes, opened.quota_bytes) == ((4 << 20) + 4096, 16 << 20)
     assert opened.block_stride == BLOCK_BYTES
     used = opened.first_block + opened.blocks_per_slab * opened.block_stride
@@ -83,6 +85,18 @@ def test_an_opening_that_names_a_quota_sets_it(unary: RawStore) -> None:
     request = store_pb2.OpenNamespaceRequest(namespace=identity("another"), quota_bytes=BLOCK_BYTES - 1)
     assert refused(unary, "open_namespace", request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "quota_bytes")
     assert opened(16 << 20) == 16 << 20
+
+
+def test_uses_that_are_reported_have_a_limit(store: RawStore) -> None:
+    """They are added to counters."""
+    for field in ("num_hits", "num_misses", "num_read"):
+        request = store_pb2.TouchRequest(namespace_id=store.opened.namespace_id)
+        setattr(request, field, 1 << 32)
+        assert store.ok("touch", request).num_blocks == 0
+        for number in ((1 << 32) + 1, (1 << 64) - 1):
+            setattr(request, field, number)
+            code, _, named = refused(store, "touch", request)
+            assert (code, named) == ("INVALID_ARGUMENT", field)
 
 
 def test_touch_remove_and_clear(store: RawStore) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.client import Lookup, PutStatus, Scatter
+from kvservice.client.store.values import SharedUses
 from kvservice.errors import InternalError
 from kvservice.integrations.vllm.steps import LeasedBlocks
 
@@ -74,7 +76,8 @@ class FakeStore:
     tier from which a block comes in a second: a call that waits long enough brings it up. `damaged` are the keys whose
     checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of
     the calls made, and `waits_s` the waits that look-ups ask about. `is_mapped`: its memory is, see FakeMemory. A store
-    with the same `values` has the same memory. `broken_leases` are the numbers of blocks that change while leased."""
+    with the same `values` has the same memory. `broken_leases` are the numbers of blocks that change while leased.
+    `uses` are those that were reported."""
 
     numbered: ClassVar[list[bytes]] = []
 
@@ -88,6 +91,7 @@ class FakeStore:
         self.away = self.broken = self.closed = False
         self.is_mapped = True
         self.broken_leases: set[int] = set()
+        self.uses = SharedUses()
         self._memory = FakeMemory(self)
         self._held: tuple[str, ...] = ()
         self._free = threading.Event()
@@ -173,7 +177,12 @@ class FakeStore:
             lease.found = np.arange(len(keys)) < len(lease.found)
         return lease
 
-    def touch(self, keys: Sequence[bytes]) -> int:
+    def touch(self, keys: Sequence[bytes], *, uses: SharedUses | None = None) -> int:
+        if uses is not None:
+            for name, count in asdict(uses).items():
+                setattr(self.uses, name, getattr(self.uses, name) + count)
+        if not keys:
+            return 0
         self._called("touch")
         there = [key for key in reversed(keys) if key in self.values]
         for key in there:

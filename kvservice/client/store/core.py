@@ -24,6 +24,7 @@ from kvservice.client.store.values import (
     Keys,
     Lookup,
     PutStatus,
+    SharedUses,
     Statuses,
     StoreNamespace,
     flags_of,
@@ -226,13 +227,19 @@ class StoreCore(Generic[LeaseT, ReservationT]):
             statuses[:] = PutStatus.UNREACHABLE
         return self._make_reservation(self._access, used, held, statuses)
 
-    async def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Make blocks the most recently used. Returns how many keys were there."""
+    async def touch(self, keys: Keys, *, uses: SharedUses | None = None, timeout_s: float | None = None) -> int:
+        """Make blocks the most recently used. Returns how many keys were there. `uses` are counted by the daemon: what
+        this process has done in the mapped memory by itself."""
         packed = key_bytes(keys)
         touched = 0
 
         async def work(link: StoreLink) -> None:
             nonlocal touched
+            if uses is not None:
+                reported = store_pb2.TouchRequest(
+                    namespace_id=link.namespace_id, num_hits=uses.hits, num_misses=uses.misses, num_read=uses.read
+                )
+                await link.call("store_touch", reported, timeout_s)
             for part in parts(num_keys(packed), keys_in_request(link)):
                 request = store_pb2.TouchRequest(namespace_id=link.namespace_id, keys=some_keys(packed, part))
                 touched += (await link.call("store_touch", request, timeout_s)).num_blocks

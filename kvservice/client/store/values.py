@@ -98,6 +98,15 @@ class Lookup:
         return Lookup(len(found) if found.all() else int(found.argmin()), found, num_in_memory)
 
 
+@dataclass
+class SharedUses:
+    """Blocks that a process has looked up in the mapped memory and found, or not found, and that it has read there."""
+
+    hits: int = 0
+    misses: int = 0
+    read: int = 0
+
+
 def key_bytes(keys: Any) -> bytes:
     """Return the keys one after the other. Raises InvalidArgumentError."""
     if isinstance(keys, bytes):

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.store.memory import SharedLease
+from kvservice.client.store.values import SharedUses
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -53,8 +54,6 @@ FRESH_S = 1.0
 # Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
 # answer is used for some time, and asked for anew before that.
 MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 4096
-# Answers that cost no call are reported to the daemon, which counts them, so much later and together.
-COUNTED_S = 0.2
 EXPECTED_S, RENEWED_S = 1.0, 0.4
 # Time between pings of a store that does not answer in time.
 PING_S = 0.1
@@ -110,8 +109,8 @@ class BlockFinder(Protocol):
         """Return which keys are there, in memory, or below it and there sooner than this many blocks are computed. The
         daemon counts the answer."""
 
-    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
-        """Return which blocks are there, in memory or below. The daemon counts the answer if `counted`."""
+    def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
+        """Return which blocks are there, in memory or below. The daemon does not count the answer."""
 
     def lease(
         self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
@@ -125,8 +124,8 @@ class BlockFinder(Protocol):
     def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
         """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Make the blocks the most recently used; the first key is the most recent."""
+    def touch(self, keys: Sequence[bytes], uses: SharedUses | None) -> None:
+        """Make the blocks the most recently used; the first key is the most recent. The daemon counts `uses`."""
 
     def answers(self, timeout_s: float) -> bool:
         """Ask anything. Returns whether the answer came in time."""
@@ -172,8 +171,8 @@ class StoreFinder:
         found: npt.NDArray[np.bool_] = self._store.lookup(keys, max_wait_s=wait_s, timeout_s=timeout_s).found
         return found
 
-    def flags(self, keys: Sequence[bytes], timeout_s: float, *, counted: bool) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self._background.lookup(keys, counted=counted, timeout_s=timeout_s).found
+    def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self._background.lookup(keys, counted=False, timeout_s=timeout_s).found
         return found
 
     def lease(
@@ -201,8 +200,8 @@ class StoreFinder:
         stop = 8 * num_blocks
         return LeasedBlocks(memory.identity, lease.offsets[:stop], lease.versions[:stop])
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._background.touch(keys)
+    def touch(self, keys: Sequence[bytes], uses: SharedUses | None) -> None:
+        self._background.touch(keys, uses=uses)
 
     def answers(self, timeout_s: float) -> bool:
         self._store.lookup([bytes(32)], counted=False, timeout_s=timeout_s)
@@ -277,8 +276,7 @@ class StoreLookup:
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
-        self._counted: list[bytes] = []
-        self._counting: Future[None] | None = None
+        self._uses, self._uses_lock = SharedUses(), threading.Lock()
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
@@ -318,14 +316,15 @@ class StoreLookup:
         self.drop(request_id)
         began = self._clock()
         if (shared := self._share(wanted, began)) is not None:
-            self._count_later(wanted.keys)
+            self._count(wanted, shared.found.num_blocks)
             self._keep(request_id, shared)
             return shared.found
         if not self._asks:
             return Found(0, True)
         expected = self._expected.get(request_id)
         if expected is not None and expected.is_miss(wanted.first, began):
-            self._count_later(wanted.keys)
+            self._count(wanted, 0)
+            self._keep(request_id, _Promise(wanted, began + NOTHING_S))
             return Found(0, True)
         if self._left_s <= 0:
             return None  # too many have asked in this step
@@ -387,7 +386,10 @@ class StoreLookup:
         del self._promises[request_id]
         self._taken[load], (_, self._read[load]) = promise.leases, promise.read
         if promise.is_shared:
-            self.touch(promise.wanted.needed(num_blocks))
+            needed = promise.wanted.needed(num_blocks)
+            self.touch(needed)
+            with self._uses_lock:
+                self._uses.read += len(needed)
         if not self._read[load]:
             return None
         return {finder.rank: places for finder, (_, places) in zip(self._finders, self._read[load], strict=True)}
@@ -454,12 +456,12 @@ class StoreLookup:
         self._ask_early(now)
         if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
             keys, self._touched, self._touch_s = list(self._touched), {}, now
-            for finder in self._finders:
-                self._queue.put(lambda finder=finder: finder.touch(keys))  # type: ignore[misc]
+            self._queue.put(lambda: self._touch_and_count(keys))
 
     def close(self, timeout_s: float) -> None:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
         self._closing.set()
+        self._queue.put(lambda: self._touch_and_count(()))
         self._queue.put(None)
         self._thread.join(timeout_s)
         for threads in (self._bringing, self._asking, self._aside):
@@ -488,7 +490,7 @@ class StoreLookup:
         try:
             found = np.ones(len(keys), np.bool_)
             for finder in self._finders:
-                found &= finder.flags(keys, self._timeout_s, counted=False)
+                found &= finder.flags(keys, self._timeout_s)
         except Exception as error:
             self._failed("blocks could not be looked up", error)
             return
@@ -497,24 +499,22 @@ class StoreLookup:
             start, stop = stop, stop + len(expected.keys)
             expected.asked_s, expected.found = asked_s, found[start:stop]
 
-    def _count_later(self, keys: Sequence[bytes]) -> None:
-        """The daemon counts how many of the blocks that are asked for it has. It has not been asked for these."""
-        if len(self._counted) < MAX_KEYS:
-            self._counted += keys
-        if self._counting is None or self._counting.done():
-            self._counting = self._aside.submit(self._count)
+    def _count(self, wanted: Wanted, num_blocks: int) -> None:
+        """The daemon counts how many of the blocks that are looked up it has. It has not been asked for these."""
+        with self._uses_lock:
+            self._uses.hits += num_blocks * len(wanted.groups)
+            self._uses.misses += (len(wanted) - num_blocks) * len(wanted.groups)
 
-    def _count(self) -> None:
-        """On a thread of its own."""
-        if self._closing.wait(COUNTED_S):
-            return
-        try:
-            while keys := self._counted:
-                self._counted = []
-                for finder in self._finders:
-                    finder.flags(keys, self._timeout_s, counted=True)
-        except Exception as error:
-            self._failed("answers could not be reported", error)
+    def _touch_and_count(self, keys: Sequence[bytes]) -> None:
+        """On the thread: tell the daemon what was used. It counts for all ranks alike."""
+        uses = self._take_uses()
+        for finder in self._finders if keys or uses is not None else ():
+            finder.touch(keys, uses)
+
+    def _take_uses(self) -> SharedUses | None:
+        with self._uses_lock:
+            uses, self._uses = self._uses, SharedUses()
+        return None if uses == SharedUses() else uses
 
     def _is_kept(self, promise: _Promise) -> bool:
         """Whether an answer can be given again. Renews its leases from time to time."""
@@ -561,7 +561,7 @@ class StoreLookup:
             keys = wanted.keys
             num_leased = lease(keys) if likely else 0
             if num_leased == len(keys):
-                self._count_later(keys)
+                self._count(wanted, num_leased)
                 return num_leased
             found = self._of_each(lambda finder: finder.find(keys, left_s()))
             num_blocks = min(each.num_leading for each in found)
@@ -667,17 +667,19 @@ class StoreLookup:
                 self._failed("leases could not be renewed", error)
 
     def _renew_shared(self) -> None:
-        """From time to time, renew the leases of loads under way, and look for new blocks. On the thread: the scheduler
-        may wait for long."""
+        """From time to time, renew the leases of loads under way, look for new blocks, and tell the daemon of uses. On
+        the thread: the scheduler may wait for long."""
         now = self._clock()
         if now >= self._renewed_s + RENEW_S:
             self._renewed_s = now
-            for finder in self._finders:
-                finder.look()
             for leases in list(self._taken.values()):
                 for lease in leases.values():
                     if isinstance(lease, SharedLease):
                         lease.renew()
+            for finder in self._finders:
+                finder.look()
+            if self._asks:
+                self._touch_and_count(())
 
     @staticmethod
     def _failed(what: str, error: Exception) -> None:
