@@ -325,14 +325,14 @@ class StoreMirror:
         the first key that is missing. Blocks that have come since the last look may be missing."""
     def lease(self, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes]:
         """The same, and lease the blocks. They stay until they are released, or were not renewed for 10 seconds."""
-    def renew(self, offsets: bytes) -> bool:
+    def renew(self, offsets: bytes, versions: bytes) -> bool:
         """Renew a lease of each block. Returns whether all have lasted."""
-    def release(self, offsets: bytes) -> None:
-        """End a lease of each block."""
+    def release(self, offsets: bytes, versions: bytes) -> None:
+        """End a lease of each block that is still there."""
     def take_changes(self) -> tuple[bytes, bytes, bool]:
         """Return the keys of blocks that have gone, and of those that have come, as far as `refresh` has seen it since
         the last call, and whether those that have come are all there are. That is so at the first call, and after a
-        million changes: then nothing is known of what has gone. A key that is in both has come again."""
+        million changes: then nothing is known of what has gone. What has come is there; a key in both went first."""
 
 def store_copy_in(
     memory: int,

@@ -143,13 +143,15 @@ py::list take_removed(StoreIndex& index) {
   return grouped;
 }
 
-Stats stats(const StoreIndex& index, const py::object& number) {
+Stats stats(StoreIndex& index, const py::object& number) {
+  index.end_lingering();
   Stats result;
   result.add(index.find_namespace(as_number(number)));
   return result;
 }
 
-Stats totals(const StoreIndex& index) {
+Stats totals(StoreIndex& index) {
+  index.end_lingering();
   Stats result;
   for (const auto& [number, space] : index.namespaces()) result.add(*space);
   result.num_evicted = index.num_evicted();
@@ -376,11 +378,17 @@ void define_mirror(py::module_& m) {
           },
           keys, leading_only)
       .def(
-          "renew", [](StoreMirror& mirror, const py::object& list) { return mirror.renew(as_packed(list, "offsets")); },
-          offsets)
+          "renew",
+          [](StoreMirror& mirror, const py::object& list, const py::object& numbers) {
+            return mirror.renew(as_packed(list, "offsets"), as_packed(numbers, "versions"));
+          },
+          offsets, py::arg("versions"))
       .def(
-          "release", [](StoreMirror& mirror, const py::object& list) { mirror.release(as_packed(list, "offsets")); },
-          offsets)
+          "release",
+          [](StoreMirror& mirror, const py::object& list, const py::object& numbers) {
+            mirror.release(as_packed(list, "offsets"), as_packed(numbers, "versions"));
+          },
+          offsets, py::arg("versions"))
       .def("take_changes", [](StoreMirror& mirror) {
         const MirrorChanges changes = mirror.take_changes();
         const auto packed = [](const std::vector<Key>& keys) {

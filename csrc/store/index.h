@@ -120,6 +120,9 @@ class StoreIndex {
   std::vector<uint64_t> checksums(const std::vector<uint64_t>& slots) const;
   Places places(const std::vector<uint64_t>& slots) const;
 
+  // Frees removed blocks that only waited for shared leases. Calls that change the store do so, too.
+  void end_lingering();
+
   void record_removed(bool enabled);
   std::vector<RemovedKey> take_removed();
 
@@ -169,7 +172,6 @@ class StoreIndex {
   bool hide(Slab& slab);
   void show(Slot& slot);
   void linger(Slot& slot);
-  void end_lingering();
   void assign(Namespace& space);
   Slot& take_free_slot(Slab& slab);
   void fill(Slot& slot, const Key& key, uint64_t hash);
@@ -186,6 +188,7 @@ class StoreIndex {
   void count_use(Slot& slot);
   void pin(Slot& slot);
   void unpin(Slot& slot);
+  void end_last_lease(Slot& slot);
   void use(Slot& slot);
   void begin_busy(Slab& slab);
   void end_busy(Slab& slab);

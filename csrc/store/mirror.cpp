@@ -1,5 +1,6 @@
 #include "store/mirror.h"
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <utility>
@@ -102,6 +103,9 @@ MirrorChanges StoreMirror::take_changes() {
   MirrorChanges taken;
   if (records_) {
     std::swap(taken, changes_);
+    // What has come may have gone since, and what has gone may have come again.
+    const auto is_gone = [&](const Key& key) { return find(key) == nullptr; };
+    taken.come.erase(std::remove_if(taken.come.begin(), taken.come.end(), is_gone), taken.come.end());
     return taken;
   }
   taken.is_all = records_ = true;
@@ -143,7 +147,6 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
   MirroredBlocks result;
   result.found.resize(num_keys);
   const std::lock_guard lock(mutex_);
-  const uint32_t now = SharedLease::now();
   for (size_t i = 0; i < num_keys; ++i) {
     const Key key = Key::load(keys + i * kKeyBytes);
     const Block* block = find(key);
@@ -153,14 +156,13 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
     };
     if (block != nullptr && leases) {
       SharedLease lease(record_at(offset()).shared_lease);
-      if (!lease.take(now)) {
+      const uint32_t before = lease.take();
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (before == SharedLease::kFull) {
         block = nullptr;
-      } else {
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        if (!is_there(*block, key)) {
-          lease.release();
-          block = nullptr;
-        }
+      } else if (!is_there(*block, key)) {
+        lease.undo(before);
+        block = nullptr;
       }
     }
     if (block == nullptr) {
@@ -174,15 +176,30 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
   return result;
 }
 
-bool StoreMirror::renew(const std::vector<uint64_t>& offsets) {
-  const uint32_t now = SharedLease::now();
+bool StoreMirror::renew(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions) {
+  require(offsets.size() == versions.size(), "versions", "is not one per block");
   bool all = true;
-  for (const uint64_t offset : offsets) all = SharedLease(record_at(offset).shared_lease).renew(now) && all;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    Record* const record = record_of(offsets[i], versions[i]);
+    all = record != nullptr && SharedLease(record->shared_lease).renew() && all;
+  }
   return all;
 }
 
-void StoreMirror::release(const std::vector<uint64_t>& offsets) {
-  for (const uint64_t offset : offsets) SharedLease(record_at(offset).shared_lease).release();
+void StoreMirror::release(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions) {
+  require(offsets.size() == versions.size(), "versions", "is not one per block");
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    if (Record* const record = record_of(offsets[i], versions[i])) SharedLease(record->shared_lease).release();
+  }
+}
+
+// Returns nullptr if the block has gone: there may be bytes of another block where its record was.
+Record* StoreMirror::record_of(uint64_t offset, uint64_t version) const {
+  Record& record = record_at(offset);
+  const uint64_t slab = offset / static_cast<uint64_t>(slab_bytes_);
+  const char* const start = memory_ + slab * static_cast<uint64_t>(slab_bytes_);
+  const int64_t index = &record - reinterpret_cast<const Record*>(start);
+  return current_version(start, index, layout_.block_stride) == version ? &record : nullptr;
 }
 
 Record& StoreMirror::record_at(uint64_t offset) const {

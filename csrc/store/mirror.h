@@ -24,8 +24,8 @@ struct MirroredBlocks {
   std::vector<uint64_t> offsets, versions;
 };
 
-// Keys, in any order. A key that is in both went first, and came again. `is_all`: all blocks there are have come, and
-// nothing is known of those that have gone.
+// Keys, in any order. Those that have come are there; one that is in both went first. `is_all`: all blocks there are
+// have come, and nothing is known of those that have gone.
 struct MirrorChanges {
   std::vector<Key> gone, come;
   bool is_all = false;
@@ -44,9 +44,9 @@ class StoreMirror {
 
   // The same, and leases them until they are released or were not renewed for some time (shared_lease.h).
   MirroredBlocks lease(const char* keys, size_t num_keys, bool leading_only);
-  // Renews leases. Returns whether all of them have lasted.
-  bool renew(const std::vector<uint64_t>& offsets);
-  void release(const std::vector<uint64_t>& offsets);
+  // Renews leases of blocks with these versions. Returns whether all of them have lasted.
+  bool renew(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions);
+  void release(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions);
 
   // Returns what refresh() has noted since the last call. At the first call, and after too many changes, that are all
   // keys.
@@ -61,6 +61,7 @@ class StoreMirror {
 
   const Record* records(uint32_t slab) const { return reinterpret_cast<const Record*>(memory_ + slab * slab_bytes_); }
   Record& record_at(uint64_t offset) const;
+  Record* record_of(uint64_t offset, uint64_t version) const;
   void look_at(uint32_t slab);
   void add(const Block& seen, const Key& key);
   void note(std::vector<Key>& list, const Key& key);

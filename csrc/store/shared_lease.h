@@ -19,33 +19,37 @@ class SharedLease {
  public:
   static constexpr int64_t kLifetimeMs = 10'000;
 
-  // The time of all processes of the host, in units of a lease.
-  static uint32_t now() {
-    timespec time{};
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return static_cast<uint32_t>((time.tv_sec * 1000 + time.tv_nsec / 1'000'000) >> 4) & kTimeMask;
-  }
-
   explicit SharedLease(std::atomic<uint32_t>& word) : word_(word) {}
 
-  bool exists(uint32_t now) const { return counts(word_.load(std::memory_order_seq_cst), now); }
+  bool exists() const { return counts(word_.load(std::memory_order_seq_cst)); }
 
-  // Returns false if there are too many.
-  bool take(uint32_t now) {
+  // Returns the word before, for undo(); kFull if there are too many.
+  uint32_t take() {
     uint32_t word = word_.load(std::memory_order_relaxed);
     do {
-      if (counts(word, now) && (word & kCountMask) == kCountMask) return false;
-    } while (!word_.compare_exchange_weak(word, made(counts(word, now) ? (word & kCountMask) + 1 : 1, now),
-                                          std::memory_order_seq_cst));
-    return true;
+      if (counts(word) && (word & kCountMask) == kCountMask) return kFull;
+    } while (!word_.compare_exchange_weak(word, taken(word), std::memory_order_seq_cst));
+    return word;
+  }
+
+  // Takes a lease back that was taken just now. Nothing has changed then, unless others have taken or ended theirs
+  // meanwhile: what looked like a block's record may have become the bytes of another block.
+  void undo(uint32_t before) {
+    const uint32_t now = word_.load(std::memory_order_relaxed);
+    uint32_t own = now;
+    if ((now & kCountMask) == (taken(before) & kCountMask) &&
+        word_.compare_exchange_strong(own, before, std::memory_order_seq_cst)) {
+      return;
+    }
+    release();
   }
 
   // Returns false if it has ended.
-  bool renew(uint32_t now) {
+  bool renew() {
     uint32_t word = word_.load(std::memory_order_relaxed);
     do {
-      if (!counts(word, now)) return false;
-    } while (!word_.compare_exchange_weak(word, made(word & kCountMask, now), std::memory_order_seq_cst));
+      if (!counts(word)) return false;
+    } while (!word_.compare_exchange_weak(word, made(word & kCountMask, latest(word)), std::memory_order_seq_cst));
     return true;
   }
 
@@ -57,13 +61,34 @@ class SharedLease {
     } while (!word_.compare_exchange_weak(word, after, std::memory_order_seq_cst));
   }
 
+  static constexpr uint32_t kFull = 0xFF;  // no word of leases
+
  private:
   static constexpr uint32_t kCountMask = 0xFF, kTimeMask = 0xFFFFFF;
+  // Times may be later than a clock that was read before: by up to a second.
+  static constexpr uint32_t kAhead = 1000 >> 4;
 
-  static uint32_t made(uint32_t count, uint32_t now) { return now << 8 | count; }
+  // The time of all processes of the host. It is read after the word that it is compared with.
+  static uint32_t now() {
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<uint32_t>((time.tv_sec * 1000 + time.tv_nsec / 1'000'000) >> 4) & kTimeMask;
+  }
 
-  static bool counts(uint32_t word, uint32_t now) {
-    return (word & kCountMask) != 0 && ((now - (word >> 8)) & kTimeMask) < kLifetimeMs >> 4;
+  static uint32_t made(uint32_t count, uint32_t time) { return time << 8 | count; }
+
+  static bool counts(uint32_t word) {
+    return (word & kCountMask) != 0 && ((now() - (word >> 8) + kAhead) & kTimeMask) < (kLifetimeMs >> 4) + kAhead;
+  }
+
+  static uint32_t taken(uint32_t word) {
+    return counts(word) ? made((word & kCountMask) + 1, latest(word)) : made(1, now());
+  }
+
+  // Now, or the time of leases that count, if that is later.
+  static uint32_t latest(uint32_t word) {
+    const uint32_t time = now(), before = word >> 8;
+    return ((before - time) & kTimeMask) <= kAhead ? before : time;
   }
 
   std::atomic<uint32_t>& word_;

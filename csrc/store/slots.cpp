@@ -78,10 +78,9 @@ void StoreIndex::empty_another_slab(const Slot* own) {
 bool StoreIndex::hide(Slot& slot) {
   Record& out = record(slot);
   const SharedLease lease(out.shared_lease);
-  const uint32_t now = SharedLease::now();
-  if (lease.exists(now)) return false;  // its owner must not see the block go
+  if (lease.exists()) return false;  // its owner must not see the block go
   out.version.store(0, std::memory_order_seq_cst);
-  if (!lease.exists(now)) return true;
+  if (!lease.exists()) return true;
   show(slot);
   return false;
 }
@@ -151,7 +150,6 @@ void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
   keep(kept.checksum, uint64_t{0});
   renew_version(slot);
   Record& out = record(slot);
-  out.shared_lease.store(0, std::memory_order_relaxed);
   std::memcpy(out.key, &key, sizeof(key));
   out.checksum = 0;
   out.namespace_number = slab.owner->number;
@@ -181,8 +179,8 @@ void StoreIndex::count_eviction(const Slot& slot) {
 // Ends the block of a slot, so that its bytes may change.
 void StoreIndex::vacate(Slot& slot) {
   keep(kept(slot).state, SlotState::kFree);
-  renew_version(slot);
   record(slot).state = kRecordFree;
+  renew_version(slot);
 }
 
 // Removes the key of a committed block.
@@ -220,14 +218,17 @@ void StoreIndex::linger(Slot& slot) {
   lingering_.push_back(slot_number(slot));
 }
 
-// Frees removed blocks whose shared leases have ended, the first ones.
+// Frees removed blocks whose shared leases have ended.
 void StoreIndex::end_lingering() {
-  const uint32_t now = lingering_.empty() ? 0 : SharedLease::now();
-  while (!lingering_.empty()) {
-    Slot& slot = slot_at(lingering_.front());
-    if (SharedLease(record(slot).shared_lease).exists(now)) return;
+  for (size_t left = lingering_.size(); left > 0; --left) {
+    const uint64_t number = lingering_.front();
     lingering_.pop_front();
-    unpin(slot);
+    Slot& slot = slot_at(number);
+    if (SharedLease(record(slot).shared_lease).exists()) {
+      lingering_.push_back(number);
+    } else {
+      end_last_lease(slot);
+    }
   }
 }
 
@@ -282,12 +283,17 @@ void StoreIndex::pin(Slot& slot) {
 }
 
 void StoreIndex::unpin(Slot& slot) {
-  if (slot.pins == 1 && state(slot) == SlotState::kCondemned &&
-      SharedLease(record(slot).shared_lease).exists(SharedLease::now())) {
+  if (slot.pins > 1) {
+    --slot.pins;
+  } else if (state(slot) == SlotState::kCondemned && SharedLease(record(slot).shared_lease).exists()) {
     lingering_.push_back(slot_number(slot));
-    return;
+  } else {
+    end_last_lease(slot);
   }
-  if (--slot.pins > 0) return;
+}
+
+void StoreIndex::end_last_lease(Slot& slot) {
+  slot.pins = 0;
   Namespace& space = *slab_of(slot).owner;
   --space.counts.leased;
   if (state(slot) == SlotState::kCondemned) {

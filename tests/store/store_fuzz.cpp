@@ -182,7 +182,7 @@ void check_shared(const Remains& remains) {
       const int64_t index = (offset % kSlabBytes - layout.first_block) / layout.block_stride;
       expect(current_version(slab, index, layout.block_stride) == blocks.versions[i], "a leased block has changed");
     }
-    expect(mirror_of(remains, blocks.space).renew(blocks.offsets), "a lease has ended");
+    expect(mirror_of(remains, blocks.space).renew(blocks.offsets, blocks.versions), "a lease has ended");
   }
 }
 
@@ -194,7 +194,7 @@ void share(const Remains& remains, const NamespaceSize& space, const Keys& keys,
     shared.push_back({space, std::move(blocks.offsets), std::move(blocks.versions)});
   } else {
     std::swap(shared[random() % shared.size()], shared.back());
-    mirror_of(remains, shared.back().space).release(shared.back().offsets);
+    mirror_of(remains, shared.back().space).release(shared.back().offsets, shared.back().versions);
     shared.pop_back();
   }
 }

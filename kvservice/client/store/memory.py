@@ -58,7 +58,7 @@ class SharedLease:
     def renew(self, *, timeout_s: float | None = None) -> bool:  # noqa: ARG002
         """Start its time again. Returns False if the lease has ended already."""
         until_s = time.monotonic() + SHARED_LEASE_S
-        if not self.alive or not self._mirror.renew(self.offsets):
+        if not self.alive or not self._mirror.renew(self.offsets, self.versions):
             self._until_s = 0.0
             return False
         self._until_s = until_s
@@ -68,7 +68,7 @@ class SharedLease:
         """End the lease, if it has not ended."""
         if self.alive:
             self._until_s = 0.0
-            self._mirror.release(self.offsets)
+            self._mirror.release(self.offsets, self.versions)
 
 
 class MappedStore:

@@ -201,11 +201,13 @@ class MappedCopier:
     def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
         addresses = memory.addresses(leased.offsets)
         if not self.verifies:
-            with self._locks.covering(memory, addresses) as locked:
+            with ExitStack() as undo, self._locks.covering(memory, addresses) as locked:
                 if locked:
+                    undo.callback(self._gpu.settle)
                     ids = np.array(block_ids, np.int64)
                     passing = self._gpu.load(addresses, ids, self._gpu.mark(), at_once=True)
                     self._gpu.follow(passing)
+                    undo.pop_all()
 
                     def end() -> Flags:
                         passing.synchronize()

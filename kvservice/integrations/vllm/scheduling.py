@@ -349,8 +349,10 @@ class ConnectorScheduler:
         for numbers, blocks in list(self._unsure):
             if numbers.isdisjoint(self._loading):
                 self._unsure.remove((numbers, blocks))
-                if not wrong:
+                if self._held is not None and self._held.most and not wrong:
                     self._waiting.update((block.block_id, block) for block in blocks)
+                else:
+                    self._num_skipped += len(blocks)
 
     def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
@@ -483,6 +485,12 @@ class ConnectorScheduler:
 
     def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
         """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
+        if self._unsure:
+            taken = {block_id for ids in block_ids for block_id in ids}
+            self._unsure = [
+                (numbers, [block for block in blocks if block.block_id not in taken])
+                for numbers, blocks in self._unsure
+            ]
         for block_id in itertools.chain.from_iterable(block_ids) if self._waiting else ():
             offer = self._waiting.pop(block_id, None)
             if offer is not None and not self._is_there(offer):
