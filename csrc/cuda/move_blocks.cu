@@ -17,8 +17,8 @@ constexpr int kVectorsPerThread = 8;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
 // Enough to saturate the host link. More would only occupy multiprocessors.
 constexpr int64_t kThreadBlocks = 16;
-// Checksums alone do not wait for the link: all multiprocessors end them within a fraction of a millisecond. A few
-// would need several, for which whatever computes beside them would wait.
+// Checksums alone do not wait for the link: all multiprocessors end them soon. A few would need long, and whatever
+// computes beside them would wait for these.
 constexpr int64_t kSumsThreadBlocks = 1 << 14;
 // From this size on, copy engines keep the host link busy.
 constexpr int64_t kEnginePieceBytes = 16 << 10;

@@ -103,7 +103,7 @@ MirrorChanges StoreMirror::take_changes() {
   MirrorChanges taken;
   if (records_) {
     std::swap(taken, changes_);
-    // What has come may have gone since, and what has gone may have come again.
+    // A key that has come may have gone since.
     const auto is_gone = [&](const Key& key) { return find(key) == nullptr; };
     taken.come.erase(std::remove_if(taken.come.begin(), taken.come.end(), is_gone), taken.come.end());
     return taken;

@@ -543,7 +543,7 @@ def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> 
     # The blocks of the first request are held for its save alone now.
     assert saves(tight.offered("b", 8, range(6, 8))) == []
     tight.save_first()
-    # Those of the others are in use: 20 of them are held, the first ones, and the last ones wait.
+    # The blocks of the others are in use: the first 20 are held, and the last ones wait.
     many = tight.offered("c", 9, range(10, 35))
     assert saves(many)[0][1] == [6, 7, *range(10, 28)]
     tight.end("c", 9, range(10, 35))

@@ -380,7 +380,7 @@ class StoreLookup:
         if promise is None or not num_blocks or promise.bringing is not None:
             self.drop(request_id)
             return None
-        # What vLLM was told about is read, even if its lease has ended since: it is checked afterwards.
+        # The load reads what vLLM was told about, even if the lease has ended since. It is checked afterwards.
         if promise.read[0] != num_blocks and self.places(request_id, num_blocks) is None:
             promise.read = 0, []
         del self._promises[request_id]
@@ -642,7 +642,7 @@ class StoreLookup:
                     self._asks = True
                     return
             except Exception as error:
-                # Whatever it is, the daemon must be found again when it answers.
+                # After any error the daemon must be found again when it answers.
                 logger.debug("the daemon does not answer: %s", error)
             self._closing.wait(PING_S)
 
