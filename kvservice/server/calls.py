@@ -6,9 +6,9 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.block_calls import BlockCalls
-from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
+from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.pool_tier import PoolTier
 from kvservice.server.region_calls import RegionCalls
 from kvservice.server.saved_sessions import SavedSessions

@@ -22,7 +22,7 @@ from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.saved import SavedFiles, SessionFiles
-from kvservice.server.clock import Clock
+from kvservice.server.loop import Clock
 from kvservice.server.private_folders import private_folder
 from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.server_session import SessionMemory

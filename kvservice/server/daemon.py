@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -28,7 +29,6 @@ from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import session_handlers
-from kvservice.server.clock import Clock, process_start_s
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.core import open_core
 from kvservice.server.credentials import Credentials
@@ -49,6 +49,7 @@ from kvservice.server.listening import (
     open_unix_socket,
     with_port,
 )
+from kvservice.server.loop import Clock
 from kvservice.server.mooncake import check_mooncake
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
@@ -78,6 +79,8 @@ HAND_OVER_STALL_S: Final = 0.25
 RESTARTS: Final = "KVSERVICE_RESTARTS"
 ENDED_AT: Final = "KVSERVICE_ENDED_AT"
 ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
+# The field of /proc/PID/stat with the start of the process, counted after the name of its program.
+_START_FIELD: Final = 19
 
 
 class KVServer:
@@ -223,7 +226,7 @@ class KVServer:
         """Log how this process began, and return that."""
         now = time.monotonic()
         # systemd does not say when the process before ended. It starts the next one at once.
-        down_s = now - float(os.environ.get(ENDED_AT) or process_start_s())
+        down_s = now - float(os.environ.get(ENDED_AT) or _process_start_s())
         report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s)
         early = os.environ.get(ENDED_EARLY, "")
         section = self.core.kept.table.section(Section.RESTARTS)
@@ -331,6 +334,13 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
+
+
+def _process_start_s() -> float:
+    """Return when this process was started, in seconds of the monotonic clock."""
+    stat = Path("/proc/self/stat").read_bytes()
+    start_s = int(stat.rpartition(b")")[2].split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)
 
 
 async def _main(config: ServeConfig, taken: dict[str, int], manager: Notifier | None) -> int:

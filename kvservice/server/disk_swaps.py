@@ -34,8 +34,8 @@ from kvservice.errors import InvalidArgumentError, KVServiceError, SavedSessions
 from kvservice.logs import LogBudget
 from kvservice.saved import SessionFiles, SessionValues
 from kvservice.saved.files import NEVER, swapped_name
+from kvservice.server.loop import finished, to_the_end, waiting
 from kvservice.server.server_session import SaveInProgress, ServerSession
-from kvservice.server.slices import finished, to_the_end, waiting
 
 logger = logging.getLogger(__name__)
 

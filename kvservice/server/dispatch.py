@@ -32,9 +32,9 @@ from kvservice.errors import (
 from kvservice.server.codec import is_for_this_host, named_regions
 from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
+from kvservice.server.loop import After, Answer, Finished, in_slices
 from kvservice.server.server_session import ServerSession
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.slices import After, Answer, Finished, in_slices
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvservice.errors import QuotaExceededError
-from kvservice.server.clock import Clock
 from kvservice.server.descriptors import Spare
+from kvservice.server.loop import Clock
 from kvservice.server.peers import Peer, peer_of
 
 logger = logging.getLogger(__name__)

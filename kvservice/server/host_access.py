@@ -22,9 +22,9 @@ from kvservice.errors import (
 )
 from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
-from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import FdServer, OnFetch
 from kvservice.server.lanes import Lanes
+from kvservice.server.loop import Clock
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, Run, StepTables
 from kvservice.server.transfers import Transfers

@@ -17,10 +17,9 @@ import numpy as np
 from kvservice.blocks import Loader, MissingBlocks
 from kvservice.blocks.plans import BoolArray
 from kvservice.devices import Device
-from kvservice.server.clock import Clock
+from kvservice.server.loop import Clock, uninterrupted
 from kvservice.server.pool_namespace import PoolNamespace
 from kvservice.server.spill_counters import SpillCounters
-from kvservice.server.spilling import to_its_end
 from kvservice.store import BlockStore, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Pinned
@@ -94,7 +93,7 @@ class PoolLoader:
     ) -> None:
         async with self._brought_up(namespace, keys, spare_s) as pinned:
             if pinned.num_blocks:
-                await to_its_end(self._fill(namespace, missing.first(pinned.num_blocks), pinned, num_kept))
+                await uninterrupted(self._fill(namespace, missing.first(pinned.num_blocks), pinned, num_kept))
 
     @contextlib.asynccontextmanager
     async def _brought_up(self, namespace: StoredNamespace, keys: bytes, max_wait_s: float) -> AsyncIterator[Pinned]:

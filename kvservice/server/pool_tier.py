@@ -17,7 +17,7 @@ from kvservice.blocks.plans import Int32Array
 from kvservice.blocks.slices import Waits
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
-from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.pool_loading import MAX_BLOCKS, PoolLoader
 from kvservice.server.pool_namespace import PoolNamespace, pool_identity
 from kvservice.server.server_store import ServerStore

@@ -27,11 +27,11 @@ from kvservice.errors import (
     UnknownRegionError,
 )
 from kvservice.server.host_access import HostAccess
+from kvservice.server.loop import in_slices
 from kvservice.server.made_memory import MadeMemory
 from kvservice.server.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals
 from kvservice.server.remote_memory import RemoteMemory
 from kvservice.server.shm_object import ShmObject
-from kvservice.server.slices import in_slices
 
 MAX_NAME_LENGTH = 256
 # The addresses of processes end below.

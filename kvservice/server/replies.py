@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.server.kept_replies import MAX_REPLIES, RING_BYTES, KeptReply, ReplyRing
-from kvservice.server.slices import Answer
+from kvservice.server.loop import Answer
 
 # The limit on the memory of the remembered replies, without the newest one. A client that makes one call at a time
 # needs only the newest. The largest replies, with the slots of 131072 tokens, take one MiB.

@@ -32,9 +32,9 @@ from kvservice.logs import LogBudget
 from kvservice.saved import OpenedSession, SessionFiles, SessionValues
 from kvservice.server.disk_swaps import DiskSwaps
 from kvservice.server.handlers import Handler, SessionHandler
+from kvservice.server.loop import finished, to_the_end
 from kvservice.server.server_session import SaveInProgress, ServerSession
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.slices import finished, to_the_end
 from kvservice.telemetry.figures import SavedStats
 from kvservice.v1 import session_pb2
 

@@ -17,8 +17,8 @@ from kvservice.kept import KeptState, Section
 from kvservice.pool.available import available_bytes
 from kvservice.pool.sealed import SealedMemory, await_children
 from kvservice.server import descriptors
-from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.host_access import HostAccess
+from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.server_tiers import open_chain
 from kvservice.server.store_copies import StoreCopies
 from kvservice.server.store_writers import StoreWriters

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvservice.config import GIB, ServeConfig
 from kvservice.pool.sealed import SealedMemory
-from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.mooncake import open_mooncake
 from kvservice.server.private_folders import private_folder
 from kvservice.store import BlockStore

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError, StoreNotSharedError
-from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import TOKEN_BYTES, TOKEN_S
+from kvservice.server.loop import Clock
 from kvservice.server.peers import Peer
 
 # The limit on valid introduction tokens of a session.

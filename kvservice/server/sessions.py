@@ -31,17 +31,16 @@ from kvservice.errors import (
 )
 from kvservice.logs import LogBudget
 from kvservice.server.budget import Budget
-from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.fd_passing import FdServer
 from kvservice.server.host_access import HostAccess, PoolMappings, Sharing
 from kvservice.server.lanes import Lanes
+from kvservice.server.loop import Clock, SystemClock, in_slices
 from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.replies import Replies
 from kvservice.server.server_session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.session_user import Trust
-from kvservice.server.slices import in_slices
 from kvservice.server.transfers import Transfers
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow

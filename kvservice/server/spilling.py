@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
 from typing import Final
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from kvservice.blocks import BlockManager, PoolCopy
 from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.devices import Device
-from kvservice.server.clock import Clock
+from kvservice.server.loop import Clock, uninterrupted
 from kvservice.server.pool_namespace import PoolNamespace
 from kvservice.server.spill_counters import SpillCounters
 from kvservice.store import BlockStore, StoredNamespace
@@ -162,7 +161,7 @@ class Spiller:
             self._loader.mark_copied(blocks[known])
         copy = self._loader.begin_copy(blocks[~known])
         if len(copy):
-            await to_its_end(self._copy(namespace, copy))
+            await uninterrupted(self._copy(namespace, copy))
 
     async def _copy(self, namespace: StoredNamespace, copy: PoolCopy) -> None:
         """Copy blocks into the store. Those that left the pool meanwhile are not published."""
@@ -180,13 +179,3 @@ class Spiller:
         num_saved = int(np.count_nonzero(whole))
         self._counters.torn += len(whole) - num_saved
         self._counters.saved(num_saved, num_saved * namespace.block_bytes, self._clock.time() - began_s)
-
-
-async def to_its_end(work: Awaitable[None]) -> None:
-    """Wait for work that must not be cancelled, because it uses memory. A cancellation is raised after its end."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

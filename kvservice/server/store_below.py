@@ -8,7 +8,7 @@ import numpy as np
 
 from kvservice.blocks import Slices
 from kvservice.errors import FailedPreconditionError
-from kvservice.server.slices import in_slices
+from kvservice.server.loop import in_slices
 from kvservice.store import BlockStore, SessionStore, StoredNamespace
 from kvservice.tiers import TierChain
 from kvservice.v1 import store_pb2

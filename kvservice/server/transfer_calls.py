@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.loop import to_the_end
 from kvservice.server.region import REMOTE
 from kvservice.server.server_session import ServerSession
-from kvservice.server.slices import to_the_end
 from kvservice.v1 import transfer_pb2
 
 

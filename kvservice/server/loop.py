@@ -1,13 +1,37 @@
-"""Answers that are not ready at once: operations of the block manager in slices, and responses that have to wait."""
+"""The event loop beside calls: timers, operations in slices, work that ends although its caller has left."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from kvservice.blocks.slices import Waits
+
+
+class Clock(Protocol):
+    """The clock of sessions. Tests pass a clock that they advance."""
+
+    def time(self) -> float:
+        """Return the time in seconds. It never goes back."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> asyncio.TimerHandle:
+        """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled first."""
+
+
+class SystemClock:
+    """The system's monotonic time and the timers of the running event loop."""
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay, callback, *args)
+
+
+# ---- answers that are not ready at once
 
 AnswerT = TypeVar("AnswerT")
 
@@ -83,6 +107,16 @@ async def despite_leaving(work: Callable[[Caller], Coroutine[Any, Any, AnswerT]]
         return await asyncio.shield(to_the_end(work(caller)))
     except asyncio.CancelledError:
         caller.gone = True
+        raise
+
+
+async def uninterrupted(work: Awaitable[None]) -> None:
+    """Wait for work that must not be cancelled, because it uses memory. A cancellation is raised after its end."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
         raise
 
 
