@@ -12,7 +12,7 @@ from kvservice.auth import CALLER, Identity, Reloading, Tokens
 from kvservice.auth.tokens import UNKNOWN
 from kvservice.errors import UnauthenticatedError
 from kvservice.server.audit import Audit
-from kvservice.server.transfers import PEER, peer_address
+from kvservice.server.memory.remote import PEER, peer_address
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -15,8 +15,8 @@ from kvservice.blocks import BlocksStats, DiskSequence, SequenceSnapshot, StepPl
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.region import Place, Region
-from kvservice.server.regions import Regions, Target
+from kvservice.server.memory.region import Place, Region
+from kvservice.server.memory.regions import Regions, Target
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 from kvservice.transfer import is_installed
 from kvservice.v1 import (

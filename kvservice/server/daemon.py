@@ -25,7 +25,6 @@ from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
 from kvservice.keeper.standby import Standby
 from kvservice.kept import KeptFiles, Section
 from kvservice.kept.report import REFUSED, RestartReport, count_restart
-from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import session_handlers
@@ -50,6 +49,7 @@ from kvservice.server.listening import (
     with_port,
 )
 from kvservice.server.loop import Clock
+from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.mooncake import check_mooncake
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
@@ -176,7 +176,7 @@ class KVServer:
             if self.chain is not None:
                 self.chain.start()
             self.observing.report_restart(self._report_restart())
-            unmapping.start()
+            start_unmapping()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
             self._set_health()

@@ -15,8 +15,8 @@ from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
-from kvservice.server.fd_passing import BACKLOG, FdServer
 from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets, is_bound_to
+from kvservice.server.memory.fd_passing import BACKLOG, FdServer
 
 
 class ConfigError(KVServiceError):

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from kvservice import _ext
 from kvservice.errors import InvalidArgumentError, TransferFailedError
 from kvservice.server.codec import place_of
-from kvservice.server.region import Array, Place
-from kvservice.server.remote_memory import RemoteMemory
+from kvservice.server.memory.region import Array, Place
+from kvservice.server.memory.remote import RemoteMemory
 from kvservice.v1 import attention_pb2, tensor_pb2
 from kvservice.wire.tensors import Array as Tensor
 from kvservice.wire.tensors import put_type, to_array

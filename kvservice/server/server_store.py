@@ -16,9 +16,9 @@ from kvservice.errors import ResourceExhaustedError, StoreNotSharedError
 from kvservice.kept import KeptState, Section
 from kvservice.pool.available import available_bytes
 from kvservice.pool.sealed import SealedMemory, await_children
-from kvservice.server import descriptors
-from kvservice.server.host_access import HostAccess
 from kvservice.server.loop import Clock, SystemClock
+from kvservice.server.memory.budget import descriptors_needed
+from kvservice.server.memory.host import HostAccess
 from kvservice.server.server_tiers import open_chain
 from kvservice.server.store_copies import StoreCopies
 from kvservice.server.store_writers import StoreWriters
@@ -95,7 +95,7 @@ class ServerStore:
             raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
         access.user.check_may_map_store(writable=writable)
         mode = os.O_RDWR if writable else os.O_RDONLY
-        with descriptors.needed():
+        with descriptors_needed():
             descriptor = os.open(f"/proc/self/fd/{self.memory.fd}", mode | os.O_CLOEXEC)
         if not writable:
             return access.offer_store(descriptor, lambda _: None)

@@ -30,18 +30,15 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.logs import LogBudget
-from kvservice.server.budget import Budget
-from kvservice.server.fd_passing import FdServer
-from kvservice.server.host_access import HostAccess, PoolMappings, Sharing
-from kvservice.server.lanes import Lanes
 from kvservice.server.loop import Clock, SystemClock, in_slices
-from kvservice.server.peers import Peer
-from kvservice.server.region import RegionTotals
-from kvservice.server.regions import Regions
+from kvservice.server.memory.budget import Budget
+from kvservice.server.memory.fd_passing import FdServer, Peer, Trust
+from kvservice.server.memory.host import HostAccess, Lanes, PoolMappings, Sharing
+from kvservice.server.memory.region import RegionTotals
+from kvservice.server.memory.regions import Regions
+from kvservice.server.memory.remote import Transfers
 from kvservice.server.replies import Replies
 from kvservice.server.server_session import ServerSession, SessionMemory, SessionRecord
-from kvservice.server.session_user import Trust
-from kvservice.server.transfers import Transfers
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from kvservice import _ext
 from kvservice.errors import RegionShrunkError, ResourceExhaustedError
-from kvservice.server.region import Array, Region
-from kvservice.server.remote_memory import RemoteMemory
-from kvservice.server.scatter import Places
+from kvservice.server.memory.region import Array, Places, Region
+from kvservice.server.memory.remote import RemoteMemory
 
 T = TypeVar("T")
 

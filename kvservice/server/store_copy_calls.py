@@ -21,8 +21,7 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import Caller, despite_leaving, to_the_end
-from kvservice.server.region import REMOTE
-from kvservice.server.scatter import Places, places_of
+from kvservice.server.memory.region import REMOTE, Places, places_of
 from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.store_calls import Bits, bits_of, check_max_wait, namespace_of, opened, own_store

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from kvservice.server.peers import pid_of
+from kvservice.server.memory.fd_passing import pid_of
 from kvservice.store import BlockStore, WriterRecord
 
 MAX_WRITERS = 256

@@ -7,7 +7,8 @@ A client sends a token of 16 bytes in one message:
 
 A single byte of value 1 means that the daemon has no file descriptors left.
 
-The kernel reports the user of the peer. On any error the daemon closes the connection.
+The kernel reports the user of the peer. On any error the daemon closes the connection. What the user of a session may
+share is decided here too.
 """
 
 from __future__ import annotations
@@ -18,17 +19,65 @@ import logging
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from kvservice.errors import QuotaExceededError
-from kvservice.server.descriptors import Spare
+from kvservice.config import ServeConfig
+from kvservice.errors import (
+    InvalidArgumentError,
+    PoolNotSharedError,
+    QuotaExceededError,
+    RegionsNotAllowedError,
+    StoreNotSharedError,
+)
 from kvservice.server.loop import Clock
-from kvservice.server.peers import Peer, peer_of
+from kvservice.server.memory.budget import SpareDescriptor
 
 logger = logging.getLogger(__name__)
+
+# struct ucred: pid, uid, gid
+_CREDENTIALS = struct.Struct("iII")
+_SO_PEERGROUPS = 59
+# The largest buffer that Python's getsockopt supports.
+_MAX_GROUPS_BYTES = 1024
+_READ_AND_WRITE = 0o6
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A user: its uid, and the gids of all its groups."""
+
+    uid: int
+    gids: frozenset[int]
+
+    def may_read_and_write(self, found: os.stat_result) -> bool:
+        """Return whether the kernel would let this user open a file of that owner, group and mode for reading and
+        writing. Root gets no special treatment."""
+        if found.st_uid == self.uid:
+            granted = found.st_mode >> 6
+        elif found.st_gid in self.gids:
+            granted = found.st_mode >> 3
+        else:
+            granted = found.st_mode
+        return granted & _READ_AND_WRITE == _READ_AND_WRITE
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the connected user as reported by the kernel. Raises OSError if the user is in more than 256 groups."""
+    _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
+    return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))
+
+
+def pid_of(connection: socket.socket) -> int:
+    """Return the process that connected, or 0 if it is in a PID namespace that this process does not see."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
+
 
 TOKEN_BYTES = 16
 EXHAUSTED = b"\1"
@@ -70,7 +119,7 @@ class FdServer:
         # The connections that have not sent a token, by user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
         self._refused_uids: set[int] = set()
-        self._spare = Spare()
+        self._spare = SpareDescriptor()
         # False after a failed accept, so that a series of failures is logged once.
         self._accepts = True
         self._listener: socket.socket | None = None
@@ -182,3 +231,112 @@ class FdServer:
 def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+# ---- the user of a session's client, and what this user may share
+
+# gRPC does not report the user of a unix socket connection. If the socket's mode allows only the daemon's own user and
+# root, every client is one of these. Otherwise a client sends its session token to the fd-passing socket, where the
+# kernel reports the user.
+
+# The limit on valid introduction tokens of a session.
+MAX_INTRODUCTIONS = 8
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The users that the daemon shares memory with.
+
+    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool, `store_uids`
+    the block store, and `store_writers` for writing too. `private` is true if only the owner and root can connect to
+    the unix socket. `shm` is the option that sets `shm_uids`.
+    """
+
+    owner: Peer
+    shm_uids: frozenset[int]
+    pool_uids: frozenset[int]
+    store_uids: frozenset[int]
+    store_writers: frozenset[int]
+    private: bool
+    shm: str
+
+    @staticmethod
+    def of(config: ServeConfig) -> Trust:
+        owner = Peer(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
+        nobody: frozenset[int] = frozenset()
+        own = nobody | {owner.uid, 0}
+        trusted = own | config.trusted_uid_set
+        return Trust(
+            owner,
+            shm_uids={"off": nobody, "auto": own, "on": trusted}[config.allow_client_shm],
+            pool_uids=nobody if config.share_pool == "off" else trusted,
+            store_uids=nobody if config.shares_store == "off" else trusted,
+            store_writers={"off": nobody, "read": nobody, "auto": own, "write": trusted}[config.shares_store],
+            private=config.unix_socket_is_private,
+            shm=f"--allow-client-shm {config.allow_client_shm}",
+        )
+
+
+class SessionUser:
+    """The user of one session, if known."""
+
+    def __init__(self, trust: Trust, clock: Clock) -> None:
+        self._trust, self._clock = trust, clock
+        # The user and the expiry time of each introduction token, the oldest first.
+        self._introductions: dict[bytes, tuple[Peer, float]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the user, because another client holds the session now."""
+        self._peer = self._trust.owner if self._trust.private else None
+        self._introductions.clear()
+
+    def introduce(self, peer: Peer) -> bytes:
+        """Record the user who sent the session token to the fd-passing socket. Returns an introduction token, with
+        which a call proves that it comes from this user."""
+        self._peer = peer
+        if len(self._introductions) == MAX_INTRODUCTIONS:
+            del self._introductions[next(iter(self._introductions))]
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._introductions[token] = peer, self._clock.time() + TOKEN_S
+        return token
+
+    def check_may_share(self) -> None:
+        """Raise RegionsNotAllowedError unless the session's client may have lanes and regions."""
+        if not self._trust.shm_uids:
+            raise RegionsNotAllowedError(f"the daemon runs with {self._trust.shm}")
+        if self._peer is None:
+            raise RegionsNotAllowedError("the session's token was not sent to the fd-passing socket")
+        if self._peer.uid not in self._trust.shm_uids:
+            raise RegionsNotAllowedError(f"not for user {self._peer.uid}: the daemon runs with {self._trust.shm}")
+
+    def check_may_map(self) -> None:
+        """Raise PoolNotSharedError unless the session's client may map the pool."""
+        if self._peer is None or self._peer.uid not in self._trust.pool_uids:
+            raise PoolNotSharedError("not for this session's user: see trusted_uids")
+
+    def check_may_map_store(self, *, writable: bool) -> None:
+        """Raise StoreNotSharedError unless the session's client may map the block store, for writing if `writable`."""
+        if self._peer is None or self._peer.uid not in self._trust.store_uids:
+            raise StoreNotSharedError("not for this session's user: see trusted_uids")
+        if writable and self._peer.uid not in self._trust.store_writers:
+            raise StoreNotSharedError("for writing, not for this session's user: see share_store", field="writable")
+
+    def opening_peer(self, token: bytes) -> Peer:
+        """Return the user with whose permissions a call opens a shared memory object by name.
+
+        An introduction token identifies the user and is valid once. Without a token it is the daemon's own user, which
+        is allowed only if no other user can connect. The session is no proof of the user, because after a takeover the
+        former client still knows the session token. Raises RegionsNotAllowedError, InvalidArgumentError.
+        """
+        if not token:
+            if not self._trust.private:
+                raise RegionsNotAllowedError(
+                    "other users can connect to the unix socket (unix_socket_mode): objects are opened by their names "
+                    "for calls with a handover_token"
+                )
+            return self._trust.owner
+        introduction = self._introductions.pop(token, None)
+        if introduction is None or self._clock.time() > introduction[1]:
+            raise InvalidArgumentError("is not known, was used, or has expired", field="handover_token")
+        return introduction[0]

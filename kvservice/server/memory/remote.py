@@ -1,4 +1,4 @@
-"""Memory of a client on another host, that the daemon reads and writes with the Transfer Engine.
+"""Memory of clients on other hosts, which the daemon reads and writes with the Transfer Engine.
 
 create_remote ─▶ a process with an engine maps slots ─▶ calls name the region: the engine copies between the client's
                  memory and a slot, the daemon between the slot and its store, one slot after the other
@@ -12,30 +12,171 @@ daemon, and it connects only to the address that its client has.
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final, NoReturn, TypeVar
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, Literal, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from kvservice.errors import InvalidArgumentError, TransferFailedError
-from kvservice.server import unmapping
-from kvservice.server.budget import BudgetedMemory
-from kvservice.server.region import Array, Place
-from kvservice.server.scatter import Places
-from kvservice.server.transfer_totals import IN, OUT, Direction, TransferTotals
+from kvservice.auth import is_loopback
+from kvservice.config import ServeConfig
+from kvservice.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    QuotaExceededError,
+    TransferFailedError,
+    TransferOffError,
+)
+from kvservice.logs import LogBudget
+from kvservice.server.memory.budget import BudgetedMemory, unmap
+from kvservice.server.memory.region import Array, Place, Places
+from kvservice.telemetry.calls import BUCKETS_S, WIDTH
+from kvservice.telemetry.transfers import DIRECTIONS, TransferStats, TransferTable
 from kvservice.transfer import (
     MAX_RANGES,
     READ,
     WRITE,
+    Endpoint,
     Operation,
     Range,
     Ticket,
     TransferProcess,
+    is_installed,
 )
+
+# Requests with at least so many bytes of blocks or K/V would travel by engines if the client could.
+FALLBACK_BYTES: Final = 1 << 20
+# The IP address of the client whose call is executed; empty on the unix socket.
+PEER: ContextVar[str] = ContextVar("peer", default="")
+_NOT_INSTALLED: Final = "the daemon lacks its Transfer Engine"
+
+
+def peer_address(peer: str) -> str:
+    """Return the IP address in gRPC's name of a peer, such as ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    host = rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")
+    return host.removeprefix("::ffff:")
+
+
+class Transfers:
+    """The engines of all sessions. Each has a process of its own.
+
+    `totals` counts all transfers. `note` says that engines do not start, or is empty."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._threads = ThreadPoolExecutor(config.max_transfers, thread_name_prefix="kvservice-transfer")
+        self.count = 0
+        self.totals = TransferTotals(clock)
+        self._open: set[RemoteMemory] = set()
+        self.note = _NOT_INSTALLED if config.transfer_address and not is_installed() else ""
+
+    def check(self) -> None:
+        """Raise TransferOffError or TransferFailedError if there are no engines, FailedPreconditionError if they cannot
+        reach the client of this call, QuotaExceededError if there are too many."""
+        if not self._config.transfer_address:
+            raise TransferOffError("the daemon runs without transfer_address")
+        if not is_installed():
+            raise TransferFailedError(f"{_NOT_INSTALLED}: install kvservice[mooncake]")
+        self._peer()
+        limit = self._config.max_transfers
+        if self.count >= limit:
+            raise QuotaExceededError(f"{limit} remote regions are open", limit="max_transfers", value=limit)
+
+    async def open(self, memory: BudgetedMemory, ports: Sequence[int], address: int) -> RemoteMemory:
+        """Start engines for the memory, which connect to engines at these ports of the client of this call. Raises
+        the errors of `check`, and TransferFailedError; the caller then still owns the memory."""
+        self.check()
+        peer = self._peer()
+        # The engine of the client may name any host for the data, and this one connects to `peer` only.
+        endpoint = Endpoint(self._config.transfer_address, self._config.transfer_protocol, peer=peer, calls=True)
+        self.count += 1
+        try:
+            process = await asyncio.to_thread(
+                TransferProcess,
+                memory.sealed.fd,
+                memory.sealed.num_bytes,
+                endpoint,
+                shared=self._config.transfer_protocol != "tcp",
+            )
+        except TransferFailedError:
+            self.count -= 1
+            self.totals.engine_failures += 1
+            self.note = "the latest Transfer Engine has not started"
+            raise
+        except BaseException:
+            self.count -= 1
+            raise
+        self.note = ""
+        segments = [f"{peer}:{port}" for port in ports]
+        opened = RemoteMemory(memory, process, segments, address, self._threads, self.totals, self._closed, self._clock)
+        self._open.add(opened)
+        return opened
+
+    def _peer(self) -> str:
+        """Return the IPv4 address of the client of this call."""
+        peer = PEER.get()
+        if is_loopback(peer):
+            return self._config.transfer_address  # a client on this host
+        if ":" in peer or not peer:
+            raise FailedPreconditionError(
+                f"engines connect to clients over TCP and IPv4, and this one calls over {peer or 'a unix socket'}",
+                field="ports",
+            )
+        return peer
+
+    def _closed(self, memory: RemoteMemory) -> None:
+        self.count -= 1
+        self._open.remove(memory)
+
+    def arrived_damaged(self, num_blocks: int) -> None:
+        """Count blocks of a client that do not have its checksums."""
+        self.totals.damaged_blocks += num_blocks
+
+    def travelled_in_messages(self, num_bytes: int) -> None:
+        """Note the bytes of blocks or K/V in the messages of this call. It is a fall back if they are many and the
+        client is not on the unix socket."""
+        if self._config.transfer_address and PEER.get() and num_bytes >= FALLBACK_BYTES:
+            self.totals.fell_back(num_bytes)
+
+    def stats(self) -> TransferStats:
+        totals, (came, went) = self.totals, self.totals.flows.values()
+        return TransferStats(
+            engines=sum(memory.process.is_running for memory in self._open),
+            regions=len(self._open),
+            region_bytes=sum(memory.num_bytes for memory in self._open),
+            running_in=came.running,
+            running_out=went.running,
+            done_in=came.done,
+            done_out=went.done,
+            failed_in=came.failed,
+            failed_out=went.failed,
+            bytes_in=came.num_bytes,
+            bytes_out=went.num_bytes,
+            engine_failures=totals.engine_failures,
+            damaged_blocks=totals.damaged_blocks,
+            fallbacks=totals.fallbacks,
+            fallback_bytes=totals.fallback_bytes,
+        )
+
+    def write(self, table: TransferTable) -> None:
+        """Report the figures, unless the daemon has no engines."""
+        if self._config.transfer_address:
+            table.write(self.stats(), self.totals.durations, self.totals.seconds)
+
+
+# ---- the memory of one region
 
 T = TypeVar("T")
 
@@ -232,7 +373,7 @@ class RemoteMemory:
 
     def close(self) -> None:
         self.process.kill()
-        unmapping.unmap(self._memory.sealed)
+        unmap(self._memory.sealed)
         self._memory.close()
         self._on_close(self)
 
@@ -253,3 +394,67 @@ def _ranges(places: Places, begin: int) -> Iterator[Range]:
 def _parts(local: int, remote: int, num_bytes: int) -> Iterator[Range]:
     for done in range(0, num_bytes, PART_BYTES):
         yield Range(local + done, remote + done, min(PART_BYTES, num_bytes - done))
+
+
+# ---- totals: threads count, the event loop reads
+
+Direction: TypeAlias = Literal["in", "out"]
+IN: Final = "in"
+OUT: Final = "out"
+
+
+@dataclass
+class Flow:
+    """Transfers of one direction: in progress, ended well, failed; and the bytes of those that ended well."""
+
+    running: int = 0
+    done: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+
+
+class TransferTotals:
+    """`durations` int64[2, buckets + 1] and `seconds` float64[2] are histograms in the order of `DIRECTIONS`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._log = LogBudget(logging.getLogger(__name__))
+        self._lock = threading.Lock()
+        self.flows: dict[str, Flow] = {direction: Flow() for direction in DIRECTIONS}
+        self.durations: npt.NDArray[np.int64] = np.zeros((len(DIRECTIONS), WIDTH), np.int64)
+        self.seconds: npt.NDArray[np.float64] = np.zeros(len(DIRECTIONS), np.float64)
+        self.engine_failures = 0
+        self.damaged_blocks = 0
+        self.fallbacks = 0
+        self.fallback_bytes = 0
+
+    @contextmanager
+    def transfer(self, direction: Direction, num_bytes: int) -> Iterator[None]:
+        """Count what happens inside as a transfer, which has failed if it raises."""
+        flow = self.flows[direction]
+        with self._lock:
+            flow.running += 1
+        begun = self._clock()
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                flow.running -= 1
+                flow.failed += 1
+                if isinstance(error, TransferFailedError):
+                    self._log.write(
+                        logging.WARNING, "%d bytes could not be transferred %s: %s", num_bytes, direction, error
+                    )
+            raise
+        seconds, row = self._clock() - begun, DIRECTIONS.index(direction)
+        with self._lock:
+            flow.running -= 1
+            flow.done += 1
+            flow.num_bytes += num_bytes
+            self.durations[row, bisect_left(BUCKETS_S, seconds)] += 1
+            self.seconds[row] += seconds
+
+    def fell_back(self, num_bytes: int) -> None:
+        """Count a call whose blocks came in messages. On the event loop."""
+        self.fallbacks += 1
+        self.fallback_bytes += num_bytes

@@ -7,17 +7,21 @@ mapping outside the daemon is closed, because only then does the kernel free it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from kvservice.blocks import Slices
 from kvservice.blocks.slices import finish
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 from kvservice.pool.sealed import SealedMemory
-from kvservice.server import descriptors, unmapping
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class Budget:
         # The size in bytes of each released memory object that clients still keep, by file descriptor.
         self._kept: dict[int, int] = {}
         # Used to release memory when the process has no file descriptors left.
-        self.spare = descriptors.Spare()
+        self.spare = SpareDescriptor()
 
     def reserve(self, num_bytes: int, field: str = "") -> None:
         """Count `num_bytes` as used. Raises QuotaExceededError naming `field`."""
@@ -97,7 +101,7 @@ class Budget:
         for descriptor, num_bytes in list(self._kept.items()):
             if not _is_open_elsewhere(descriptor):
                 del self._kept[descriptor]
-                unmapping.close(descriptor)
+                close_later(descriptor)
                 self.release(num_bytes)
 
     def _sweep_again(self) -> None:
@@ -120,7 +124,7 @@ class BudgetedMemory:
         It refers to a separate open file description, unlike a duplicate, so that the daemon can detect when the last
         one is closed. Raises ResourceExhaustedError.
         """
-        with descriptors.needed():
+        with descriptors_needed():
             return self._open()
 
     def _open(self) -> int:
@@ -161,3 +165,81 @@ def _is_open_elsewhere(descriptor: int) -> bool:
         return error.errno == errno.EAGAIN
     fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
+
+
+# ---- a thread that returns memory to the kernel
+
+# The kernel takes about 0.2 ms per MiB to unmap or free pages. The thread does that work without the GIL, so that it
+# does not block the event loop.
+
+# Pages are unmapped in pieces, so that a thread that maps memory at the same time waits for one piece only.
+_PIECE_BYTES = 4 << 20
+
+_libc = ctypes.CDLL(None)
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvservice-unmapping")
+
+
+def start_unmapping() -> None:
+    """Start the thread now. Otherwise the first release would start it, and it would look like a leaked thread."""
+    _thread.submit(int).result()
+
+
+def unmap(memory: SealedMemory) -> None:
+    """Unmap the pages of memory that the daemon no longer uses. Their content stays, because a client may still map
+    them. The mapping itself ends when `memory.map` is dropped."""
+    _thread.submit(_unmap_pages, memory.map, memory.address, memory.num_bytes)
+
+
+def close_later(descriptor: int) -> None:
+    """Close a file descriptor. If it is the last one of its memory, the kernel frees the pages."""
+    _thread.submit(os.close, descriptor)
+
+
+def _unmap_pages(_mapping: mmap.mmap, address: int, num_bytes: int) -> None:
+    """Unmap the pages piece by piece. The argument `_mapping` keeps the mapping alive during the call."""
+    for begin in range(0, num_bytes, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, num_bytes - begin)
+        _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+# ---- a full table of file descriptors
+
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+
+
+@contextlib.contextmanager
+def descriptors_needed() -> Iterator[None]:
+    """Raise ResourceExhaustedError if code in this context opens a file descriptor and none is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NONE_LEFT:
+            raise
+        raise ResourceExhaustedError(f"no file descriptor: {error.strerror}") from None
+
+
+class SpareDescriptor:
+    """A spare file descriptor, for operations that must not fail."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._open()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Free the spare, so that one descriptor can be opened in this context. If the caller does not close it, and
+        the table is still full, there is no spare until other descriptors are closed."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._open()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -26,12 +26,11 @@ from kvservice.errors import (
     ResourceExhaustedError,
     UnknownRegionError,
 )
-from kvservice.server.host_access import HostAccess
 from kvservice.server.loop import in_slices
-from kvservice.server.made_memory import MadeMemory
-from kvservice.server.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals
-from kvservice.server.remote_memory import RemoteMemory
-from kvservice.server.shm_object import ShmObject
+from kvservice.server.memory.budget import BudgetedMemory, unmap
+from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals, ShmObject
+from kvservice.server.memory.remote import RemoteMemory
 
 MAX_NAME_LENGTH = 256
 # The addresses of processes end below.
@@ -363,3 +362,36 @@ def _named(field: str) -> Iterator[None]:
     except (RegionShrunkError, ResourceExhaustedError) as error:
         error.field = field
         raise
+
+
+class MadeMemory:
+    """Implements `Memory` with memory that the daemon allocated. No client can shrink it, so calls access it in place.
+
+    `number` identifies the region in lane entries. `token` is the handover token of its file
+    descriptor."""
+
+    def __init__(self, memory: BudgetedMemory, access: HostAccess) -> None:
+        """Raises QuotaExceededError and ResourceExhaustedError; the caller then still owns the memory."""
+        self._access = access
+        self._memory = memory
+        self.token = access.hand_over(memory)
+        self._bytes: Array = np.frombuffer(memory.sealed.map, np.uint8)
+        self.number = access.add_region(memory.sealed.address, memory.sealed.num_bytes)
+
+    def check(self, end: int) -> None:
+        """Do nothing: the memory cannot shrink."""
+
+    def read(self, begin: int, num_bytes: int) -> Array:
+        return self.view(begin, num_bytes)
+
+    def write(self, begin: int, data: Array) -> None:
+        self._bytes[begin : begin + len(data)] = data
+
+    def view(self, begin: int, num_bytes: int) -> Array:
+        return self._bytes[begin : begin + num_bytes]
+
+    def close(self) -> None:
+        self._access.remove_region(self.number)
+        self._access.withdraw(self.token)
+        unmap(self._memory.sealed)
+        self._memory.close()
