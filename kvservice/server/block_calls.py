@@ -17,8 +17,8 @@ from kvservice.server.disk_swaps import DiskSwaps
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
-from kvservice.server.pool_tier import PoolTier
 from kvservice.server.server_session import ServerSession
+from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import Array, to_ints, token_array
 

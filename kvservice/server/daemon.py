@@ -50,12 +50,10 @@ from kvservice.server.listening import (
 )
 from kvservice.server.loop import Clock
 from kvservice.server.memory.budget import start_unmapping
-from kvservice.server.mooncake import check_mooncake
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
-from kvservice.server.pool_tier import open_pool_tier
 from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.services import Services
 from kvservice.server.slots import Slots, max_rpcs
@@ -63,6 +61,8 @@ from kvservice.server.standard import health_handlers, reflection_handlers
 from kvservice.server.standing_by import StandbyEndedError, stand_by
 from kvservice.server.telemetry import StatsWriter, configuration
 from kvservice.server.tier_reports import TierReports
+from kvservice.server.tiering.pool_tier import open_pool_tier
+from kvservice.server.tiering.tiers import check_mooncake
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import resource
 from kvservice.config import ServeConfig
 from kvservice.server.listening import ConfigError
 from kvservice.server.memory.fd_passing import MAX_OFFERS_OF_SESSION
-from kvservice.server.store_writers import MAX_WRITERS
+from kvservice.server.tiering.store import MAX_WRITERS
 
 logger = logging.getLogger(__name__)
 

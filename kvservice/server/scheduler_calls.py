@@ -12,10 +12,10 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import After, Finished
-from kvservice.server.pool_tier import PoolTier
 from kvservice.server.scheduler_values import PageLimits, QueueTotals
 from kvservice.server.scheduling import SessionScheduler
 from kvservice.server.server_session import ServerSession
+from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import scheduler_pb2
 
 

@@ -26,9 +26,9 @@ from kvservice.errors import (
 )
 from kvservice.scheduler import EngineScheduler, Request, RequestSnapshot, ScheduledBatch
 from kvservice.scheduler.requests import PreparedRequest, RequestState
-from kvservice.server.pool_tier import PoolTier, PromptLoad
 from kvservice.server.scheduler_values import PageLimits, QueueTotals, SchedulerSettings, StepRequest
 from kvservice.server.step_speeds import SpeedMeter
+from kvservice.server.tiering.pool_tier import PoolTier, PromptLoad
 from kvservice.wire.tensors import Array
 
 # Tokens of prompts in one slice, and the fixed cost of a request in tokens. A slice takes a few milliseconds.

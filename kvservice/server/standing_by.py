@@ -12,7 +12,7 @@ from kvservice.kept import KeptFiles, KeptState
 from kvservice.server.core import state_identity
 from kvservice.server.credentials import Credentials
 from kvservice.server.listening import check_addresses, check_free
-from kvservice.server.mooncake import check_mooncake
+from kvservice.server.tiering.tiers import check_mooncake
 
 
 class StandbyEndedError(Exception):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvservice.server.pool_tier import PoolTier
 from kvservice.server.saved_sessions import SavedSessions
+from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.figures import FiguresTable, SavedStats
 from kvservice.telemetry.tiers import TierTable

@@ -65,18 +65,18 @@ class Peer:
         return granted & _READ_AND_WRITE == _READ_AND_WRITE
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """Return the connected user as reported by the kernel. Raises OSError if the user is in more than 256 groups."""
-    _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
-    return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))
-
-
 def pid_of(connection: socket.socket) -> int:
     """Return the process that connected, or 0 if it is in a PID namespace that this process does not see."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(credentials)[0]
     return pid
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the connected user as reported by the kernel. Raises OSError if the user is in more than 256 groups."""
+    _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
+    return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))
 
 
 TOKEN_BYTES = 16

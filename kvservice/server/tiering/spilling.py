@@ -11,20 +11,26 @@ away (kvservice.blocks.loading).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from kvservice.blocks import BlockManager, PoolCopy
 from kvservice.blocks.plans import BoolArray, Int64Array
+from kvservice.blocks.slices import finish
+from kvservice.config import ServeConfig
 from kvservice.devices import Device
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.server.loop import Clock, uninterrupted
-from kvservice.server.pool_namespace import PoolNamespace
-from kvservice.server.spill_counters import SpillCounters
-from kvservice.store import BlockStore, StoredNamespace
+from kvservice.store import BlockStore, NamespaceIdentity, StoredNamespace
 from kvservice.store.index import DONE, PRESENT
+from kvservice.store.namespaces import POOL_KEYS
 from kvservice.tiers.links import flags_of
+from kvservice.tiers.speed import Speed
 
 # The blocks that a batch saves have so many bytes, or are one block.
 BATCH_BYTES: Final = 8 << 20
@@ -179,3 +185,105 @@ class Spiller:
         num_saved = int(np.count_nonzero(whole))
         self._counters.torn += len(whole) - num_saved
         self._counters.saved(num_saved, num_saved * namespace.block_bytes, self._clock.time() - began_s)
+
+
+# ---- the namespace of the block store for blocks of the daemon's own pool
+
+# The name of the model if the configuration names none.
+UNNAMED = "pool"
+
+
+def pool_identity(config: ServeConfig) -> NamespaceIdentity:
+    """Return the identity of the pool's blocks: everything that their bytes depend on besides their chain hashes.
+    Tenants are in the chain hashes, as extra keys, because that is how the pool keeps them apart."""
+    layout = config.layout
+    sizes = f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_size}"
+    return NamespaceIdentity(
+        model=_model_name(config),
+        weights=config.weights,
+        dtype=f"{config.dtype}, cache {layout.dtype}, scales {_digest(config.kv_scales)}",
+        layout=f"{POOL_KEYS}, {sizes}, blocks of {layout.block_size}",
+        block_bytes=layout.block_bytes,
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        key_algorithm=POOL_KEYS,
+        tenant="",
+    )
+
+
+def _model_name(config: ServeConfig) -> str:
+    """Return the name of the model: what precedes the revision of a snapshot, or the name of its directory."""
+    name, _, revision = config.weights.partition("@")
+    if revision:
+        return name
+    path = Path(config.model)
+    return (path.parent if path.suffix else path).absolute().name or UNNAMED if config.model else UNNAMED
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else "1"
+
+
+class PoolNamespace:
+    """The namespace, which is opened when it is first needed and stays open."""
+
+    def __init__(self, identity: NamespaceIdentity, blocks: BlockStore) -> None:
+        self.identity = identity
+        self._blocks = blocks
+        self._namespace: StoredNamespace | None = None
+
+    def find(self) -> StoredNamespace | None:
+        """Return the namespace if it is open, or if it was kept with the store."""
+        if self._namespace is None and any(one.identity == self.identity for one in self._blocks):
+            self._namespace = self._blocks.open(self.identity)
+        return self._namespace
+
+    def open(self) -> StoredNamespace | None:
+        """Open the namespace. Returns None if the store has no place for it, or if its blocks are too large."""
+        if self.find() is None:
+            try:
+                finish(self._blocks.make_place(self.identity))
+                self._namespace = self._blocks.open(self.identity)
+            except (InvalidArgumentError, QuotaExceededError):
+                return None
+        return self._namespace
+
+
+# ---- counters
+
+
+@dataclass
+class SpillCounters:
+    """The counters of SpillStats, and the speeds of copies."""
+
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    refused: int = 0
+    torn: int = 0
+    dropped: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    hit_tokens: int = 0
+    slower: int = 0
+    crowded: int = 0
+    corrupt: int = 0
+    save_speed: Speed = field(default_factory=Speed)
+    load_speed: Speed = field(default_factory=Speed)
+
+    def saved(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+        self.saved_blocks += num_blocks
+        self.saved_bytes += num_bytes
+        self.save_s += seconds
+        if num_bytes:
+            self.save_speed.add(num_bytes, seconds)
+
+    def loaded(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+        self.loaded_blocks += num_blocks
+        self.loaded_bytes += num_bytes
+        self.load_s += seconds
+        if num_bytes:
+            self.load_speed.add(num_bytes, seconds)
