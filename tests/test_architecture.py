@@ -384,7 +384,7 @@ def class_names() -> dict[str, list[str]]:
 
 def test_one_name_names_one_class() -> None:
     names = class_names()
-    assert names["SessionRegistry"] == ["server/sessions.py"]
+    assert names["SessionRegistry"] == ["server/sessions/registry.py"]
     assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
 
 

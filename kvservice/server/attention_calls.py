@@ -12,7 +12,7 @@ from kvservice.server import codec, remote_tensors
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import Caller, despite_leaving, to_the_end
 from kvservice.server.memory.region import Array, Place
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import attention_pb2
 from kvservice.wire.encoded import Encoded, encode_tensor
 

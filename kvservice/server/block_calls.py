@@ -13,11 +13,11 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
-from kvservice.server.disk_swaps import DiskSwaps
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.saved import DiskSwaps
+from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import Array, to_ints, token_array

@@ -10,8 +10,8 @@ from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.region_calls import RegionCalls
-from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.scheduler_calls import SchedulerCalls
+from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copy_calls import StoreCopyCalls
 from kvservice.server.tiering.pool_tier import PoolTier

@@ -33,8 +33,8 @@ from kvservice.server.codec import is_for_this_host, named_regions
 from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
 from kvservice.server.loop import After, Answer, Finished, in_slices
-from kvservice.server.server_session import ServerSession
-from kvservice.server.sessions import SessionRegistry
+from kvservice.server.sessions.registry import SessionRegistry
+from kvservice.server.sessions.session import ServerSession
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from kvservice.blocks.slices import Slices, Waits
 from kvservice.server.loop import Answer, Finished
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.wire.encoded import Encoded
 
 # Responses with tensors are encoded by the handler. Bytes are a response that the observer has serialized.

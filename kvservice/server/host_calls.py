@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvservice.blocks import BlockManager
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import host_pb2
 
 

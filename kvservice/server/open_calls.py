@@ -10,7 +10,7 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, OpenHandler, WhileDraining
-from kvservice.server.sessions import SessionRegistry
+from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.v1 import inspect_pb2, pool_pb2, session_pb2
 
 

@@ -6,7 +6,7 @@ from kvservice.blocks import Slices
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.memory.region import GPU, HOST
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import shared_memory_pb2
 
 

@@ -12,9 +12,8 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import After, Finished
-from kvservice.server.scheduler_values import PageLimits, QueueTotals
-from kvservice.server.scheduling import SessionScheduler
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.scheduler import PageLimits, QueueTotals, SessionScheduler
+from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import scheduler_pb2
 

@@ -22,7 +22,7 @@ from kvservice.scheduler import (
     SchedulerConfig,
 )
 from kvservice.server import codec
-from kvservice.server.scheduler_values import SchedulerSettings, StepRequest
+from kvservice.server.sessions.scheduler import SchedulerSettings, StepRequest
 from kvservice.v1 import blocks_pb2, scheduler_pb2
 from kvservice.wire.tensors import to_ints, token_array
 

@@ -23,8 +23,8 @@ from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
-from kvservice.server.server_session import ServerSession
-from kvservice.server.sessions import SessionRegistry
+from kvservice.server.sessions.registry import SessionRegistry
+from kvservice.server.sessions.session import ServerSession
 from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
 from kvservice.v1 import session_pb2
 from kvservice.wire.encoded import Encoded

@@ -20,7 +20,7 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import Answer, to_the_end
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.server.store_below import acquire, acquire_below, clear_below, clear_memory, lookup_below, remove_below
 from kvservice.server.tiering.store import ServerStore
 from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace

@@ -22,7 +22,7 @@ from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import Caller, despite_leaving, to_the_end
 from kvservice.server.memory.region import REMOTE, Places, places_of
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.server.store_calls import Bits, bits_of, check_max_wait, namespace_of, opened, own_store
 from kvservice.server.tiering.store import ServerStore
 from kvservice.store import StoredNamespace

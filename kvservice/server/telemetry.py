@@ -16,7 +16,7 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.open_connections import ConnectionWatch
-from kvservice.server.sessions import SessionRegistry
+from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.tier_reports import TierReports
 from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvservice.server.saved_sessions import SavedSessions
+from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.figures import FiguresTable, SavedStats

@@ -7,7 +7,7 @@ import asyncio
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import to_the_end
 from kvservice.server.memory.region import REMOTE
-from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import transfer_pb2
 
 

@@ -166,8 +166,11 @@ BUFFER_BYTES: Final = 8 << 20
 
 
 class StoreCopies:
-    """Copies at the addresses of one store: natively, without the interpreter lock, short ones on the event loop. At most `num_threads` run at once, others wait in order; a copy has all
-    threads if no other one runs."""
+    """Copies at the addresses of one store, natively and without the interpreter lock.
+
+    Short ones run on the event loop, others in threads. At most `num_threads` run at once, others wait in order; a copy
+    has all threads if no other one runs.
+    """
 
     def __init__(self, memory: int, num_threads: int) -> None:
         self._memory, self._num_threads = memory, num_threads
@@ -336,8 +339,8 @@ _START_FIELD = 19
 
 
 class StoreWriters:
-    """Watches the processes that fetched the memory for writing, and tells the quarantine when one of them has ended. They are still known after a
-    restart of the daemon."""
+    """Watches the processes that fetched the memory for writing, and tells the quarantine when one of them has ended.
+    They are still known after a restart of the daemon."""
 
     def __init__(self, store: BlockStore) -> None:
         self._quarantine, self._ids = store.quarantine, store.ids

@@ -62,8 +62,8 @@ _IMPORT_S: Final = 60.0
 
 
 def check_mooncake(config: ServeConfig) -> None:
-    """Raise InvalidArgumentError if a Mooncake Store is configured, but its library cannot be used here, or the address is none
-    of a host. The library is tried in another process."""
+    """Raise InvalidArgumentError if a Mooncake Store is configured, but its library cannot be used here, or the address
+    is none of a host. The library is tried in another process."""
     if not config.mooncake:
         return
     _options(config)

@@ -14,11 +14,10 @@ from kvservice.blocks import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, SessionBusyError
-from kvservice.server.kept_replies import KeptReplies
 from kvservice.server.memory.host import HostAccess
 from kvservice.server.memory.regions import Regions
-from kvservice.server.replies import Replies
-from kvservice.server.scheduling import SessionScheduler
+from kvservice.server.sessions.replies import KeptReplies, Replies
+from kvservice.server.sessions.scheduler import SessionScheduler
 from kvservice.store import SessionStore
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.wire.tensors import Array

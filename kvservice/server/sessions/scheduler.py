@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Awaitable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvservice.blocks import SessionNamespace, Slices
@@ -24,10 +25,16 @@ from kvservice.errors import (
     UnknownSequenceError,
     UnknownSessionError,
 )
-from kvservice.scheduler import EngineScheduler, Request, RequestSnapshot, ScheduledBatch
+from kvservice.scheduler import (
+    EngineScheduler,
+    Report,
+    Request,
+    RequestSnapshot,
+    ScheduledBatch,
+    SchedulerConfig,
+    Speeds,
+)
 from kvservice.scheduler.requests import PreparedRequest, RequestState
-from kvservice.server.scheduler_values import PageLimits, QueueTotals, SchedulerSettings, StepRequest
-from kvservice.server.step_speeds import SpeedMeter
 from kvservice.server.tiering.pool_tier import PoolTier, PromptLoad
 from kvservice.wire.tensors import Array
 
@@ -266,3 +273,99 @@ def _field_names() -> Iterator[None]:
     except KVServiceError as error:
         error.field = re.sub(r"\w+", lambda name: _FIELDS.get(name[0], name[0]), error.field)
         raise
+
+
+# ---- settings, calls for a batch, and limits
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """The settings that a client has asked for. A speed that is fixed is not measured."""
+
+    config: SchedulerConfig
+    weight: float
+    swap_is_fixed: bool = False
+    compute_is_fixed: bool = False
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A call for the next batch. `max_step_tokens` and `max_running` are None for the scheduler's own budgets."""
+
+    reports: Sequence[Report]
+    max_step_tokens: int | None
+    max_running: int | None
+    ahead: bool
+    retry: bool
+
+
+@dataclass(frozen=True)
+class PageLimits:
+    """The most sequences, and the most tokens, of a page of descriptions."""
+
+    max_sequences: int
+    max_tokens: int
+
+
+class QueueTotals:
+    """Counts the unfinished requests of all sessions' schedulers, and the tokens of their prompts."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._limits = {"max_queued_requests": max_requests, "max_queued_tokens": max_tokens}
+        self.requests = self.tokens = 0
+
+    def add(self, num_requests: int, num_tokens: int) -> None:
+        """Count new requests. Raises QuotaExceededError."""
+        totals = (self.requests + num_requests, self.tokens + num_tokens)
+        for (limit, value), total in zip(self._limits.items(), totals, strict=True):
+            if total > value:
+                raise QuotaExceededError(
+                    f"all schedulers would have {total}, more than {limit} = {value}",
+                    field="requests", limit=limit, value=value,
+                )  # fmt: skip
+        self.requests, self.tokens = totals
+
+    def remove(self, num_requests: int, num_tokens: int) -> None:
+        """Forget requests that have ended."""
+        self.requests -= num_requests
+        self.tokens -= num_tokens
+        assert min(self.requests, self.tokens) >= 0, "more requests have ended than were added"
+
+
+# ---- measured speeds: they decide whether preempted sequences are swapped or computed again
+
+# Steps with fewer tokens, or without a part of a prompt, do not show how fast prompts are computed.
+_MIN_TOKENS: Final = 64
+# The weight of the latest step.
+_WEIGHT: Final = 1 / 8
+
+
+class SpeedMeter:
+    """Measures the speeds of one engine by the times of its calls. A speed that the client has fixed stays."""
+
+    def __init__(self, engine: CacheEngine, speeds: Speeds, *, swap_is_fixed: bool, compute_is_fixed: bool) -> None:
+        self._engine, self._speeds = engine, speeds
+        self._swap_is_fixed, self._compute_is_fixed = swap_is_fixed, compute_is_fixed
+        # The tokens of each batch that is not reported, or 0 if its step does not count.
+        self._tokens: dict[int, int] = {}
+        self._called_at_s = 0.0
+
+    def called(self, reported: list[int], now_s: float) -> None:
+        """Note a call that reports these batches. The engine computed them since the last call."""
+        num_tokens = [self._tokens.pop(number, 0) for number in reported]
+        if num_tokens and min(num_tokens) > 0 and not self._compute_is_fixed:
+            token_s = (now_s - self._called_at_s) / sum(num_tokens)
+            self._speeds.compute_token_s += _WEIGHT * (token_s - self._speeds.compute_token_s)
+        self._called_at_s = now_s
+        if not self._swap_is_fixed:
+            self._speeds.swap_block_s = self._engine.swap_block_s
+
+    def made(self, batch: ScheduledBatch) -> None:
+        """Note a batch that was made."""
+        if batch.step is not None:
+            counts = batch.num_tokens >= _MIN_TOKENS and batch.num_decodes < len(batch.step.sequence_ids)
+            self._tokens[batch.number] = batch.num_tokens if counts else 0
+
+    def forget(self, unreported: tuple[int, ...]) -> None:
+        """Forget all batches except the unreported ones, because the others were taken back."""
+        self._tokens = {number: self._tokens[number] for number in unreported if number in self._tokens}

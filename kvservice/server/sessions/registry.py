@@ -37,8 +37,8 @@ from kvservice.server.memory.host import HostAccess, Lanes, PoolMappings, Sharin
 from kvservice.server.memory.region import RegionTotals
 from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
-from kvservice.server.replies import Replies
-from kvservice.server.server_session import ServerSession, SessionMemory, SessionRecord
+from kvservice.server.sessions.replies import Replies
+from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
