@@ -27,13 +27,18 @@ from kvservice.kept import KeptFiles, Section
 from kvservice.kept.report import REFUSED, RestartReport, count_restart
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
-from kvservice.server.calls import session_handlers
+from kvservice.server.calls.admin import AdminCalls
+from kvservice.server.calls.attention import AttentionCalls
+from kvservice.server.calls.blocks import BlockCalls
+from kvservice.server.calls.events import EventStreams
+from kvservice.server.calls.memory import HostCalls, RegionCalls, TransferCalls
+from kvservice.server.calls.scheduler import SchedulerCalls
+from kvservice.server.calls.store import StoreCalls, StoreCopyCalls
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.core import open_core
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.draining import Drain
-from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health, note_of
 from kvservice.server.heap import freeze_heap, trim_heap
@@ -48,10 +53,9 @@ from kvservice.server.listening import (
     open_unix_socket,
     with_port,
 )
-from kvservice.server.loop import Clock
+from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.observing import Observing
-from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
@@ -113,12 +117,26 @@ class KVServer:
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
-        open_calls = OpenCalls(
-            config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
-        )
         self.pool_tier = tier = open_pool_tier(config, self.engine, self.store, clock)
-        of_sessions = session_handlers(config, self.engine, self.store, core.saved, tier, clock)
-        handlers = (*of_sessions, *open_calls.handlers())
+        policy_time = (clock or SystemClock()).time
+        handlers = (
+            *BlockCalls(config, self.engine, core.saved.swaps, tier).handlers(),
+            *AttentionCalls(config, self.engine).handlers(),
+            *RegionCalls().handlers(),
+            *TransferCalls().handlers(),
+            *HostCalls(self.engine.manager).handlers(),
+            *SchedulerCalls(config, self.engine, tier, policy_time).handlers(),
+            *StoreCalls(self.store).handlers(),
+            *StoreCopyCalls(config, self.store).handlers(),
+            *AdminCalls(
+                config,
+                self.engine,
+                self.sessions,
+                core.saved,
+                capacity_bytes,
+                lambda request: self.observing.snapshot(request),
+            ).handlers(),
+        )
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)

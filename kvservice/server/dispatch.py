@@ -19,6 +19,7 @@ from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from kvservice.blocks.slices import Waits
 from kvservice.errors import (
@@ -29,13 +30,28 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     RestartingError,
 )
-from kvservice.server.codec import is_for_this_host, named_regions
+from kvservice.server.calls.handlers import Handler, OpenHandler, Response, Started, WhileDraining
 from kvservice.server.contract import KEPT_METHODS
-from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
 from kvservice.server.loop import After, Answer, Finished, in_slices
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.telemetry.calls import CallTable
+from kvservice.v1 import (
+    host_pb2,
+    shared_memory_pb2,
+    store_pb2,
+    tensor_pb2,
+)
+
+# The request types that only clients on this host may send.
+HOST_REQUESTS: tuple[type[Message], ...] = (
+    store_pb2.MapStoreRequest,
+    *(
+        GetMessageClass(method.input_type)
+        for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
+        for method in module.DESCRIPTOR.services_by_name[name].methods
+    ),
+)
 
 if TYPE_CHECKING:
     from kvservice.server.tracing import Tracer
@@ -217,3 +233,19 @@ class Dispatcher:
             "session_id": self._session_id(request, session),
             "request_id": getattr(request, "request_id", 0),
         }
+
+
+def is_for_this_host(request: Message) -> bool:
+    """Return whether only clients on the daemon's host may send requests of this type."""
+    return isinstance(request, HOST_REQUESTS)
+
+
+def named_regions(request: Message) -> list[str]:
+    """Return the names of the regions that the blocks or tensors of a request are in."""
+    names = []
+    for _, value in request.ListFields():
+        if isinstance(value, tensor_pb2.SharedMemoryPlace | store_pb2.Scatter):
+            names.append(value.region)
+        elif isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"):
+            names.append(value.shared_memory.region)
+    return names

@@ -19,9 +19,9 @@ from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
 from kvservice.errors import FailedPreconditionError, KVServiceError, RestartingError, UnauthenticatedError
 from kvservice.server.callers import Callers, Context
+from kvservice.server.calls.events import EventStreams
 from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
-from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession

@@ -11,9 +11,9 @@ from kvservice.devices import Device
 from kvservice.engine import CacheEngine
 from kvservice.kept.report import RestartReport
 from kvservice.server.audit import Audit
+from kvservice.server.calls.events import EventStreams
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
-from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.sessions.registry import SessionRegistry

@@ -20,7 +20,6 @@ from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, RegionS
 from kvservice.server.memory.budget import Budget
 from kvservice.server.memory.fd_passing import Peer
 from kvservice.telemetry.sessions import REGION_BYTES, REGIONS, SessionRow
-from kvservice.v1 import store_pb2
 
 Array = np.ndarray[Any, Any]
 # Whether a region is host memory or GPU memory of a client on this host, or memory for a client on another host. Each
@@ -153,29 +152,6 @@ class Places:
         """The offset and size of each piece, block by block."""
         sizes = np.broadcast_to(self.piece_bytes, self.offsets.shape)
         return zip(self.offsets.reshape(-1), sizes.reshape(-1), strict=True)
-
-
-def places_of(message: store_pb2.Scatter, num_blocks: int, block_bytes: int, region_bytes: int) -> Places:
-    """Return the places of all blocks inside a region of `region_bytes`. Raises InvalidArgumentError naming
-    piece_bytes or offsets."""
-    pieces = list(message.piece_bytes) or [block_bytes]
-    if sum(pieces) != block_bytes or 0 in pieces:
-        raise InvalidArgumentError(
-            f"sum up to {sum(pieces)}, or one is 0; a block has {block_bytes} bytes", field="region.piece_bytes"
-        )
-    data = message.offsets
-    if len(data) != 8 * num_blocks * len(pieces):
-        raise InvalidArgumentError(
-            f"{len(data)} bytes, {num_blocks} blocks of {len(pieces)} pieces need {8 * num_blocks * len(pieces)}",
-            field="region.offsets",
-        )
-    piece_bytes = np.array(pieces, np.uint64)
-    offsets = np.frombuffer(data, "<u8").reshape(num_blocks, len(pieces))
-    # The last valid offset of each piece; -1 if the region is smaller than the piece.
-    last = region_bytes - piece_bytes.astype(np.int64)
-    if num_blocks and (last.min() < 0 or (offsets.max(axis=0) > last.astype(np.uint64)).any()):
-        raise InvalidArgumentError(f"a piece ends outside the region of {region_bytes} bytes", field="region.offsets")
-    return Places(piece_bytes, offsets)
 
 
 # ---- a POSIX shared memory object of a client

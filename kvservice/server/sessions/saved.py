@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
@@ -39,12 +38,10 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.saved import OpenedSession, SessionFiles, SessionValues
 from kvservice.saved.files import NEVER, swapped_name
-from kvservice.server.handlers import Handler, SessionHandler
 from kvservice.server.loop import finished, to_the_end, waiting
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import SaveInProgress, ServerSession
 from kvservice.telemetry.figures import SavedStats
-from kvservice.v1 import session_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +80,6 @@ class SavedSessions:
         self._sessions.save(session)
 
     # ---- Detach
-
-    def handlers(self) -> tuple[Handler, ...]:
-        return (SessionHandler("detach", session_pb2.DetachRequest, self.detach),)
-
-    async def detach(self, session: ServerSession, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
-        limit = self._config.max_detach_ttl_s
-        if not (math.isfinite(request.ttl_s) and 0 <= request.ttl_s <= limit):
-            raise InvalidArgumentError(
-                f"{request.ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="ttl_s"
-            )
-        ttl_s = request.ttl_s or limit
-        size = await self.save(session, ttl_s) if request.durable else SavedSize(0, 0)
-        self._sessions.keep_for(session, ttl_s)
-        return session_pb2.DetachResponse(num_sequences=size.num_sequences, num_bytes=size.num_bytes)
 
     async def save(self, session: ServerSession, ttl_s: float) -> SavedSize:
         """Write the file of a session. Raises SavedSessionsOffError, FailedPreconditionError if the session's scheduler

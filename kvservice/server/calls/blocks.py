@@ -1,26 +1,53 @@
-"""The handlers of BlockService: sequences and their blocks, steps, the prefix cache."""
+"""The handlers of BlockService, and their codec: sequences and their blocks, steps, the prefix cache."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvservice.blocks import SequenceSnapshot, Slices, StepPlan
+from kvservice.blocks import (
+    Allocation,
+    AllocationRequest,
+    AllocStatus,
+    DiskSequence,
+    SequenceSnapshot,
+    SessionNamespace,
+    Slices,
+    StepPlan,
+)
 from kvservice.blocks.slices import Waits, in_turn
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
-from kvservice.errors import InvalidArgumentError
-from kvservice.server import codec
-from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.errors import InvalidArgumentError, KVServiceError
+from kvservice.server.calls.handlers import (
+    Handler,
+    SessionHandler,
+    WhileDraining,
+    check_response_size,
+    max_response_bytes,
+)
 from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
 from kvservice.server.sessions.saved import DiskSwaps
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.pool_tier import PoolTier
-from kvservice.v1 import blocks_pb2
+from kvservice.v1 import (
+    blocks_pb2,
+)
 from kvservice.wire.tensors import Array, to_ints, token_array
+
+T = TypeVar("T")
+
+ALLOC_STATUS: Final = {
+    AllocStatus.OK: blocks_pb2.ALLOC_STATUS_OK,
+    AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
+    AllocStatus.NEVER: blocks_pb2.ALLOC_STATUS_NEVER,
+}
 
 
 class BlockCalls:
@@ -33,7 +60,7 @@ class BlockCalls:
         self._tier = tier
         self._before = None if tier is None else tier.before_allocation
         self._max_request_sequences = config.max_request_sequences
-        self._max_response_bytes = codec.max_response_bytes(config)
+        self._max_response_bytes = max_response_bytes(config)
 
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
@@ -81,14 +108,14 @@ class BlockCalls:
             session.namespace,
             _own_ids(session, request),
             token_array(request),
-            codec.optional_ints(request.num_tokens, np.int32),
-            codec.optional_ints(request.expected_lengths),
+            optional_ints(request.num_tokens, np.int32),
+            optional_ints(request.expected_lengths),
             request.lookahead,
         )
         return _opened(session, step, request.return_slot_mapping)
 
     def can_append(self, session: ServerSession, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
-        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        num_tokens = optional_ints(request.num_tokens, np.int32)
         sequence_ids = to_ints(request.sequence_ids)
         ok = self._manager.can_append(session.namespace, sequence_ids, num_tokens, request.lookahead)
         return blocks_pb2.CanAppendResponse(ok=ok)
@@ -96,7 +123,7 @@ class BlockCalls:
     def open_step(
         self, session: ServerSession, request: blocks_pb2.OpenStepRequest
     ) -> Finished[blocks_pb2.StepResponse]:
-        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        num_tokens = optional_ints(request.num_tokens, np.int32)
         step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
         return _opened(session, step, request.return_slot_mapping)
 
@@ -108,7 +135,7 @@ class BlockCalls:
             session.namespace,
             _own_ids(session, request),
             request.num_steps,
-            codec.optional_ints(request.expected_lengths),
+            optional_ints(request.expected_lengths),
         )
         return _opened(session, step, return_slot_mapping=False, to_lane=False)
 
@@ -116,7 +143,7 @@ class BlockCalls:
         self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
     ) -> Finished[blocks_pb2.StepResponse]:
         session.access.check_writable()
-        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        num_tokens = optional_ints(request.num_tokens, np.int32)
         if request.token_ids and request.step_id in session.namespace.steps:
             session.access.check_in_tables(request.step_id)
         with session.access.following(request.step_id) as run:
@@ -184,7 +211,7 @@ class BlockCalls:
     ) -> Slices[blocks_pb2.DescribeResponse]:
         if request.first < 0:
             raise InvalidArgumentError("is negative", field="first")
-        ids = codec.optional_ints(request.sequence_ids)
+        ids = optional_ints(request.sequence_ids)
         chosen = functools.partial(
             self._manager.describe_in_slices,
             session.namespace,
@@ -199,7 +226,7 @@ class BlockCalls:
                 include_tokens=request.return_token_ids, include_blocks=request.return_block_ids
             )
             self._check_described(sequences)  # the sequences may have grown between the slices
-        descriptions = yield from in_turn(codec.description(info) for info in sequences)
+        descriptions = yield from in_turn(description(info) for info in sequences)
         if session.namespace.on_disk:
             descriptions = self._with_disk(session, ids, request.first, descriptions)
         lost = session.namespace.lost
@@ -224,23 +251,23 @@ class BlockCalls:
         if ids is None:
             begin = max(first - len(session.namespace), 0)
             names = list(on_disk)[begin : begin + self._max_request_sequences - len(descriptions)]
-            return descriptions + [codec.disk_description(name, on_disk[name]) for name in names]
+            return descriptions + [disk_description(name, on_disk[name]) for name in names]
         others = {one.sequence_id: one for one in descriptions}
-        return [others.get(name) or codec.disk_description(name, on_disk[name]) for name in ids.tolist()]
+        return [others.get(name) or disk_description(name, on_disk[name]) for name in ids.tolist()]
 
     def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
-        codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
+        check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
 
     def match_prefix(self, _: ServerSession, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
-        tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))
+        tokens = self._manager.match_prefix(token_array(request), extra_keys(request.extra_keys))
         return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
 
     def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
-        token_ids, extra_keys = token_array(request), codec.extra_keys(request.extra_keys)
-        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra_keys)) is not None:
+        token_ids, extra = token_array(request), extra_keys(request.extra_keys)
+        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra)) is not None:
             yield event
-        pin = self._manager.pin(session.namespace, token_ids, extra_keys, ttl_s=request.ttl_s)
+        pin = self._manager.pin(session.namespace, token_ids, extra, ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
 
     def unpin(self, session: ServerSession, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
@@ -302,5 +329,92 @@ def _opened(
 ) -> Finished[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
     mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
-    response = codec.step_response(step, return_slot_mapping, mapped)
+    response = step_response(step, return_slot_mapping, mapped)
     return response if published is None else After(response, published)
+
+
+# ---- codec
+
+
+def allocation_requests(
+    sequences: Iterable[blocks_pb2.SequenceAllocation], lookahead: int
+) -> Slices[list[AllocationRequest]]:
+    return in_turn(
+        AllocationRequest(sequence.sequence_id, token_array(sequence), extra_keys(sequence.extra_keys), lookahead)
+        for sequence in sequences
+    )
+
+
+def allocating(
+    allocate: Callable[[SessionNamespace, list[AllocationRequest]], Waits[T]],
+    namespace: SessionNamespace,
+    request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
+) -> Waits[T]:
+    """Call `allocate` with the sequences of a request."""
+    requests = yield from allocation_requests(request.sequences, request.lookahead)
+    with _allocation_fields():
+        return (yield from allocate(namespace, requests))
+
+
+def allocate_response(allocations: Iterable[Allocation]) -> blocks_pb2.AllocateResponse:
+    return blocks_pb2.AllocateResponse(
+        num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
+        num_blocks=[allocation.num_blocks for allocation in allocations],
+    )
+
+
+@contextlib.contextmanager
+def _allocation_fields() -> Iterator[None]:
+    """Rename the fields in errors of the block manager to the fields of the protobuf message."""
+    try:
+        yield
+    except KVServiceError as error:
+        field = re.sub(r"^requests\b", "sequences", error.field)
+        error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
+        raise
+
+
+def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], ...]:
+    return tuple((key.position, key.key) for key in keys)
+
+
+def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
+    """Return the integers as an array, or None for an empty repeated field, which means that it was not set."""
+    return to_ints(repeated, dtype) if repeated else None
+
+
+def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
+    """Encode a step. `mapped` has the slot and the offset of the step in the session's step tables."""
+    response = blocks_pb2.StepResponse(
+        step_id=step.step_id,
+        query_lens=step.query_lens.tolist(),
+        context_lens=step.context_lens.tolist(),
+        cow_copies=len(step.copies),
+    )
+    if return_slot_mapping:
+        response.slot_mapping.extend(step.slot_mapping.tolist())
+    if mapped is not None:
+        response.mapped.slot, response.mapped.offset = mapped
+    return response
+
+
+def description(info: SequenceSnapshot) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=info.sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        num_blocks=info.num_blocks,
+        swapped=info.swapped,
+        token_ids=() if info.token_ids is None else info.token_ids.tolist(),
+        block_ids=() if info.block_ids is None else info.block_ids.tolist(),
+    )
+
+
+def disk_description(sequence_id: int, info: DiskSequence) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        swapped=True,
+        on_disk=True,
+    )

@@ -18,9 +18,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from kvservice.blocks.slices import Slices, Waits
+from kvservice.config import ServeConfig
+from kvservice.errors import InvalidArgumentError
 from kvservice.server.loop import Answer, Finished
 from kvservice.server.sessions.session import ServerSession
 from kvservice.wire.encoded import Encoded
+
+# Bytes reserved for the fields of a message besides its tensors.
+_MESSAGE_OVERHEAD = 4096
 
 # Responses with tensors are encoded by the handler. Bytes are a response that the observer has serialized.
 Response: TypeAlias = Message | Encoded | bytes
@@ -67,3 +72,14 @@ class OpenHandler(Generic[RequestT, ResponseT]):
 
 
 Handler: TypeAlias = SessionHandler[Any, Any] | OpenHandler[Any, Any]
+
+
+def max_response_bytes(config: ServeConfig) -> int:
+    """Return the limit on the tensors and lists of a response."""
+    return config.max_message_bytes - _MESSAGE_OVERHEAD
+
+
+def check_response_size(num_bytes: int, limit: int, field: str) -> None:
+    """Raise InvalidArgumentError if the response would exceed a message. Called before the work is done."""
+    if num_bytes > limit:
+        raise InvalidArgumentError(f"the answer would take {num_bytes} bytes, a message may have {limit}", field=field)
