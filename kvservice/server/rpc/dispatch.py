@@ -31,17 +31,12 @@ from kvservice.errors import (
     RestartingError,
 )
 from kvservice.server.calls.handlers import Handler, OpenHandler, Response, Started, WhileDraining
-from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.loop import After, Answer, Finished, in_slices
+from kvservice.server.rpc.contract import KEPT_METHODS
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.telemetry.calls import CallTable
-from kvservice.v1 import (
-    host_pb2,
-    shared_memory_pb2,
-    store_pb2,
-    tensor_pb2,
-)
+from kvservice.v1 import host_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 
 # The request types that only clients on this host may send.
 HOST_REQUESTS: tuple[type[Message], ...] = (
@@ -54,7 +49,7 @@ HOST_REQUESTS: tuple[type[Message], ...] = (
 )
 
 if TYPE_CHECKING:
-    from kvservice.server.tracing import Tracer
+    from kvservice.server.rpc.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

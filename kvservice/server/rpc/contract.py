@@ -38,6 +38,8 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
+HEALTH_SERVICE = "grpc.health.v1.Health"
+
 # RPCs whose responses the observer serializes; the daemon forwards the bytes unchanged.
 ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
 

@@ -1,12 +1,14 @@
-"""The sockets that the daemon listens on: the unix socket, the fd-passing socket, TCP and HTTP."""
+"""The sockets that the daemon listens on: the unix socket, the fd-passing socket, TCP and HTTP; descriptors for all."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import grpc
@@ -15,8 +17,9 @@ from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
-from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets, is_bound_to
-from kvservice.server.memory.fd_passing import BACKLOG, FdServer
+from kvservice.kept import KeptFiles
+from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
+from kvservice.server.tiering.store import MAX_WRITERS
 
 
 class ConfigError(KVServiceError):
@@ -254,3 +257,107 @@ def _reason(address: str) -> str:
         except OSError as error:
             return str(error.strerror)
     return "is it in use, and are you allowed to?"
+
+
+# ---- listening sockets that outlive the daemon's process: its keeper has duplicates of them
+#
+# A connection that is made while no process serves waits in the queue of such a socket until the next process accepts
+# it. gRPC cannot be given a socket, so the keeper only has one that is bound to gRPC's TCP port and never listens. It
+# makes sure that port 0 stands for the same port in the next process.
+
+HTTP = "kvservice.http"
+FD_PASSING = "kvservice.fds"
+GRPC_PORT = "kvservice.grpc"
+
+
+class KeptSockets:
+    def __init__(self, files: KeptFiles) -> None:
+        self._files = files
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a keeper."""
+        return self._files.is_kept
+
+    def take(self, name: str, is_right: Callable[[socket.socket], bool]) -> socket.socket | None:
+        """Return the socket of an earlier process, or None if there is none or it is not the right one."""
+        fd = self._files.take(name)
+        if fd is None:
+            return None
+        kept = socket.socket(fileno=fd)
+        if is_right(kept):
+            return kept
+        kept.close()
+        return None
+
+    def put(self, name: str, opened: socket.socket) -> None:
+        """Have the keeper keep the socket, in place of the one of this name."""
+        self._files.put(name, opened.fileno())
+
+    def drop_unused(self) -> None:
+        """Close sockets of an earlier process that this one has not taken, because its configuration is another one.
+        Clients would wait for an answer there."""
+        self._files.discard(self._files.names() & {HTTP, FD_PASSING, GRPC_PORT})
+
+
+def is_bound_to(opened: socket.socket, host: str, port: int) -> bool:
+    """Return whether the socket is bound to this address. Port 0 is every port."""
+    try:
+        found = socket.getaddrinfo(host, port, opened.family, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    bound_host, bound_port = opened.getsockname()[:2]
+    return port in (0, bound_port) and bound_host in (address[0] for *_, address in found)
+
+
+# ---- the limit on file descriptors: the daemon starts only if it suffices for the configuration
+
+logger = logging.getLogger(__name__)
+
+# Descriptors of the daemon itself: its memory, the observer, the event loop, gRPC, logs, and a margin.
+_BASE = 128
+# Open descriptors per lane, pool mapping and region, including those offered on the fd-passing socket.
+_OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 3
+# Open descriptors per remote region: its memory, the socket of its engine, and those of its start.
+_OF_TRANSFER = 8
+# The offers of the store that a session may have pending.
+_OF_STORE = MAX_OFFERS_OF_SESSION
+# Connections to the fd-passing socket.
+_HANDOVER = 64
+
+
+def needed_files(config: ServeConfig) -> dict[str, int]:
+    """Return the number of file descriptors that the daemon may need, by the option that determines it."""
+    addresses = bool(config.unix_socket) + bool(config.tcp_address)
+    needed = {"max_connections": _BASE + config.connection_limit * addresses}
+    if config.fd_socket:
+        needed["max_connections"] += _HANDOVER
+    if config.allow_client_shm != "off":
+        needed["max_lanes"] = _OF_LANE * config.max_lanes
+        needed["max_regions"] = _OF_REGION * config.max_regions * config.max_sessions
+    if config.transfer_address:
+        needed["max_transfers"] = _OF_TRANSFER * config.max_transfers
+    if config.share_pool != "off":
+        needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
+    if config.shares_store != "off":
+        needed["share_store"] = _OF_STORE * config.max_sessions
+    if config.shares_store in ("auto", "write"):
+        needed["share_store"] += MAX_WRITERS
+    return needed
+
+
+def raise_file_limit(config: ServeConfig) -> None:
+    """Set the soft limit on file descriptors to the hard limit. Raises ConfigError, with the numbers, if the hard limit
+    is below what the configuration needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        logger.info("the limit on file descriptors is raised from %d to %d", soft, hard)
+    needed = needed_files(config)
+    total = sum(needed.values())
+    if hard != resource.RLIM_INFINITY and hard < total:
+        parts = ", ".join(f"{count} for {option}" for option, count in needed.items())
+        raise ConfigError(
+            f"the daemon may need {total} file descriptors ({parts}), and the hard limit is {hard} (ulimit -Hn)",
+            field=max(needed, key=lambda option: needed[option]),
+        )

@@ -18,14 +18,23 @@ from grpc_status import rpc_status
 from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
 from kvservice.errors import FailedPreconditionError, KVServiceError, RestartingError, UnauthenticatedError
-from kvservice.server.callers import Callers, Context
 from kvservice.server.calls.events import EventStreams
-from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
-from kvservice.server.dispatch import Dispatcher
-from kvservice.server.parsing import Refused, check_accepted, parser
+from kvservice.server.rpc.callers import Callers, Context
+from kvservice.server.rpc.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
+from kvservice.server.rpc.dispatch import Dispatcher
+from kvservice.server.rpc.limits import (
+    RPC,
+    UNATTACHED_S,
+    Handler,
+    Refused,
+    Rpc,
+    Slots,
+    answering,
+    check_accepted,
+    parser,
+)
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
-from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
 from kvservice.v1 import session_pb2
 from kvservice.wire.encoded import Encoded
 from kvservice.wire.status import to_status

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvservice import __version__
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.contract import SERVICES, call_name
+from kvservice.server.rpc.contract import SERVICES, call_name
 
 # The size of the export queue; spans that do not fit are dropped.
 _QUEUE_SPANS = 2048
