@@ -77,6 +77,11 @@ def in_slices(slices: Waits[AnswerT]) -> Answer[AnswerT]:
     except StopIteration as end:
         answer: AnswerT = end.value
         return answer
+    return go_on(slices, event)
+
+
+def go_on(slices: Waits[AnswerT], event: Awaitable[object] | None) -> asyncio.Task[AnswerT]:
+    """Return a task that runs slices with pauses for other calls, after a slice that has yielded this."""
     return to_the_end(_rest(slices, event))
 
 

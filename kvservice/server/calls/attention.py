@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvservice.server.calls.handlers import (
 )
 from kvservice.server.loop import Caller, despite_leaving, to_the_end
 from kvservice.server.memory.region import Array, Place
-from kvservice.server.memory.regions import Regions, Target
+from kvservice.server.memory.regions import Target
 from kvservice.server.memory.remote import RemoteMemory
 from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import (
@@ -68,13 +68,14 @@ class AttentionCalls:
         options = attention_options(request.options)
         if request.HasField("lse_place") and not request.return_lse:
             raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
-        tensors = self._tensors(session)
-        query = tensors.array(request.query, "query")
-        key, value = tensors.array(request.key, "key"), tensors.array(request.value, "value")
-        with (
-            target_for(session.regions, request, "output_place") as output_target,
-            target_for(session.regions, request, "lse_place") as lse_target,
-        ):
+        query, key, value = self._arrays(session, query=request.query, key=request.key, value=request.value)
+        with contextlib.ExitStack() as in_use:
+            output_target = lse_target = None
+            if request.HasField("output_place"):
+                target = session.regions.target(place_of(request.output_place), "output_place")
+                output_target = in_use.enter_context(target)
+            if request.HasField("lse_place"):
+                lse_target = in_use.enter_context(session.regions.target(place_of(request.lse_place), "lse_place"))
             if output_target is None:
                 # The output is as large as the query, and the log-sum-exp adds at most an eighth.
                 check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
@@ -107,8 +108,7 @@ class AttentionCalls:
             await despite_leaving(functools.partial(self._write_remote, session, request))
         else:
             session.access.transfers.travelled_in_messages(len(request.key.inline) + len(request.value.inline))
-            tensors = self._tensors(session)
-            key, value = tensors.array(request.key, "key"), tensors.array(request.value, "value")
+            key, value = self._arrays(session, key=request.key, value=request.value)
             await self._write(session, request, key, value)
         return attention_pb2.WriteResponse()
 
@@ -162,8 +162,22 @@ class AttentionCalls:
                 read = functools.partial(self._engine.read, session.namespace, ranges, layer)
                 return await push_tensors(memory, places, read, tensor_bytes)
 
-    def _tensors(self, session: ServerSession) -> TensorReader:
-        return TensorReader(session.regions, self._max_request_bytes)
+    def _arrays(self, session: ServerSession, **tensors: tensor_pb2.Tensor) -> list[Array]:
+        """Return input tensors of a call as arrays, from its message or from regions. Those in regions may have as many
+        bytes as a message. Raises InvalidArgumentError, and the errors of `Regions.read`."""
+        left = self._max_request_bytes
+
+        def read(message: tensor_pb2.SharedMemoryPlace, field: str) -> Array:
+            nonlocal left
+            left -= message.byte_size
+            if left < 0:
+                raise InvalidArgumentError(TENSORS_TOO_LARGE, field=f"{field}.byte_size")
+            return session.regions.read(place_of(message), field)
+
+        arrays = []
+        for field, tensor in tensors.items():
+            arrays.append(to_array(tensor, field, read))
+        return arrays
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> int:
         """Return the bytes of K and V together. Raises InvalidArgumentError."""
@@ -273,38 +287,6 @@ async def push_tensors(
 
 def place_of(message: tensor_pb2.SharedMemoryPlace) -> Place:
     return Place(message.region, message.offset, message.byte_size)
-
-
-class TensorReader:
-    """Reads the input tensors of a call from its message or from regions.
-
-    The total size of the tensors in regions is limited to the size of a message.
-    """
-
-    def __init__(self, regions: Regions, max_bytes: int) -> None:
-        self._regions = regions
-        self._left = max_bytes
-
-    def array(self, tensor: tensor_pb2.Tensor, field: str) -> Array:
-        """Return the tensor as an array. Raises InvalidArgumentError, and the errors of `Regions.read`."""
-        return to_array(tensor, field, self._read)
-
-    def _read(self, message: tensor_pb2.SharedMemoryPlace, field: str) -> Array:
-        self._left -= message.byte_size
-        if self._left < 0:
-            raise InvalidArgumentError(TENSORS_TOO_LARGE, field=f"{field}.byte_size")
-        return self._regions.read(place_of(message), field)
-
-
-@contextlib.contextmanager
-def target_for(regions: Regions, request: attention_pb2.AttendRequest, field: str) -> Iterator[Target | None]:
-    """Yield the place in a region where the request wants an output, or None if the output belongs in the response.
-    The region stays in use until the context ends."""
-    if not request.HasField(field):
-        yield None
-        return
-    with regions.target(place_of(getattr(request, field)), field) as target:
-        yield target
 
 
 def encode_output(array: Array, target: Target | None) -> Encoded:

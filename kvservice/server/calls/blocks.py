@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from kvservice.blocks import (
-    Allocation,
     AllocationRequest,
     AllocStatus,
     DiskSequence,
@@ -20,7 +18,7 @@ from kvservice.blocks import (
     Slices,
     StepPlan,
 )
-from kvservice.blocks.slices import Waits, in_turn
+from kvservice.blocks.slices import SLICE_SEQUENCES, Waits, in_turn
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError, KVServiceError
@@ -58,7 +56,8 @@ class BlockCalls:
         self._engine, self._swaps = engine, swaps
         self._manager = engine.manager
         self._tier = tier
-        self._before = None if tier is None else tier.before_allocation
+        before = None if tier is None else tier.before_allocation
+        self._allocate = functools.partial(self._manager.allocate_in_slices, before=before)
         self._max_request_sequences = config.max_request_sequences
         self._max_response_bytes = max_response_bytes(config)
 
@@ -91,16 +90,24 @@ class BlockCalls:
         self, session: ServerSession, request: blocks_pb2.AllocateRequest
     ) -> Waits[blocks_pb2.AllocateResponse]:
         ids = [sequence.sequence_id for sequence in request.sequences]
-        session.check_unscheduled(ids, "sequences[{}].sequence_id")
-        with session.allocating(ids):
-            allocate = functools.partial(self._manager.allocate_in_slices, before=self._before)
-            allocations = yield from allocating(allocate, session.namespace, request)
-        return allocate_response(allocations)
+        if session.scheduler is not None:
+            session.scheduler.check_unscheduled(ids, "sequences[{}].sequence_id")
+        # Requests of the scheduler do not get these ids meanwhile.
+        soon = set(ids).difference(session.allocated_soon)
+        session.allocated_soon |= soon
+        try:
+            allocations = yield from _allocated(self._allocate, session.namespace, request)
+        finally:
+            session.allocated_soon -= soon
+        return blocks_pb2.AllocateResponse(
+            num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
+            num_blocks=[allocation.num_blocks for allocation in allocations],
+        )
 
     def can_allocate(
         self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
     ) -> Waits[blocks_pb2.CanAllocateResponse]:
-        status = yield from allocating(self._manager.can_allocate_in_slices, session.namespace, request)
+        status = yield from _allocated(self._manager.can_allocate_in_slices, session.namespace, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
     def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
@@ -160,8 +167,9 @@ class BlockCalls:
 
     def fork(self, session: ServerSession, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
         parents, children = to_ints(request.parent_ids), to_ints(request.child_ids)
-        session.check_unscheduled(parents, "parent_ids[{}]")
-        session.check_unscheduled(children, "child_ids[{}]")
+        if session.scheduler is not None:
+            session.scheduler.check_unscheduled(parents, "parent_ids[{}]")
+            session.scheduler.check_unscheduled(children, "child_ids[{}]")
         self._manager.fork(session.namespace, parents, children)
         return blocks_pb2.ForkResponse()
 
@@ -320,7 +328,8 @@ def _own_ids(
 ) -> Array:
     """Return the sequences that a request changes. Raises SequenceScheduledError if one belongs to the scheduler."""
     ids = to_ints(request.sequence_ids)
-    session.check_unscheduled(ids, "sequence_ids[{}]")
+    if session.scheduler is not None:
+        session.scheduler.check_unscheduled(ids, "sequence_ids[{}]")
     return ids
 
 
@@ -336,39 +345,21 @@ def _opened(
 # ---- codec
 
 
-def allocation_requests(
-    sequences: Iterable[blocks_pb2.SequenceAllocation], lookahead: int
-) -> Slices[list[AllocationRequest]]:
-    return in_turn(
-        AllocationRequest(sequence.sequence_id, token_array(sequence), extra_keys(sequence.extra_keys), lookahead)
-        for sequence in sequences
-    )
-
-
-def allocating(
+def _allocated(
     allocate: Callable[[SessionNamespace, list[AllocationRequest]], Waits[T]],
     namespace: SessionNamespace,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
 ) -> Waits[T]:
-    """Call `allocate` with the sequences of a request."""
-    requests = yield from allocation_requests(request.sequences, request.lookahead)
-    with _allocation_fields():
-        return (yield from allocate(namespace, requests))
-
-
-def allocate_response(allocations: Iterable[Allocation]) -> blocks_pb2.AllocateResponse:
-    return blocks_pb2.AllocateResponse(
-        num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
-        num_blocks=[allocation.num_blocks for allocation in allocations],
-    )
-
-
-@contextlib.contextmanager
-def _allocation_fields() -> Iterator[None]:
-    """Rename the fields in errors of the block manager to the fields of the protobuf message."""
+    """Call `allocate` with the sequences of a request. Large requests are translated in slices."""
+    requests: list[AllocationRequest] = []
+    for one in request.sequences:
+        if requests and len(requests) % SLICE_SEQUENCES == 0:
+            yield None
+        extra = extra_keys(one.extra_keys) if one.extra_keys else ()
+        requests.append(AllocationRequest(one.sequence_id, token_array(one), extra, request.lookahead))
     try:
-        yield
-    except KVServiceError as error:
+        return (yield from allocate(namespace, requests))
+    except KVServiceError as error:  # name the fields of the message
         field = re.sub(r"^requests\b", "sequences", error.field)
         error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
         raise
@@ -380,7 +371,7 @@ def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], 
 
 def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
     """Return the integers as an array, or None for an empty repeated field, which means that it was not set."""
-    return to_ints(repeated, dtype) if repeated else None
+    return np.array(repeated, dtype) if repeated else None
 
 
 def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:

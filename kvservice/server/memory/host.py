@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -313,7 +313,7 @@ class Lanes:
 
     def __init__(self, num_buckets: int, finished_steps: FinishedSteps) -> None:
         """`num_buckets` is the length of the latency histograms."""
-        self._finished_steps = finished_steps
+        self.finished_steps = finished_steps
         self._lanes: dict[int, OpenLane] = {}
         self._numbers = itertools.count()
         # Totals over closed lanes.
@@ -325,7 +325,7 @@ class Lanes:
     @property
     def descriptor(self) -> int:
         """The file descriptor that is readable while there are steps for `commit_finished`."""
-        return self._finished_steps.descriptor
+        return self.finished_steps.descriptor
 
     def new_number(self) -> int:
         """Return a number for the lanes of a session. It identifies the session in the finished steps."""
@@ -343,8 +343,12 @@ class Lanes:
         self._ended = _sum(self._ended, server.stats())
 
     def commit_finished(self) -> None:
-        """Commit the steps whose last layer was written by a lane. Costs little if there are none."""
-        for number, step_id in self._finished_steps.take():
+        """Commit the steps whose last layer was written by a lane."""
+        self.commit(self.finished_steps.take())
+
+    def commit(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Commit these finished steps."""
+        for number, step_id in steps:
             self._lanes[number].owner.commit(step_id)
 
     def stats(self) -> LaneStats:

@@ -30,8 +30,8 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     RestartingError,
 )
-from kvservice.server.calls.handlers import Handler, OpenHandler, Response, Started, WhileDraining
-from kvservice.server.loop import After, Answer, Finished, in_slices
+from kvservice.server.calls.handlers import Handler, OpenHandler, Response, SessionHandler, Started, WhileDraining
+from kvservice.server.loop import After, Finished, go_on
 from kvservice.server.rpc.contract import KEPT_METHODS
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
@@ -73,9 +73,10 @@ class Dispatcher:
         self._repeatable = frozenset(
             handler.method
             for handler in self._handlers.values()
-            if "request_id" in handler.request_type.DESCRIPTOR.fields_by_name
+            if isinstance(handler, SessionHandler) and "request_id" in handler.request_type.DESCRIPTOR.fields_by_name
         )
         self._sessions = sessions
+        self._finished_steps = sessions.lanes.finished_steps
         self._table = table
         self.tracer = tracer
         # `restarting` is true while the daemon drains because a new process takes over.
@@ -150,37 +151,47 @@ class Dispatcher:
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
 
     def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
+        """Admit a call, and run its handler until it has finished or has to wait."""
+        method = handler.method
+        repeatable = method in self._repeatable
+        request_id = request.request_id if repeatable else 0
+        if isinstance(handler, SessionHandler):
+            if session is None:
+                session = self._sessions.get(request.session_token)
+            if request_id and (known := session.replies.find(request_id, method)) is not None:
+                return known
+            session.begin_call()
+        if steps := self._finished_steps.take():  # the call sees the steps that lanes have completed
+            self._sessions.lanes.commit(steps)
+        if self.draining:
+            self._check_draining(handler, request, session)
+        started: Any
         if isinstance(handler, OpenHandler):
-            self._admit(handler)
             started = handler.start(request)
-            return in_slices(started) if isinstance(started, GeneratorType) else started
-        if session is None:
-            session = self._sessions.get(request.session_token)
-        request_id = request.request_id if handler.method in self._repeatable else 0
-        if request_id and (known := session.replies.find(request_id, handler.method)) is not None:
-            return known
-        session.begin_call()
-        self._admit(handler)
-        for_begun_steps = handler.while_draining is WhileDraining.FOR_BEGUN_STEPS
-        if self.draining and for_begun_steps and not session.namespace.in_progress(request.step_id):
-            raise self._draining_error(", and this step has not begun")
-        started = handler.start(session, request)
-        if handler.method not in self._repeatable:
-            return in_slices(started) if isinstance(started, GeneratorType) else started
-        reply: Answer[Message]
-        # Such a request changes bookkeeping only, so its handler is not async.
-        if isinstance(started, GeneratorType):
-            reply = in_slices(self._ending(started, handler.method, session, request_id))
-        elif isinstance(started, After):
-            self._end(handler.method, session, request_id, started.answer)
-            reply = started.task()
         else:
-            reply = cast(Answer[Message], started)
-            if not isinstance(reply, asyncio.Task):
-                self._end(handler.method, session, request_id, reply)
-        if request_id and isinstance(reply, asyncio.Task):
-            session.replies.remember(request_id, handler.method, reply)
-        return cast(Started[Response], reply)
+            assert session is not None, "its token was looked up"
+            started = handler.start(session, request)
+        if isinstance(started, GeneratorType):
+            try:
+                event = next(started)
+            except StopIteration as end:
+                started = end.value
+            else:
+                slices = self._ending(started, method, session, request_id) if repeatable else started
+                started = go_on(slices, event)
+        if not repeatable:
+            return cast(Started[Response], started)
+        # Such a request changes bookkeeping only, so its handler is not async.
+        assert session is not None, "requests outside sessions are not repeatable"
+        if isinstance(started, After):
+            self._end(method, session, request_id, started.answer)
+            started = started.task()
+        elif not isinstance(started, asyncio.Task):
+            self._end(method, session, request_id, started)
+            return cast(Started[Response], started)
+        if request_id:
+            session.replies.remember(request_id, method, started)
+        return cast(Started[Response], started)
 
     def _ending(
         self, slices: Waits[Finished[Message]], method: str, session: ServerSession, request_id: int
@@ -204,11 +215,14 @@ class Dispatcher:
             session.replies.remember(request_id, method, reply)
         self._end_operation()
 
-    def _admit(self, handler: Handler) -> None:
-        """Refuse new work while the daemon drains, and let the call see the steps that lanes have completed."""
+    def _check_draining(self, handler: Handler, request: Any, session: ServerSession | None) -> None:
+        """Raise DrainingError for new work."""
         if handler.while_draining is WhileDraining.REFUSED:
-            self.refuse_new_work()
-        self._sessions.lanes.commit_finished()
+            raise self._draining_error("")
+        if handler.while_draining is WhileDraining.FOR_BEGUN_STEPS:
+            assert session is not None, "steps are of sessions"
+            if not session.namespace.in_progress(request.step_id):
+                raise self._draining_error(", and this step has not begun")
 
     def _draining_error(self, detail: str) -> DrainingError:
         if self.restarting:

@@ -84,7 +84,7 @@ class Services:
         answered_here = method.name not in ANSWERED_BY_OBSERVER
         serialize = _serialize if answered_here else None
         if method.client_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
+            return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
         return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, serialize)
@@ -214,34 +214,35 @@ class Stream:
         self._unattached.cancel()
         self._slots.num_unattached -= 1
 
-    def _refusal(self, call: Refused) -> session_pb2.Reply:
-        """Return the error reply to a refused call. Raises the error if the call id is unknown, because the client
-        could not match the reply to a call."""
+    def _refusal(self, call: Refused) -> bytes:
+        """Return the serialized error reply to a refused call. Raises the error if the call id is unknown, because the
+        client could not match the reply to a call."""
         if call.call_id is None:
             raise call.error
-        return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error))
+        return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error)).SerializeToString()
 
-    async def _answer(self, call: session_pb2.Call) -> session_pb2.Reply | Encoded:
+    async def _answer(self, call: session_pb2.Call) -> bytes:
+        """Return the serialized reply to a call."""
         name = call.WhichOneof("call")
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
             request = getattr(call, name)
             if name == "attach":
-                return session_pb2.Reply(call_id=call.call_id, attach=await self._attach(request))
+                return session_pb2.Reply(call_id=call.call_id, attach=await self._attach(request)).SerializeToString()
             if self._session is None and name != "ping":
                 raise FailedPreconditionError("the stream's first call must be attach", field="call")
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
             if isinstance(response, Encoded):
-                reply = session_pb2.Reply(call_id=call.call_id)
+                reply = session_pb2.Reply(call_id=call.call_id).SerializeToString()
                 field = session_pb2.Reply.DESCRIPTOR.fields_by_name[name]
-                return Encoded((reply.SerializeToString(),)) + response.inside(field.number)
+                return b"".join((reply, *response.inside(field.number).pieces))
             result: dict[str, Any] = {name: response}
-            return session_pb2.Reply(call_id=call.call_id, **result)
+            return session_pb2.Reply(call_id=call.call_id, **result).SerializeToString()
         except KVServiceError as error:
-            return session_pb2.Reply(call_id=call.call_id, error=to_status(error))
+            return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
 
     async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:

@@ -36,6 +36,8 @@ class Replies:
     def __init__(self, ring: ReplyRing) -> None:
         """`ring` has the requests that an earlier process executed."""
         self._ring = ring
+        # Says that the operation of the latest request that was kept has ended.
+        self.settle = ring.settle
         # The method of each request, and the task that still computes its reply or None, the oldest request first.
         self._requests: dict[int, tuple[str, asyncio.Task[Message] | None]] = {}
         # The replies with their sizes in bytes, the oldest first.
@@ -72,9 +74,6 @@ class Replies:
         self._ring.put(request_id, method, reply.SerializeToString() if num_bytes <= RING_BYTES else None)
         self._enter(request_id, method, None)
         self._store(request_id, reply, num_bytes)
-
-    def settle(self) -> None:
-        self._ring.settle()
 
     def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
         """Remember a reply. A task that fails is forgotten, because failed requests are not remembered."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -20,7 +19,6 @@ from kvservice.server.sessions.replies import KeptReplies, Replies
 from kvservice.server.sessions.scheduler import SessionScheduler
 from kvservice.store import SessionStore
 from kvservice.telemetry.sessions import SessionRow, SessionTable
-from kvservice.wire.tensors import Array
 
 # The key of the last session id among the records.
 _LAST_ID: Final = -1
@@ -169,22 +167,6 @@ class ServerSession:
         """Let a Detach in progress fail, because others may use the session's blocks from now on."""
         if self.saving is not None:
             self.saving.failure, self.saving = error, None
-
-    def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
-        """Raise SequenceScheduledError for a sequence that belongs to the session's scheduler. `field` is a format
-        string for the index of an id."""
-        if self.scheduler is not None:
-            self.scheduler.check_unscheduled(sequence_ids, field)
-
-    @contextlib.contextmanager
-    def allocating(self, sequence_ids: Sequence[int]) -> Iterator[None]:
-        """Keep these ids from the requests of the scheduler until the context ends."""
-        ids = set(sequence_ids).difference(self.allocated_soon)
-        self.allocated_soon |= ids
-        try:
-            yield
-        finally:
-            self.allocated_soon -= ids
 
     def unshare(self, *, writers_done: bool = False) -> None:
         """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
