@@ -1,4 +1,4 @@
-"""The handlers of StoreService, and their codec."""
+"""The handlers of StoreService, and their codec: blocks by key in the store of the daemon."""
 
 from __future__ import annotations
 

@@ -177,8 +177,10 @@ class Dispatcher:
             except StopIteration as end:
                 started = end.value
             else:
-                slices = self._ending(started, method, session, request_id) if repeatable else started
-                started = go_on(slices, event)
+                if repeatable:
+                    assert session is not None, "requests outside sessions are not repeatable"
+                    started = self._ending(started, method, session, request_id)
+                started = go_on(started, event)
         if not repeatable:
             return cast(Started[Response], started)
         # Such a request changes bookkeeping only, so its handler is not async.
