@@ -82,7 +82,7 @@ class Observer:
         os._exit(0)
 
     def _configure(self, configuration: dict[str, Any]) -> None:
-        """Apply the daemon's configuration; see `configuration` of kvservice.server.telemetry."""
+        """Apply the daemon's configuration; see `configuration` of kvservice.server.watching.observing."""
         logs.configure(configuration["log_level"], configuration["log_format"])
         self._configuration = configuration
         arrays = open_arrays(self._memory, configuration["manifest"])

@@ -21,7 +21,8 @@ MAX_TABLE = 16384
 
 
 class Views:
-    """Data of the page, as dicts for JSON. `info` never changes; see `configuration` of kvservice.server.telemetry.
+    """Data of the page, as dicts for JSON. `info` never changes; see `configuration` of
+    kvservice.server.watching.observing.
 
     Methods raise InvalidArgumentError for invalid arguments and UnknownSequenceError for unknown sequences.
     """

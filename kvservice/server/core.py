@@ -22,12 +22,12 @@ from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.saved import SavedFiles, SessionFiles
-from kvservice.server.clock import Clock
-from kvservice.server.private_folders import private_folder
-from kvservice.server.saved_sessions import SavedSessions
-from kvservice.server.server_session import SessionMemory
-from kvservice.server.server_store import ServerStore, open_store
-from kvservice.server.sessions import SessionRegistry
+from kvservice.server.loop import Clock
+from kvservice.server.sessions.registry import SessionRegistry
+from kvservice.server.sessions.saved import SavedSessions
+from kvservice.server.sessions.session import SessionMemory
+from kvservice.server.tiering.store import ServerStore, open_store
+from kvservice.server.tiering.tiers import private_folder
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -19,53 +20,48 @@ import uvloop
 
 from kvservice import logs
 from kvservice.config import ServeConfig
-from kvservice.errors import RestartingError
+from kvservice.devices import prepare_device
+from kvservice.errors import KVServiceError, RestartingError
 from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
 from kvservice.keeper.standby import Standby
-from kvservice.kept import KeptFiles, Section
+from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import REFUSED, RestartReport, count_restart
-from kvservice.server import unmapping
-from kvservice.server.audit import Audit
-from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
-from kvservice.server.calls import session_handlers
-from kvservice.server.clock import Clock, process_start_s
-from kvservice.server.contract import METHODS, SERVICES
-from kvservice.server.core import open_core
-from kvservice.server.credentials import Credentials
-from kvservice.server.dispatch import Dispatcher
-from kvservice.server.draining import Drain
-from kvservice.server.events import EventStreams
-from kvservice.server.grpc_options import server_options
-from kvservice.server.health import Health, note_of
-from kvservice.server.heap import freeze_heap, trim_heap
-from kvservice.server.integrity import IntegrityWatch
-from kvservice.server.kept_sockets import KeptSockets
-from kvservice.server.listening import (
+from kvservice.server.calls.admin import AdminCalls
+from kvservice.server.calls.attention import AttentionCalls
+from kvservice.server.calls.blocks import BlockCalls
+from kvservice.server.calls.events import EventStreams
+from kvservice.server.calls.memory import HostCalls, RegionCalls, TransferCalls
+from kvservice.server.calls.scheduler import SchedulerCalls
+from kvservice.server.calls.store import StoreCalls, StoreCopyCalls
+from kvservice.server.core import open_core, state_identity
+from kvservice.server.loop import Clock, SystemClock
+from kvservice.server.memory.budget import start_unmapping
+from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
+from kvservice.server.rpc.contract import METHODS, SERVICES
+from kvservice.server.rpc.dispatch import Dispatcher
+from kvservice.server.rpc.limits import Slots, max_rpcs, server_options, task_factory
+from kvservice.server.rpc.listening import (
     ConfigError,
+    KeptSockets,
     check_addresses,
+    check_free,
     listen_http,
     listen_tcp,
     listen_unix,
     open_unix_socket,
+    raise_file_limit,
     with_port,
 )
-from kvservice.server.mooncake import check_mooncake
-from kvservice.server.observing import Observing
-from kvservice.server.open_calls import OpenCalls
-from kvservice.server.open_connections import ConnectionWatch
-from kvservice.server.open_files import raise_file_limit
-from kvservice.server.pool_tier import open_pool_tier
-from kvservice.server.rpc_tasks import task_factory
-from kvservice.server.services import Services
-from kvservice.server.slots import Slots, max_rpcs
-from kvservice.server.standard import health_handlers, reflection_handlers
-from kvservice.server.standing_by import StandbyEndedError, stand_by
-from kvservice.server.telemetry import StatsWriter, configuration
-from kvservice.server.tier_reports import TierReports
+from kvservice.server.rpc.standard import Health, health_handlers, note_of, reflection_handlers
+from kvservice.server.rpc.stream import Services
+from kvservice.server.tiering.pool_tier import open_pool_tier
+from kvservice.server.tiering.tiers import check_mooncake
+from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch, freeze_heap, trim_heap
+from kvservice.server.watching.observing import Observing, StatsWriter, TierReports, configuration
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:
-    from kvservice.server.tracing import Tracer
+    from kvservice.server.rpc.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +74,8 @@ HAND_OVER_STALL_S: Final = 0.25
 RESTARTS: Final = "KVSERVICE_RESTARTS"
 ENDED_AT: Final = "KVSERVICE_ENDED_AT"
 ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
+# The field of /proc/PID/stat with the start of the process, counted after the name of its program.
+_START_FIELD: Final = 19
 
 
 class KVServer:
@@ -110,12 +108,26 @@ class KVServer:
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
-        open_calls = OpenCalls(
-            config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
-        )
         self.pool_tier = tier = open_pool_tier(config, self.engine, self.store, clock)
-        of_sessions = session_handlers(config, self.engine, self.store, core.saved, tier, clock)
-        handlers = (*of_sessions, *open_calls.handlers())
+        policy_time = (clock or SystemClock()).time
+        handlers = (
+            *BlockCalls(config, self.engine, core.saved.swaps, tier).handlers(),
+            *AttentionCalls(config, self.engine).handlers(),
+            *RegionCalls().handlers(),
+            *TransferCalls().handlers(),
+            *HostCalls(self.engine.manager).handlers(),
+            *SchedulerCalls(config, self.engine, tier, policy_time).handlers(),
+            *StoreCalls(self.store).handlers(),
+            *StoreCopyCalls(config, self.store).handlers(),
+            *AdminCalls(
+                config,
+                self.engine,
+                self.sessions,
+                core.saved,
+                capacity_bytes,
+                lambda request: self.observing.snapshot(request),
+            ).handlers(),
+        )
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
@@ -173,7 +185,7 @@ class KVServer:
             if self.chain is not None:
                 self.chain.start()
             self.observing.report_restart(self._report_restart())
-            unmapping.start()
+            start_unmapping()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
             self._set_health()
@@ -223,7 +235,7 @@ class KVServer:
         """Log how this process began, and return that."""
         now = time.monotonic()
         # systemd does not say when the process before ended. It starts the next one at once.
-        down_s = now - float(os.environ.get(ENDED_AT) or process_start_s())
+        down_s = now - float(os.environ.get(ENDED_AT) or _process_start_s())
         report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s)
         early = os.environ.get(ENDED_EARLY, "")
         section = self.core.kept.table.section(Section.RESTARTS)
@@ -327,10 +339,17 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     if not config.otel_endpoint:
         return None
     try:
-        from kvservice.server.tracing import Tracer
+        from kvservice.server.rpc.tracing import Tracer
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
+
+
+def _process_start_s() -> float:
+    """Return when this process was started, in seconds of the monotonic clock."""
+    stat = Path("/proc/self/stat").read_bytes()
+    start_s = int(stat.rpartition(b")")[2].split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)
 
 
 async def _main(config: ServeConfig, taken: dict[str, int], manager: Notifier | None) -> int:
@@ -355,3 +374,80 @@ def run(config: ServeConfig) -> int:
             logger.error("%s", error)
             return EXIT_REFUSED
     return uvloop.run(_main(config, taken, manager))
+
+
+class Drain:
+    """Decides how long a draining daemon waits for work in progress.
+
+    A drain waits for calls in flight, and for open steps as long as their layers arrive within `stall_s` of each
+    other, but never longer than `timeout_s`. The caller passes the time, in seconds of a monotonic clock.
+    """
+
+    def __init__(self, timeout_s: float, stall_s: float, now: float) -> None:
+        self._timeout_s = timeout_s
+        self._stall_s = stall_s
+        self._begun_at = now
+        # For each session id: the number of written layers, and the time of its last change.
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def goes_on(self, now: float, calls_in_flight: int, layers_written: Mapping[int, int]) -> bool:
+        """Return whether to keep waiting. `layers_written` maps the id of each attached session with partly written
+        steps to the number of layers written in these steps."""
+        if now - self._begun_at > self._timeout_s:
+            logger.warning("still busy after %g s of draining", self._timeout_s)
+            return False
+        self._seen = {
+            session_id: (count, self._since(session_id, count, now)) for session_id, count in layers_written.items()
+        }
+        if calls_in_flight or any(now - since <= self._stall_s for _, since in self._seen.values()):
+            return True
+        if self._seen:
+            logger.warning(
+                "no layer for %g s: no more waiting for half-written steps, sessions %s", self._stall_s, [*self._seen]
+            )
+        return False
+
+    def _since(self, session_id: int, count: int, now: float) -> float:
+        before, since = self._seen.get(session_id, (None, now))
+        return since if before == count else now
+
+
+# ---- a new process that waits to take over from the running one: what can be done before
+
+
+class StandbyEndedError(Exception):
+    """This process does not take over."""
+
+
+def stand_by(config: ServeConfig, standby: Standby, taken: dict[str, int]) -> dict[str, int]:
+    """Check that this process can take over the state whose descriptors are `taken`, and wait until it shall. Returns
+    the descriptors that are kept then. Raises StandbyEndedError.
+
+    The state is only read, because its process still runs.
+    """
+    try:
+        refused = _refusal(config, taken)
+        if refused:
+            standby.refuse(refused)
+            raise StandbyEndedError(f"this process cannot take over: {refused}")
+        return standby.wait_for_go()
+    except EOFError as error:
+        raise StandbyEndedError(str(error)) from None
+    finally:
+        for descriptor in taken.values():
+            os.close(descriptor)
+
+
+def _refusal(config: ServeConfig, taken: dict[str, int]) -> str:
+    """Return why this process cannot take over, or an empty text."""
+    try:
+        check_addresses(config)
+        check_mooncake(config)
+        check_free(config, taken)
+        Credentials(config)
+        if refused := KeptState.check(KeptFiles(taken, None), state_identity(config)):
+            return refused
+        prepare_device(config)
+    except KVServiceError as error:
+        return str(error)
+    return ""

@@ -29,8 +29,7 @@ class Encoded:
 
     def inside(self, number: int) -> Encoded:
         """Return this message as field `number` of an outer message."""
-        size = sum(len(piece) for piece in self.pieces)
-        return Encoded((_varint(number << 3 | _LENGTH_DELIMITED) + _varint(size), *self.pieces))
+        return Encoded((_header(number, sum(map(len, self.pieces))), *self.pieces))
 
     def to_bytes(self) -> bytes:
         """Join the pieces. Raises MemoryError."""
@@ -42,15 +41,17 @@ def encode_tensor(array: Array) -> Encoded:
     message = tensor_pb2.Tensor()
     put_type(array, message)
     elements = Encoded((np.ascontiguousarray(array).reshape(-1).view(np.uint8).data,))
-    return Encoded((message.SerializeToString(),)) + elements.inside(tensor_pb2.Tensor.INLINE_FIELD_NUMBER)
+    return Encoded((message.SerializeToString(), *elements.inside(tensor_pb2.Tensor.INLINE_FIELD_NUMBER).pieces))
 
 
-def _varint(number: int) -> bytes:
+def _header(number: int, num_bytes: int) -> bytes:
+    """Return the tag of a field, and its size."""
     encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
+    for value in (number << 3 | _LENGTH_DELIMITED, num_bytes):
+        while value > 0x7F:
+            encoded.append(value & 0x7F | 0x80)
+            value >>= 7
+        encoded.append(value)
     return bytes(encoded)
 
 

@@ -34,26 +34,27 @@ def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None
     if dtype is None:
         raise InvalidArgumentError(f"unknown type {tensor.data_type}", field=f"{field}.data_type")
     shape = tuple(tensor.shape)
-    if len(shape) > 8 or any(extent < 0 for extent in shape):
+    if len(shape) > 8 or min(shape, default=0) < 0:
         raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)[:9]}", field=f"{field}.shape")
     num_bytes = math.prod(shape) * dtype.itemsize
     data: bytes | Array
     if read_place is not None and tensor.HasField("shared_memory"):
         name = f"{field}.shared_memory"
-        _check_size(tensor.shared_memory.byte_size, num_bytes, shape, f"{name}.byte_size")
+        if tensor.shared_memory.byte_size != num_bytes:
+            raise _wrong_size(tensor.shared_memory.byte_size, num_bytes, shape, f"{name}.byte_size")
         data = read_place(tensor.shared_memory, name)
     else:
         data = tensor.inline
-        _check_size(len(data), num_bytes, shape, f"{field}.inline")
+        if len(data) != num_bytes:
+            raise _wrong_size(len(data), num_bytes, shape, f"{field}.inline")
     try:
         return np.frombuffer(data, dtype).reshape(shape)
     except ValueError:  # one dimension is 0 and the product of the others overflows
         raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape") from None
 
 
-def _check_size(found: int, expected: int, shape: tuple[int, ...], field: str) -> None:
-    if found != expected:
-        raise InvalidArgumentError(f"{found} bytes, a tensor of shape {list(shape)} takes {expected}", field=field)
+def _wrong_size(found: int, expected: int, shape: tuple[int, ...], field: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{found} bytes, a tensor of shape {list(shape)} takes {expected}", field=field)
 
 
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:

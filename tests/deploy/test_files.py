@@ -21,7 +21,7 @@ from kvservice.cli import main
 from kvservice.config import ENV_PREFIX, GIB, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
-from kvservice.server.listening import check_addresses
+from kvservice.server.rpc.listening import check_addresses
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

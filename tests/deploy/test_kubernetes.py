@@ -20,7 +20,7 @@ from each_row import each_row
 
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
-from kvservice.server.listening import check_addresses
+from kvservice.server.rpc.listening import check_addresses
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"

@@ -15,7 +15,7 @@ from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
 from kvservice.keeper.descriptors import MAX_DESCRIPTORS
 from kvservice.keeper.keeper import NEVER_RESTARTED
-from kvservice.server.open_files import needed_files
+from kvservice.server.rpc.listening import needed_files
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/kvservice.service"
 

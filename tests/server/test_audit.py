@@ -11,7 +11,7 @@ import pytest
 from kvservice.auth import UNNAMED, Identity
 from kvservice.errors import UnauthenticatedError
 from kvservice.logs import LogBudget
-from kvservice.server.audit import MAX_DELAYED_REFUSALS, MAX_KNOWN_CONNECTIONS, REFUSAL_DELAY_S, Audit
+from kvservice.server.rpc.callers import MAX_DELAYED_REFUSALS, MAX_KNOWN_CONNECTIONS, REFUSAL_DELAY_S, Audit
 
 ERROR = UnauthenticatedError("who?", cause="unknown")
 

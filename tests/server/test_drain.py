@@ -22,7 +22,7 @@ from kvservice.client import KVClient, PutStatus, Session, Step, StoreNamespace
 from kvservice.environment import missing_environment
 from kvservice.errors import ConnectionLostError, DrainingError
 from kvservice.launch import Daemon
-from kvservice.server.draining import Drain
+from kvservice.server.daemon import Drain
 from kvservice.v1 import blocks_pb2
 
 POOL: dict[str, Any] = {

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import grpc
@@ -30,7 +30,8 @@ from kvservice.client import (
 from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceError, QuotaExceededError
 from kvservice.launch import Daemon
-from kvservice.server import services
+from kvservice.server.rpc.limits import RPC
+from kvservice.server.rpc.stream import Services
 from kvservice.v1 import events_pb2
 
 BLOCK_SIZE = 4
@@ -272,9 +273,9 @@ def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault() -> None:
     async def subscribe(outcome: type[BaseException]) -> None:
         streams: Any = Streams()
         limits = ServeConfig().request_limits
-        handlers = services.Services(Mock(), Mock(), streams, limits, Mock(), slots).handlers()
+        handlers = Services(Mock(), Mock(), streams, limits, Mock(), slots).handlers()
         handler: Any = handlers["/kvservice.v1.EventService/Subscribe"]
-        cast(Any, services).RPC.set(rpc)
+        RPC.set(rpc)
         with contextlib.suppress(asyncio.CancelledError):
             await handler.unary_stream(events_pb2.SubscribeRequest(start_number=1), LeavingContext(outcome))
         assert streams.count == 0

@@ -24,7 +24,7 @@ from small_pool import SMALL_POOL
 from kvservice.client import KVClient
 from kvservice.errors import ConnectionLostError, QuotaExceededError
 from kvservice.launch import Daemon
-from kvservice.server.fd_passing import (
+from kvservice.server.memory.fd_passing import (
     BACKLOG,
     MAX_OFFERS_OF_SESSION,
     MAX_SILENT_OF_USER,

@@ -8,7 +8,7 @@ from typing import Any
 from each_row import each_row
 from grpc_health.v1 import health_pb2
 
-from kvservice.server.health import Health, note_of
+from kvservice.server.rpc.standard import Health, note_of
 from kvservice.tiers import TierStats
 
 Status = health_pb2.HealthCheckResponse

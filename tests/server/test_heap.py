@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from kvservice.server.heap import LEAST_BYTES, NUM_SAMPLES, HeapTrimmer, Malloc, freeze_heap
+from kvservice.server.watching.housekeeping import LEAST_BYTES, NUM_SAMPLES, HeapTrimmer, Malloc, freeze_heap
 
 MIB = 1 << 20
 

@@ -24,7 +24,7 @@ from kvservice.client import KVClient
 from kvservice.environment import missing_environment
 from kvservice.errors import InternalError
 from kvservice.health import check
-from kvservice.server.integrity import SLICE_EVERY_S, IntegrityWatch
+from kvservice.server.watching.housekeeping import SLICE_EVERY_S, IntegrityWatch
 
 CHECKS, FAILURES = "kvservice_integrity_checks_total", "kvservice_integrity_failures_total"
 

@@ -15,7 +15,7 @@ from sleeping import FEW
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.kept import KeptArrays, KeptState
-from kvservice.server.kept_replies import ALL_RING_BYTES, MAX_REPLIES, RING_BYTES, KeptReplies, ReplyRing
+from kvservice.server.sessions.replies import ALL_RING_BYTES, MAX_REPLIES, RING_BYTES, KeptReplies, ReplyRing
 from kvservice.v1 import blocks_pb2
 
 LARGEST_ID = (1 << 64) - 1
@@ -138,7 +138,7 @@ def test_a_reply_is_whole_or_unknown_wherever_the_process_ends() -> None:
         if (content := held.content()) not in contents[-1:]:
             contents.append(content)
 
-    with at_every_line(["server/kept_replies.py"], note):
+    with at_every_line(["server/sessions/replies.py"], note):
         ring.put(1000, "append", new)
     note()
     held.close()

@@ -22,8 +22,16 @@ from kvservice.cli import main
 from kvservice.client import KVClient
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
-from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets
-from kvservice.server.listening import ConfigError, fd_listener, listen_http, reserve_port
+from kvservice.server.rpc.listening import (
+    FD_PASSING,
+    GRPC_PORT,
+    HTTP,
+    ConfigError,
+    KeptSockets,
+    fd_listener,
+    listen_http,
+    reserve_port,
+)
 
 
 class FakeKeeper:

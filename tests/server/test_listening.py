@@ -14,7 +14,7 @@ from small_pool import SMALL_POOL
 from kvservice.config import ServeConfig
 from kvservice.health import check
 from kvservice.launch import Daemon
-from kvservice.server.listening import ConfigError, check_addresses
+from kvservice.server.rpc.listening import ConfigError, check_addresses
 
 TLS: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
 # The kernel's unit of the start of a process.

@@ -32,8 +32,8 @@ from waiting import PATIENCE_S, until
 from kvservice.client import KVClient, Session
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon, StartError
-from kvservice.server import observing
-from kvservice.server.observing import Observing
+from kvservice.server.watching import observing
+from kvservice.server.watching.observing import Observing
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.server.open_connections import ConnectionWatch, count_tcp, count_unix
+from kvservice.server.watching.housekeeping import ConnectionWatch, count_tcp, count_unix
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

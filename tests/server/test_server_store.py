@@ -17,7 +17,7 @@ from store_rig import Store, unpack
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
 from kvservice.kept import KeptState
-from kvservice.server.server_store import ServerStore, open_store, store_config
+from kvservice.server.tiering.store import ServerStore, open_store, store_config
 from kvservice.store import SessionStore, StoreRecovery
 
 MIB, GIB = 1 << 20, 1 << 30

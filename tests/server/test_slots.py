@@ -23,8 +23,7 @@ from small_pool import SMALL_POOL
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
-from kvservice.server.rpc_tasks import task_factory
-from kvservice.server.slots import (
+from kvservice.server.rpc.limits import (
     MAX_UNATTACHED,
     RPC,
     STALL_S,
@@ -33,6 +32,7 @@ from kvservice.server.slots import (
     kind_limits,
     max_rpcs,
     max_rpcs_of_connection,
+    task_factory,
 )
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 

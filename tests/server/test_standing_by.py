@@ -18,7 +18,7 @@ from manual_clock import ManualClock
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
-from kvservice.server.standing_by import StandbyEndedError, stand_by
+from kvservice.server.daemon import StandbyEndedError, stand_by
 
 NEWEST = {"newest": 99}
 

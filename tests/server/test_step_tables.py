@@ -11,7 +11,7 @@ from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.kept import KeptState
-from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
+from kvservice.server.memory.host import ALIGNMENT, NUM_SLOTS, StepTables
 
 WORD_BYTES = 16 * NUM_SLOTS
 

@@ -11,7 +11,7 @@ import pytest
 from daemon_lives import Life
 from manual_clock import ManualClock
 
-from kvservice.server.transfers import PEER
+from kvservice.server.memory.remote import PEER
 from kvservice.transfer import Ticket, TransferProcess
 from kvservice.v1 import transfer_pb2
 

@@ -17,7 +17,7 @@ from kvservice.client import Sequence as ClientSequence
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
-from kvservice.server.codec import stats_response
+from kvservice.server.calls.admin import stats_response
 
 
 @dataclass(frozen=True)

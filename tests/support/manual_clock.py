@@ -1,4 +1,4 @@
-"""A clock of sessions (kvservice/server/clock.py) that only the test advances."""
+"""A clock of sessions (kvservice/server/loop.py) that only the test advances."""
 
 from __future__ import annotations
 

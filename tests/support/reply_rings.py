@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvservice.kept import KeptState
-from kvservice.server.kept_replies import KeptReplies
-from kvservice.server.replies import Replies
+from kvservice.server.sessions.replies import KeptReplies, Replies
 
 
 def no_replies() -> Replies:

@@ -1,0 +1,411 @@
+"""The handlers of BlockService, and their codec: sequences and their blocks, steps, the prefix cache."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from kvservice.blocks import (
+    AllocationRequest,
+    AllocStatus,
+    DiskSequence,
+    SequenceSnapshot,
+    SessionNamespace,
+    Slices,
+    StepPlan,
+)
+from kvservice.blocks.slices import SLICE_SEQUENCES, Waits, in_turn
+from kvservice.config import ServeConfig
+from kvservice.engine import CacheEngine
+from kvservice.errors import InvalidArgumentError, KVServiceError
+from kvservice.server.calls.handlers import (
+    Handler,
+    SessionHandler,
+    WhileDraining,
+    check_response_size,
+    max_response_bytes,
+)
+from kvservice.server.loop import After, Finished
+from kvservice.server.memory.host import Run
+from kvservice.server.sessions.saved import DiskSwaps
+from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tiering.pool_tier import PoolTier
+from kvservice.v1 import (
+    blocks_pb2,
+)
+from kvservice.wire.tensors import Array, to_ints, token_array
+
+T = TypeVar("T")
+
+ALLOC_STATUS: Final = {
+    AllocStatus.OK: blocks_pb2.ALLOC_STATUS_OK,
+    AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
+    AllocStatus.NEVER: blocks_pb2.ALLOC_STATUS_NEVER,
+}
+
+
+class BlockCalls:
+    def __init__(
+        self, config: ServeConfig, engine: CacheEngine, swaps: DiskSwaps, tier: PoolTier | None = None
+    ) -> None:
+        """`tier` loads missing blocks, if there is one."""
+        self._engine, self._swaps = engine, swaps
+        self._manager = engine.manager
+        self._tier = tier
+        before = None if tier is None else tier.before_allocation
+        self._allocate = functools.partial(self._manager.allocate_in_slices, before=before)
+        self._max_request_sequences = config.max_request_sequences
+        self._max_response_bytes = max_response_bytes(config)
+
+    def handlers(self) -> tuple[Handler, ...]:
+        refused = WhileDraining.REFUSED
+        return (
+            SessionHandler("allocate", blocks_pb2.AllocateRequest, self.allocate, refused),
+            SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, self.can_allocate),
+            SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
+            SessionHandler("can_append", blocks_pb2.CanAppendRequest, self.can_append),
+            SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
+            SessionHandler("open_ahead", blocks_pb2.OpenAheadRequest, self.open_ahead, refused),
+            SessionHandler("commit_ahead", blocks_pb2.CommitAheadRequest, self.commit_ahead),
+            SessionHandler("truncate", blocks_pb2.TruncateRequest, self.truncate),
+            SessionHandler("fork", blocks_pb2.ForkRequest, self.fork, refused),
+            SessionHandler("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
+            SessionHandler("can_swap_out", blocks_pb2.CanSwapOutRequest, self.can_swap_out),
+            SessionHandler("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
+            SessionHandler("can_swap_in", blocks_pb2.CanSwapInRequest, self.can_swap_in),
+            SessionHandler("free", blocks_pb2.FreeRequest, self.free),
+            SessionHandler("describe", blocks_pb2.DescribeRequest, self.describe),
+            SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
+            SessionHandler("pin", blocks_pb2.PinRequest, self.pin, refused),
+            SessionHandler("unpin", blocks_pb2.UnpinRequest, self.unpin),
+            SessionHandler("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache),
+            SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
+        )
+
+    def allocate(
+        self, session: ServerSession, request: blocks_pb2.AllocateRequest
+    ) -> Waits[blocks_pb2.AllocateResponse]:
+        ids = [sequence.sequence_id for sequence in request.sequences]
+        if session.scheduler is not None:
+            session.scheduler.check_unscheduled(ids, "sequences[{}].sequence_id")
+        # Requests of the scheduler do not get these ids meanwhile.
+        soon = set(ids).difference(session.allocated_soon)
+        session.allocated_soon |= soon
+        try:
+            allocations = yield from _allocated(self._allocate, session.namespace, request)
+        finally:
+            session.allocated_soon -= soon
+        return blocks_pb2.AllocateResponse(
+            num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
+            num_blocks=[allocation.num_blocks for allocation in allocations],
+        )
+
+    def can_allocate(
+        self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
+    ) -> Waits[blocks_pb2.CanAllocateResponse]:
+        status = yield from _allocated(self._manager.can_allocate_in_slices, session.namespace, request)
+        return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
+
+    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
+        step = self._engine.append(
+            session.namespace,
+            _own_ids(session, request),
+            token_array(request),
+            optional_ints(request.num_tokens, np.int32),
+            optional_ints(request.expected_lengths),
+            request.lookahead,
+        )
+        return _opened(session, step, request.return_slot_mapping)
+
+    def can_append(self, session: ServerSession, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
+        num_tokens = optional_ints(request.num_tokens, np.int32)
+        sequence_ids = to_ints(request.sequence_ids)
+        ok = self._manager.can_append(session.namespace, sequence_ids, num_tokens, request.lookahead)
+        return blocks_pb2.CanAppendResponse(ok=ok)
+
+    def open_step(
+        self, session: ServerSession, request: blocks_pb2.OpenStepRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
+        num_tokens = optional_ints(request.num_tokens, np.int32)
+        step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
+        return _opened(session, step, request.return_slot_mapping)
+
+    def open_ahead(
+        self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
+        session.access.check_writable()
+        step = self._engine.open_ahead(
+            session.namespace,
+            _own_ids(session, request),
+            request.num_steps,
+            optional_ints(request.expected_lengths),
+        )
+        return _opened(session, step, return_slot_mapping=False, to_lane=False)
+
+    def commit_ahead(
+        self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
+        session.access.check_writable()
+        num_tokens = optional_ints(request.num_tokens, np.int32)
+        if request.token_ids and request.step_id in session.namespace.steps:
+            session.access.check_in_tables(request.step_id)
+        with session.access.following(request.step_id) as run:
+            step = self._engine.commit_ahead(
+                session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
+            )
+            if step is None:
+                return blocks_pb2.StepResponse()
+            return _opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
+
+    def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
+        self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
+        return blocks_pb2.TruncateResponse()
+
+    def fork(self, session: ServerSession, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
+        parents, children = to_ints(request.parent_ids), to_ints(request.child_ids)
+        if session.scheduler is not None:
+            session.scheduler.check_unscheduled(parents, "parent_ids[{}]")
+            session.scheduler.check_unscheduled(children, "child_ids[{}]")
+        self._manager.fork(session.namespace, parents, children)
+        return blocks_pb2.ForkResponse()
+
+    def swap_out(
+        self, session: ServerSession, request: blocks_pb2.SwapOutRequest
+    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+        ids = _own_ids(session, request)
+        if request.tier == blocks_pb2.SWAP_TIER_DISK:
+            return _moved(self._swaps.swap_out(session, ids.tolist()))
+        if request.tier != blocks_pb2.SWAP_TIER_UNSPECIFIED:
+            raise InvalidArgumentError(f"there is no tier {request.tier}", field="tier")
+        return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_out(session.namespace, ids)))
+
+    def can_swap_out(
+        self, session: ServerSession, request: blocks_pb2.CanSwapOutRequest
+    ) -> blocks_pb2.CanSwapOutResponse:
+        return blocks_pb2.CanSwapOutResponse(
+            ok=self._manager.can_swap_out(session.namespace, to_ints(request.sequence_ids))
+        )
+
+    def swap_in(
+        self, session: ServerSession, request: blocks_pb2.SwapInRequest
+    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+        ids = _own_ids(session, request)
+        if _any_on_disk(session, ids):
+            return _moved(self._swaps.swap_in(session, ids.tolist()))
+        return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_in(session.namespace, ids)))
+
+    def can_swap_in(self, session: ServerSession, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
+        ids = to_ints(request.sequence_ids)
+        if _any_on_disk(session, ids):
+            status = self._swaps.can_swap_in(session, ids.tolist())
+        else:
+            status = self._manager.can_swap_in(session.namespace, ids)
+        return blocks_pb2.CanSwapInResponse(status=ALLOC_STATUS[status])
+
+    def free(self, session: ServerSession, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
+        ids = _own_ids(session, request)
+        on_disk = _any_on_disk(session, ids)
+        yield from self._manager.free_in_slices(session.namespace, ids)
+        if on_disk:
+            self._swaps.forget(session)
+        return blocks_pb2.FreeResponse()
+
+    def describe(
+        self, session: ServerSession, request: blocks_pb2.DescribeRequest
+    ) -> Slices[blocks_pb2.DescribeResponse]:
+        if request.first < 0:
+            raise InvalidArgumentError("is negative", field="first")
+        ids = optional_ints(request.sequence_ids)
+        chosen = functools.partial(
+            self._manager.describe_in_slices,
+            session.namespace,
+            _with_rows(session, ids),
+            first=request.first,
+            limit=self._max_request_sequences,
+        )
+        sequences = yield from chosen()
+        if request.return_token_ids or request.return_block_ids:
+            self._check_described(sequences)
+            sequences = yield from chosen(
+                include_tokens=request.return_token_ids, include_blocks=request.return_block_ids
+            )
+            self._check_described(sequences)  # the sequences may have grown between the slices
+        descriptions = yield from in_turn(description(info) for info in sequences)
+        if session.namespace.on_disk:
+            descriptions = self._with_disk(session, ids, request.first, descriptions)
+        lost = session.namespace.lost
+        listed = sorted(lost)[request.first :][: self._max_request_sequences] if not request.sequence_ids else ()
+        return blocks_pb2.DescribeResponse(
+            num_sequences=len(session.namespace) + len(session.namespace.on_disk),
+            sequences=descriptions,
+            lost_sequence_ids=listed,
+            num_lost_sequences=len(lost),
+        )
+
+    def _with_disk(
+        self,
+        session: ServerSession,
+        ids: Array | None,
+        first: int,
+        descriptions: list[blocks_pb2.SequenceDescription],
+    ) -> list[blocks_pb2.SequenceDescription]:
+        """Add the sequences on the disk to the descriptions of the others: those of `ids` in their order, or those
+        after the others."""
+        on_disk = session.namespace.on_disk
+        if ids is None:
+            begin = max(first - len(session.namespace), 0)
+            names = list(on_disk)[begin : begin + self._max_request_sequences - len(descriptions)]
+            return descriptions + [disk_description(name, on_disk[name]) for name in names]
+        others = {one.sequence_id: one for one in descriptions}
+        return [others.get(name) or disk_description(name, on_disk[name]) for name in ids.tolist()]
+
+    def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
+        num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
+        check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
+
+    def match_prefix(self, _: ServerSession, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
+        tokens = self._manager.match_prefix(token_array(request), extra_keys(request.extra_keys))
+        return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
+
+    def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
+        token_ids, extra = token_array(request), extra_keys(request.extra_keys)
+        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra)) is not None:
+            yield event
+        pin = self._manager.pin(session.namespace, token_ids, extra, ttl_s=request.ttl_s)
+        return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
+
+    def unpin(self, session: ServerSession, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
+        self._manager.unpin(session.namespace, request.pin_id)
+        return blocks_pb2.UnpinResponse()
+
+    def reset_prefix_cache(
+        self, _: ServerSession, __: blocks_pb2.ResetPrefixCacheRequest
+    ) -> Waits[blocks_pb2.ResetPrefixCacheResponse]:
+        reset = self._manager.reset_prefix_cache_in_slices()
+        yield from reset if self._tier is None else self._tier.reset(reset)
+        return blocks_pb2.ResetPrefixCacheResponse()
+
+    def common_prefix(
+        self, session: ServerSession, request: blocks_pb2.CommonPrefixRequest
+    ) -> blocks_pb2.CommonPrefixResponse:
+        num_blocks = self._manager.common_prefix_blocks(session.namespace, to_ints(request.sequence_ids))
+        return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
+
+
+def _with_rows(session: ServerSession, ids: Array | None) -> Array | None:
+    """Return those of these sequences that are not on the disk. Raises the error for unknown ones."""
+    on_disk = session.namespace.on_disk
+    if ids is None or not on_disk:
+        return ids
+    names = ids.tolist()
+    if not all(name in session.namespace or name in on_disk for name in names):
+        raise session.namespace.unknown_sequence(names, "sequence_ids")
+    return ids[[name not in on_disk for name in names]]
+
+
+def _moved(slices: Waits[int]) -> Waits[blocks_pb2.SwapResponse]:
+    return blocks_pb2.SwapResponse(moved_blocks=(yield from slices))
+
+
+def _any_on_disk(session: ServerSession, ids: Array) -> bool:
+    on_disk = session.namespace.on_disk
+    return bool(on_disk) and not on_disk.keys().isdisjoint(ids.tolist())
+
+
+def _own_ids(
+    session: ServerSession,
+    request: blocks_pb2.AppendRequest
+    | blocks_pb2.OpenStepRequest
+    | blocks_pb2.OpenAheadRequest
+    | blocks_pb2.TruncateRequest
+    | blocks_pb2.SwapOutRequest
+    | blocks_pb2.SwapInRequest
+    | blocks_pb2.FreeRequest,
+) -> Array:
+    """Return the sequences that a request changes. Raises SequenceScheduledError if one belongs to the scheduler."""
+    ids = to_ints(request.sequence_ids)
+    if session.scheduler is not None:
+        session.scheduler.check_unscheduled(ids, "sequence_ids[{}]")
+    return ids
+
+
+def _opened(
+    session: ServerSession, step: StepPlan, return_slot_mapping: bool, *, to_lane: bool = True, run: Run | None = None
+) -> Finished[blocks_pb2.StepResponse]:
+    """Publish a step to the session's client. Return the response, when the client may work on the step."""
+    mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
+    response = step_response(step, return_slot_mapping, mapped)
+    return response if published is None else After(response, published)
+
+
+# ---- codec
+
+
+def _allocated(
+    allocate: Callable[[SessionNamespace, list[AllocationRequest]], Waits[T]],
+    namespace: SessionNamespace,
+    request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
+) -> Waits[T]:
+    """Call `allocate` with the sequences of a request. Large requests are translated in slices."""
+    requests: list[AllocationRequest] = []
+    for one in request.sequences:
+        if requests and len(requests) % SLICE_SEQUENCES == 0:
+            yield None
+        extra = extra_keys(one.extra_keys) if one.extra_keys else ()
+        requests.append(AllocationRequest(one.sequence_id, token_array(one), extra, request.lookahead))
+    try:
+        return (yield from allocate(namespace, requests))
+    except KVServiceError as error:  # name the fields of the message
+        field = re.sub(r"^requests\b", "sequences", error.field)
+        error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
+        raise
+
+
+def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], ...]:
+    return tuple((key.position, key.key) for key in keys)
+
+
+def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
+    """Return the integers as an array, or None for an empty repeated field, which means that it was not set."""
+    return np.array(repeated, dtype) if repeated else None
+
+
+def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
+    """Encode a step. `mapped` has the slot and the offset of the step in the session's step tables."""
+    response = blocks_pb2.StepResponse(
+        step_id=step.step_id,
+        query_lens=step.query_lens.tolist(),
+        context_lens=step.context_lens.tolist(),
+        cow_copies=len(step.copies),
+    )
+    if return_slot_mapping:
+        response.slot_mapping.extend(step.slot_mapping.tolist())
+    if mapped is not None:
+        response.mapped.slot, response.mapped.offset = mapped
+    return response
+
+
+def description(info: SequenceSnapshot) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=info.sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        num_blocks=info.num_blocks,
+        swapped=info.swapped,
+        token_ids=() if info.token_ids is None else info.token_ids.tolist(),
+        block_ids=() if info.block_ids is None else info.block_ids.tolist(),
+    )
+
+
+def disk_description(sequence_id: int, info: DiskSequence) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        swapped=True,
+        on_disk=True,
+    )

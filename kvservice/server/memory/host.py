@@ -1,0 +1,492 @@
+"""Memory that a session shares with a client on the same host: its regions, its lane, the mapped pool, step tables.
+
+open_step ─▶ publish ─▶ the client works on the step in the mapped pool or by its lane ─▶ commit
+                └── the step ends (append, fork, truncate, swap, free, close) ─▶ retire: the step is no longer usable
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Awaitable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from kvservice.blocks import BlockManager, SessionNamespace, Slices, StepPlan
+from kvservice.config import ServeConfig
+from kvservice.devices import CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
+from kvservice.errors import FailedPreconditionError, PoolNotSharedError, QuotaExceededError, ResourceExhaustedError
+from kvservice.pool.sealed import SealedMemory
+from kvservice.server.loop import Clock
+from kvservice.server.memory.budget import Budget, BudgetedMemory, descriptors_needed
+from kvservice.server.memory.fd_passing import FdServer, OnFetch, SessionUser, Trust
+from kvservice.server.memory.remote import Transfers
+from kvservice.telemetry.sessions import LANE, SessionRow
+
+
+@dataclass
+class PoolMappings:
+    """The number of sessions that have mapped the pool. It is limited, because their step tables use memory."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The objects that the HostAccess of all sessions share."""
+
+    trust: Trust
+    budget: Budget
+    fd_server: FdServer
+    lanes: Lanes
+    mappings: PoolMappings
+    clock: Clock
+    transfers: Transfers
+
+
+class HostAccess:
+    """The memory that one session shares with its client. All methods must be called on the event loop."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        device: Device,
+        manager: BlockManager,
+        namespace: SessionNamespace,
+        sharing: Sharing,
+        row: SessionRow,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._manager = manager
+        self._namespace = namespace
+        self.budget, self._fd_server, self._lanes = sharing.budget, sharing.fd_server, sharing.lanes
+        self._mappings = sharing.mappings
+        self.transfers = sharing.transfers
+        self._lane_number = sharing.lanes.new_number()
+        self._row = row
+        self.user = SessionUser(sharing.trust, sharing.clock)
+        self._shared: LaneSession | None = None
+        self._lane: LaneServer | None = None
+        self._lane_memory: BudgetedMemory | None = None
+        self._tables: StepTables | None = None
+        self._table_memory: BudgetedMemory | None = None
+        self._writable = False
+        self._published: set[int] = set()
+        namespace.on_step_end = self._retire
+
+    # ---- regions
+
+    def make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
+        """Allocate memory for a region in slices. Raises QuotaExceededError and ResourceExhaustedError naming
+        `field`."""
+        return self.budget.make_in_slices(name, num_bytes, field=field)
+
+    def hand_over(self, memory: BudgetedMemory) -> bytes:
+        """Offer the memory on the fd-passing socket, and return the handover token. Raises QuotaExceededError."""
+        return self._fd_server.offer([memory.descriptor()], self)
+
+    def offer_store(self, descriptor: int, on_fetch: OnFetch) -> bytes:
+        """Offer the memory of the block store, and return the handover token. Raises QuotaExceededError."""
+        return self._fd_server.offer([descriptor], self, on_fetch)
+
+    def withdraw(self, token: bytes) -> None:
+        """Cancel the offer of this handover token, if it is still pending."""
+        self._fd_server.withdraw(token)
+
+    def add_region(self, address: int, num_bytes: int) -> int:
+        """Register memory of the daemon for use in lane entries. Returns the region's number."""
+        return self._of_lane().add_region(address, num_bytes)
+
+    def remove_region(self, number: int) -> None:
+        """Unregister a region. Blocks until no call of the lane uses it."""
+        self._of_lane().remove_region(number)
+
+    def open_cuda_region(self, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+        """Open a CUDA IPC handle.
+
+        The caller must check that the user may share memory, because a forged handle that the driver accepts can make
+        the daemon lose its GPU. Raises RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError.
+        """
+        return self._device.open_cuda_region(self._of_lane(), raw_handle, device_id, byte_size)
+
+    def _of_lane(self) -> LaneSession:
+        if self._shared is None:
+            finished_ids = self._manager.finished_ids(self._namespace)
+            self._shared = self._device.lane_session(self._lane_number, finished_ids)
+        return self._shared
+
+    # ---- the lane
+
+    def open_lane(self) -> bytes:
+        """Open the session's lane. Returns a handover token for its memory. Raises RegionsNotAllowedError,
+        FailedPreconditionError, QuotaExceededError, ResourceExhaustedError."""
+        self.user.check_may_share()
+        if self._lane is not None and not self._lane.closed:
+            raise FailedPreconditionError("the session has a lane")
+        self.close_lane()
+        limit = self._config.max_lanes
+        if len(self._lanes) >= limit:
+            raise QuotaExceededError(f"{limit} lanes are open", limit="max_lanes", value=limit)
+        memory = self.budget.make("kvservice-lane", self._device.lane_bytes)
+        try:
+            token = self.hand_over(memory)
+            self._lane = self._device.open_lane(memory.sealed, self._of_lane())
+        except BaseException:
+            memory.close()
+            raise
+        self._lane_memory = memory
+        self._lanes.add(self._lane_number, self, self._lane)
+        self._row.set(LANE, 1)
+        return token
+
+    def close_lane(self) -> None:
+        """Close the lane, if it is open, after its running calls. Steps that it finished are committed."""
+        if self._lane is not None:
+            assert self._lane_memory is not None, "a lane has memory"
+            self._lanes.end(self._lane_number)
+            self._lane = None
+            self._lane_memory.close()
+            self._lane_memory = None
+            self._row.set(LANE, 0)
+
+    # ---- the pool
+
+    def map_pool(self, writable: bool) -> tuple[bytes, int, int]:
+        """Let the client map the pool.
+
+        Returns a handover token for the memory of the pool and of the step tables, and the size of each in bytes.
+        Raises PoolNotSharedError, ResourceExhaustedError, QuotaExceededError.
+        """
+        shared = self._config.share_pool
+        if shared == "off" or (writable and shared != "write"):
+            raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
+        self.user.check_may_map()
+        memory = self._table_memory or self._make_tables()
+        try:
+            with descriptors_needed(), self._device.exported_pool() as pool:
+                token = self._offer_pool(pool.descriptor, memory)
+        except BaseException:
+            if self._table_memory is None:
+                memory.close()
+            raise
+        if self._table_memory is None:
+            self._table_memory = memory
+            self._tables = StepTables(memory.sealed)
+            self._mappings.count += 1
+        self._writable = self._writable or writable
+        return token, pool.num_bytes, TABLE_BYTES
+
+    def _make_tables(self) -> BudgetedMemory:
+        limit = self._config.max_pool_mappings
+        if self._mappings.count >= limit:
+            raise QuotaExceededError(f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit)
+        return self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
+
+    def _offer_pool(self, pool_descriptor: int, tables: BudgetedMemory) -> bytes:
+        copy = os.dup(pool_descriptor)
+        try:
+            table_descriptor = tables.descriptor()
+        except BaseException:
+            os.close(copy)
+            raise
+        return self._fd_server.offer([copy, table_descriptor], self)
+
+    def unmap_pool(self) -> None:
+        if self._tables is not None and self._table_memory is not None:
+            self._tables.close()
+            self._table_memory.close()
+            self._tables, self._table_memory = None, None
+            self._mappings.count -= 1
+        self._writable = False
+
+    def check_writable(self) -> None:
+        """Raise PoolNotSharedError unless the session has mapped the pool for writing."""
+        if not self._writable:
+            raise PoolNotSharedError("the session has not mapped the pool for writing")
+
+    # ---- steps
+
+    def check_in_tables(self, step_id: int) -> None:
+        """Raise FailedPreconditionError unless the client can know the slots of a step."""
+        if self._tables is None or step_id not in self._tables:
+            raise FailedPreconditionError(
+                f"step {step_id} is not in the step tables: they were full, or it is older than the mapping",
+                field="step_id", step_id=step_id,
+            )  # fmt: skip
+
+    def following(self, step_id: int) -> contextlib.AbstractContextManager[Run | None]:
+        """See StepTables.following."""
+        return contextlib.nullcontext() if self._tables is None else self._tables.following(step_id)
+
+    def publish(
+        self, step: StepPlan, *, to_lane: bool = True, run: Run | None = None
+    ) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
+        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables. `run` is
+        what `following` has yielded.
+
+        Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
+        may work on the step, or None if it may at once.
+        """
+        if self._lane is None and self._tables is None:
+            return None, None
+        try:
+            prepared = self._device.prepare(step)
+        except ResourceExhaustedError:
+            return None, None  # the step stays open, and the client sends its layers in messages
+        if prepared is None and to_lane:
+            self._publish_to_lane(step)
+        mapped = None if self._tables is None else self._tables.publish(step, run)
+        if prepared is not None and to_lane:
+            prepared = self._publish_when(prepared, step)
+        return mapped, prepared
+
+    async def _publish_when(self, prepared: Awaitable[None], step: StepPlan) -> None:
+        await prepared
+        self._publish_to_lane(step)
+
+    def _publish_to_lane(self, step: StepPlan) -> None:
+        if self._lane is None or step.step_id in self._published:
+            return
+        written = self._manager.hand_to_lane(self._namespace, step.step_id)
+        if written is not None:  # else the step has ended in the meantime
+            self._device.publish(self._of_lane(), step, written)
+            self._published.add(step.step_id)
+
+    def _retire(self, step_id: int) -> None:
+        if self._tables is not None:
+            self._tables.retire(step_id)
+        if step_id in self._published:
+            self._published.remove(step_id)
+            self._of_lane().retire(step_id)
+
+    def commit(self, step_id: int) -> None:
+        """Commit a step whose last layer was written by the lane."""
+        self._manager.commit_written(self._namespace, step_id)
+
+    def drain(self) -> None:
+        """Make the lane refuse steps that have not begun."""
+        if self._shared is not None:
+            self._shared.set_draining()
+
+    def close(self) -> None:
+        self._fd_server.withdraw_all(self)
+        self.close_lane()
+        self.unmap_pool()
+
+
+# ---- the lanes of all sessions
+
+# The thread of a lane adds a step to `Device.finished_steps` before it completes the call for the last layer. The event
+# loop commits the step when the lane signals it, and before any call. So a call that a client makes after it has seen
+# the completion finds the step committed.
+
+# The number of calls, the number of failed calls, the latency histogram (calls per bucket, the last entry is the
+# overflow), and the sum of the latencies in seconds.
+LaneStats: TypeAlias = tuple[int, int, list[int], float]
+
+
+class LaneOwner(Protocol):
+    """The session that a lane belongs to."""
+
+    def commit(self, step_id: int) -> None:
+        """Commit a step whose last layer was written by the lane."""
+
+    def drain(self) -> None:
+        """Make the lane refuse steps that have not begun."""
+
+    def close_lane(self) -> None:
+        """Close the lane."""
+
+
+@dataclass(frozen=True)
+class OpenLane:
+    owner: LaneOwner
+    server: LaneServer
+
+
+class Lanes:
+    """All open lanes, by the number of their session, see `new_number`."""
+
+    def __init__(self, num_buckets: int, finished_steps: FinishedSteps) -> None:
+        """`num_buckets` is the length of the latency histograms."""
+        self.finished_steps = finished_steps
+        self._lanes: dict[int, OpenLane] = {}
+        self._numbers = itertools.count()
+        # Totals over closed lanes.
+        self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor that is readable while there are steps for `commit_finished`."""
+        return self.finished_steps.descriptor
+
+    def new_number(self) -> int:
+        """Return a number for the lanes of a session. It identifies the session in the finished steps."""
+        return next(self._numbers)
+
+    def add(self, number: int, owner: LaneOwner, server: LaneServer) -> None:
+        self._lanes[number] = OpenLane(owner, server)
+
+    def end(self, number: int) -> None:
+        """Close a lane after its running calls, and commit the steps that it completed."""
+        server = self._lanes[number].server
+        server.close()
+        self.commit_finished()
+        del self._lanes[number]
+        self._ended = _sum(self._ended, server.stats())
+
+    def commit_finished(self) -> None:
+        """Commit the steps whose last layer was written by a lane."""
+        self.commit(self.finished_steps.take())
+
+    def commit(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Commit these finished steps."""
+        for number, step_id in steps:
+            self._lanes[number].owner.commit(step_id)
+
+    def stats(self) -> LaneStats:
+        """Return totals over open and closed lanes."""
+        stats = self._ended
+        for lane in self._lanes.values():
+            stats = _sum(stats, lane.server.stats())
+        return stats
+
+    def drain(self) -> None:
+        """Make all lanes refuse steps that have not begun."""
+        for lane in self._lanes.values():
+            lane.owner.drain()
+
+    def close(self) -> None:
+        for lane in list(self._lanes.values()):
+            lane.owner.close_lane()
+
+
+def _sum(one: LaneStats, other: LaneStats) -> LaneStats:
+    counts = [a + b for a, b in zip(one[2], other[2], strict=True)]
+    return one[0] + other[0], one[1] + other[1], counts, one[3] + other[3]
+
+
+# ---- step tables: the live steps of a session in shared memory, for a client that works in the mapped pool
+
+#     int64[NUM_SLOTS]     word `slot` is the id of the step while it is live, else 0
+#     int64[NUM_SLOTS]     word `slot` is the id of the first step of its run
+#     then, at the offset of each step, with every array aligned to ALIGNMENT bytes:
+#     slot_mapping int64[num_tokens], query_lens int32[n], context_lens int32[n], block_tables int32[n][max_blocks]
+#
+# The client checks the word before and after its work on a step. If the step ended in between, its blocks may already
+# belong to other sequences, so the result is invalid. Step ids are never reused, so comparing the word is sufficient.
+#
+# The steps ahead that follow one another by commits are a run, and have one slot. While any of them is live, the slots
+# of those before it are still those of their sequences. So a client with an answer on its way need not wait for it to
+# know that its work is good.
+
+NUM_SLOTS = 1024
+ALIGNMENT = 64
+TABLE_BYTES = 16 << 20
+NOT_LIVE = 0
+
+
+class Run(NamedTuple):
+    """Steps ahead that follow one another: their slot, and the id of the first."""
+
+    slot: int
+    first_id: int
+
+
+class StepTables:
+    """The step tables of one session. The daemon writes them, and the client maps them read-only."""
+
+    def __init__(self, memory: SealedMemory) -> None:
+        """`memory` must be read-only for clients."""
+        self.memory = memory
+        self._words, self._runs = np.frombuffer(self.memory.map, np.int64, 2 * NUM_SLOTS).reshape(2, NUM_SLOTS)
+        # Live steps: id → (slot, first byte, end byte).
+        self._extents: dict[int, tuple[int, int, int]] = {}
+        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+        # The step that `following` keeps, and whether it has ended.
+        self._kept: int | None = None
+        self._kept_ended = False
+
+    @contextlib.contextmanager
+    def following(self, step_id: int) -> Iterator[Run | None]:
+        """A context in which a step ahead is committed, and the one that follows it is opened and published. Yields its
+        run, or None if the step is not in the tables. Until the next one is there, clients see this one."""
+        extent = self._extents.get(step_id)
+        if extent is None:
+            yield None
+            return
+        self._kept, self._kept_ended = step_id, False
+        try:
+            yield Run(extent[0], int(self._runs[extent[0]]))
+        finally:
+            self._release_kept()
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and self._kept_ended:
+            self.retire(kept)
+
+    def publish(self, step: StepPlan, run: Run | None = None) -> tuple[int, int] | None:
+        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it. `run` is what
+        `following` has yielded."""
+        if (known := self._extents.get(step.step_id)) is not None:
+            return known[:2]
+        parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
+        num_bytes = sum(_aligned(part.nbytes) for part in parts)
+        begin = self._find_room(num_bytes)
+        if begin is None and run is not None:
+            self._release_kept()
+            begin, run = self._find_room(num_bytes), None
+        if begin is None or (run is None and not self._free_slots):
+            return None
+        at = begin
+        for part in parts:
+            self._put(at, part)
+            at += _aligned(part.nbytes)
+        slot, first_id = run or Run(self._free_slots.pop(), step.step_id)
+        self._extents[step.step_id] = (slot, begin, at)
+        self._runs[slot] = first_id  # before the word: who sees the step sees its run
+        self._words[slot] = step.step_id
+        return slot, begin
+
+    def __contains__(self, step_id: int) -> bool:
+        return step_id in self._extents
+
+    def retire(self, step_id: int) -> None:
+        """Remove a step that is no longer live. Unknown ids are ignored."""
+        if step_id == self._kept:
+            self._kept_ended = True
+            return
+        extent = self._extents.pop(step_id, None)
+        if extent is not None and self._words[extent[0]] == step_id:  # else the slot is that of one that follows
+            self._words[extent[0]] = NOT_LIVE
+            self._free_slots.append(extent[0])
+
+    def close(self) -> None:
+        """Remove all steps."""
+        for step_id in list(self._extents):
+            self.retire(step_id)
+
+    def _find_room(self, num_bytes: int) -> int | None:
+        """Return the offset of the first gap that is large enough, or None. A linear search is sufficient, because few
+        steps are live at a time."""
+        begin = self._words.nbytes + self._runs.nbytes
+        for _, first, end in sorted(self._extents.values(), key=lambda extent: extent[1]):
+            if first - begin >= num_bytes:
+                return begin
+            begin = end
+        return begin if self.memory.num_bytes - begin >= num_bytes else None
+
+    def _put(self, offset: int, part: np.ndarray[Any, Any]) -> None:
+        np.ndarray(part.shape, part.dtype, self.memory.map, offset)[...] = part
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,387 @@
+"""Sessions. A session is a client's lease on its sequences.
+
+open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
+ │                                                    ├── grace passed ──▶ its regions and its lane are closed
+ └── ATTACH_S or grace passed ──▶ closed              └── grace or detach_ttl passed ──▶ closed: everything freed
+
+A session that Detach has saved leaves memory with the end of its stream, and comes back with the next one: see saved.
+All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of
+a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+
+from kvservice.auth import CALLER, Identity
+from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
+from kvservice.config import ServeConfig
+from kvservice.devices import Device
+from kvservice.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVServiceError,
+    QuotaExceededError,
+    SessionTakenError,
+    UnauthenticatedError,
+    UnknownSessionError,
+)
+from kvservice.logs import LogBudget
+from kvservice.server.loop import Clock, SystemClock, in_slices
+from kvservice.server.memory.budget import Budget
+from kvservice.server.memory.fd_passing import FdServer, Peer, Trust
+from kvservice.server.memory.host import HostAccess, Lanes, PoolMappings, Sharing
+from kvservice.server.memory.region import RegionTotals
+from kvservice.server.memory.regions import Regions
+from kvservice.server.memory.remote import Transfers
+from kvservice.server.sessions.replies import Replies
+from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
+from kvservice.store import BlockStore, SessionStore
+from kvservice.telemetry.sessions import ATTACHED, SessionRow
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+MAX_NAME_LENGTH = 64
+# The minimum time in seconds that a new session waits for its first stream, even with a shorter grace time.
+ATTACH_S = 5.0
+# The end of a session that leaves memory and stays on the disk.
+ASLEEP = "asleep"
+
+
+class SessionRegistry:
+    """All sessions by token. A token is a secret, so the tokens of unknown sessions, of closed ones and of another
+    identity's get the same error."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        manager: BlockManager,
+        device: Device,
+        memory: SessionMemory,
+        clock: Clock | None = None,
+        store: BlockStore | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._config = config
+        self._manager = manager
+        self._device = device
+        self._memory = memory
+        self._store = store
+        trust = Trust.of(config)
+        self.fd_server = FdServer(trust.shm_uids | trust.pool_uids | trust.store_uids, self._introduce, self._clock)
+        self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
+        budget = Budget(config.max_shared_mib)
+        self.transfers = Transfers(config, self._clock.time)
+        self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers)
+        self._sessions: dict[bytes, ServerSession] = {}
+        # Identifies this process for clients, see AttachResponse. Never 0.
+        self.daemon_start = secrets.randbits(63) + 1
+        self.num_opened = self.num_closed = self.num_lost = 0
+        # The number of closed sessions whose sequences are still being freed.
+        self._num_closing = 0
+        # The number of sessions that nobody finds yet.
+        self._num_hidden = 0
+        # Called with a session that is closed and does not come back.
+        self.on_close: Callable[[ServerSession], object] = lambda _: None
+        # Returns what restores the session with this token, or None if it is not on the disk.
+        self.restoring: Callable[[bytes], Awaitable[None] | None] = lambda _: None
+        # The number of calls with the token of another identity's session.
+        self.num_foreign = 0
+        self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
+        self._refused_log = LogBudget(logger)
+        self.region_totals = RegionTotals()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[ServerSession]:
+        return iter(self._sessions.values())
+
+    def layers_in_progress(self) -> dict[int, int]:
+        """Return the number of layers written in partly written steps, by the id of each attached session that has such
+        steps."""
+        attached = (session for session in self if session.end_stream is not None)
+        counts = {session.session_id: session.namespace.layers_in_progress() for session in attached}
+        return {session_id: count for session_id, count in counts.items() if count}
+
+    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> ServerSession:
+        _check_name(name, "name")
+        _check_name(tenant, "tenant")
+        limit = self._config.max_detach_ttl_s
+        if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
+            raise InvalidArgumentError(
+                f"{detach_ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="detach_ttl_s"
+            )
+        wait_s = (detach_ttl_s or limit) if detachable else self._config.session_grace_s
+        session = self.begin(secrets.token_bytes(TOKEN_BYTES), name, tenant, CALLER.get(), wait_s)
+        self.show(session, "opened")
+        return session
+
+    def begin(self, token: bytes, name: str, tenant: str, owner: Identity, wait_s: float) -> ServerSession:
+        """Make a session that nobody finds, and that a restart ends, until `show`. `close_in_slices` ends it, too.
+        Raises QuotaExceededError."""
+        if len(self._sessions) + self._num_hidden + self._num_closing >= self._config.max_sessions:
+            value = self._config.max_sessions
+            self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
+            raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
+        self.num_opened += 1
+        self._num_hidden += 1
+        record = SessionRecord(
+            session_id=self._memory.new_session_id(),
+            token=token,
+            name=name,
+            tenant=tenant,
+            owner=owner.name,
+            credential=owner.credential,
+            wait_s=wait_s,
+            holder=None,
+            waits_until=None,
+        )
+        row = self._memory.table.open(record.session_id, name, tenant, int(self._clock.time() * 1000))
+        self._memory.replies.clear(row.number)
+        return self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
+
+    def show(self, session: ServerSession, event: str) -> None:
+        """Let clients find a session from `begin`. It waits for its first stream. `event` is for the log."""
+        wait_s = max(self._config.session_grace_s, ATTACH_S)
+        self._num_hidden -= 1
+        self._sessions[session.token] = session
+        self._save(session, self._clock.time() + wait_s)
+        self._lose_after(session, wait_s)
+        self._opened_log.write(
+            logging.INFO,
+            "session %d %s (%s)%s",
+            session.session_id,
+            event,
+            session.name or "no name",
+            f" by {session.owner.name}" if session.owner.name else "",
+            extra={"session_id": session.session_id},
+        )
+
+    def keep_for(self, session: ServerSession, wait_s: float) -> None:
+        """Let a session wait for so many seconds when its stream ends, from now on if it has none."""
+        session.wait_s = wait_s
+        if session.end_stream is None:
+            _cancel_timers(session)
+            self._wait(session, wait_s)
+        else:
+            self._save(session, None)
+
+    def recover(self, *, with_steps: bool) -> Recovery:
+        """Resume the sessions of an earlier process, with their sequences. They wait for their streams: those that had
+        one as after its end, the others as long as before, but for the grace time at least. `with_steps`: see
+        BlockManager.recover."""
+        self._memory.replies.recover(undone=self._manager.state.intents.read()[0] != 0)
+        records = self._memory.kept_records()
+        rows = self._memory.table.recover({row: (one.session_id, one.name, one.tenant) for row, one in records.items()})
+        counters = {number + 1: row.counters for number, row in rows.items()}
+        recovery = self._manager.recover(counters, with_steps=with_steps)
+        now, grace = self._clock.time(), self._config.session_grace_s
+        for number, record in records.items():
+            session = self._make(record, rows[number], recovery.namespaces[number + 1])
+            self._sessions[session.token] = session
+            session.holder = record.holder
+            session.recall(record.on_disk)
+            if lost := session.namespace.lost & session.namespace.on_disk.keys():
+                self._manager.state.forget_lost(session.namespace, lost)
+            wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
+            self._wait(session, wait_s)
+        return recovery
+
+    def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
+        """Return a session that no stream holds."""
+        access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
+        return ServerSession(
+            session_id=record.session_id,
+            token=record.token,
+            name=record.name,
+            tenant=record.tenant,
+            owner=Identity(record.owner, record.credential),
+            namespace=namespace,
+            access=access,
+            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
+            row=row,
+            store=None if self._store is None else SessionStore(self._store, record.tenant, record.session_id),
+            replies=Replies(self._memory.replies.ring(row.number)),
+            wait_s=record.wait_s,
+        )
+
+    def find(self, token: bytes) -> ServerSession | None:
+        """Return the session of this token, or None if there is none or it belongs to another identity."""
+        session = self._sessions.get(token)
+        return session if session is not None and session.owner == CALLER.get() else None
+
+    def get(self, token: bytes) -> ServerSession:
+        session = self.find(token)
+        if session is None:
+            self._note_foreign(token)
+            raise UnknownSessionError(
+                "no such session: it was closed, was lost without a stream, or was never opened", field="session_token"
+            )
+        return session
+
+    def _note_foreign(self, token: bytes) -> None:
+        if (session := self._sessions.get(token)) is not None:
+            self.note_foreign(f"session {session.session_id}")
+
+    def note_foreign(self, what: str) -> None:
+        """Count and log a call with the token of another identity's session."""
+        self.num_foreign += 1
+        who = CALLER.get().name or "a client without a name"
+        self._foreign_log.write(logging.WARNING, "%s refused to %s: not theirs", what, who)
+
+    def attach(
+        self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
+    ) -> ServerSession:
+        """Give the lease to a holder's stream, and end the stream that had it.
+
+        Unless the holder reconnects, the memory that the session shared with its former client is closed, and the new
+        client sets up its own. Raises UnknownSessionError, and SessionTakenError if the holder reconnects and another
+        one has taken the session over.
+        """
+        session = self.get(token)
+        if reconnects:
+            _check_holder(session, holder)
+        _cancel_timers(session)
+        session.end_saving(_taken())
+        session.asleep = False
+        if session.end_stream is not None:
+            session.end_stream(_taken())
+        if session.holder is not None and not reconnects:
+            session.unshare()
+            session.access.user.forget()
+        session.holder = holder
+        session.owner = CALLER.get()  # the same identity, perhaps with a newer token
+        session.end_stream = end_stream
+        session.row.set(ATTACHED, 1)
+        self._save(session, None)
+        return session
+
+    def detach(self, session: ServerSession, end_stream: Callable[[KVServiceError], None]) -> None:
+        """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the
+        next one. Shared memory is closed after the grace time at the latest, because it is of no use without its
+        client."""
+        if session.end_stream == end_stream and session.token in self._sessions:
+            session.end_stream = None
+            session.row.set(ATTACHED, 0)
+            if session.scheduler is not None:
+                session.scheduler.pause()
+            if session.asleep:
+                in_slices(self.close_in_slices(session, ASLEEP))
+            else:
+                self._wait(session, session.wait_s)
+
+    def _wait(self, session: ServerSession, wait_s: float) -> None:
+        """Let a session wait for a stream."""
+        self._save(session, self._clock.time() + wait_s)
+        self._lose_after(session, wait_s)
+        self._call_later(session, self._config.session_grace_s, session.unshare)
+
+    def _save(self, session: ServerSession, waits_until: float | None) -> None:
+        session.waits_until = waits_until
+        self.save(session)
+
+    def save(self, session: ServerSession) -> None:
+        """Keep the record of an open session."""
+        self._memory.records[session.row.number] = session.record().to_bytes()
+
+    def end_streams_of(self, check: Callable[[Identity], None]) -> None:
+        """End the streams of owners for whom `check` raises UnauthenticatedError. Their sessions then wait as after any
+        end of a stream."""
+        for session in self:
+            try:
+                check(session.owner)
+            except UnauthenticatedError as error:
+                if session.end_stream is not None:
+                    session.end_stream(error)
+
+    def end_streams(self, error: KVServiceError) -> None:
+        """End all streams. The sessions then wait as after any end of a stream."""
+        for session in self:
+            if session.end_stream is not None:
+                session.end_stream(error)
+
+    def close_for_in_slices(self, token: bytes, holder: int) -> Slices[None]:
+        """Close a session if `holder` still holds it; holder 0 closes it in any case. The holder of its stream promises
+        with this that it has stopped to write to the store. Raises the errors of `attach`."""
+        session = self.get(token)
+        if holder:
+            _check_holder(session, holder)
+        yield from self.close_in_slices(session, writers_done=0 != holder == session.holder)
+
+    def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
+        session = self.find(token)
+        return None if session is None else session.access.user.introduce(peer)
+
+    def _lose_after(self, session: ServerSession, wait_s: float) -> None:
+        """Close a session if no stream attaches to it in time."""
+
+        def lose() -> None:
+            if session.asleep:  # restored for a client that did not wait
+                in_slices(self.close_in_slices(session, ASLEEP))
+                return
+            self.num_lost += 1
+            in_slices(self.close_in_slices(session, f"lost: no stream attached to it for {wait_s:g} s"))
+
+        self._call_later(session, wait_s, lose)
+
+    def close_in_slices(
+        self, session: ServerSession, end: str = "closed", *, writers_done: bool = False
+    ) -> Slices[None]:
+        """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
+        first word is the reason, as in the metrics. Unless it is ASLEEP, the session's file goes too. `writers_done`:
+        see SessionStore.close."""
+        if self._sessions.pop(session.token, None) is None:
+            self._num_hidden -= 1
+        elif end != ASLEEP:
+            self.on_close(session)
+        self._memory.records.pop(session.row.number, None)
+        session.end_saving(UnknownSessionError("the session was closed while it was saved"))
+        self._num_closing += 1
+        self.num_closed += 1
+        _cancel_timers(session)
+        if session.end_stream is not None:
+            session.end_stream(FailedPreconditionError("the session was closed"))
+        session.unshare(writers_done=writers_done)
+        ended = "" if session.store is None else f", {session.store.ended}"
+        scheduled = None
+        if session.scheduler is not None:
+            ended += f", {len(session.scheduler)} unfinished requests dropped"
+            scheduled = session.scheduler.close()
+
+        freed = yield from self._manager.close_namespace_in_slices(session.namespace)
+        if scheduled is not None:
+            yield from scheduled
+        self._num_closing -= 1
+        self._memory.table.close(session.row)
+        number = session.session_id
+        fields = {"session_id": number, "reason": end.partition(":")[0]}
+        self._closed_log.write(
+            logging.INFO, "session %d %s, %d sequences freed%s", number, end, freed, ended, extra=fields
+        )
+
+    def _call_later(self, session: ServerSession, seconds: float, call: Callable[[], None]) -> None:
+        session.timers.append(self._clock.call_later(seconds, call))
+
+
+def _check_name(name: str, field: str) -> None:
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise InvalidArgumentError(f"more than {MAX_NAME_LENGTH} characters, or unprintable ones", field=field)
+
+
+def _taken() -> SessionTakenError:
+    return SessionTakenError("another client has taken the session over")
+
+
+def _check_holder(session: ServerSession, holder: int) -> None:
+    if session.holder not in (None, holder):
+        raise _taken()
+
+
+def _cancel_timers(session: ServerSession) -> None:
+    while session.timers:
+        session.timers.pop().cancel()

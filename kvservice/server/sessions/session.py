@@ -1,0 +1,177 @@
+"""A session of the daemon, and what of it survives the daemon's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from kvservice.auth import Identity
+from kvservice.blocks import DiskSequence, SessionNamespace
+from kvservice.blocks.plans import ArrayMemory
+from kvservice.config import ServeConfig
+from kvservice.errors import KVServiceError, ResourceExhaustedError, SessionBusyError
+from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.regions import Regions
+from kvservice.server.sessions.replies import KeptReplies, Replies
+from kvservice.server.sessions.scheduler import SessionScheduler
+from kvservice.store import SessionStore
+from kvservice.telemetry.sessions import SessionRow, SessionTable
+
+# The key of the last session id among the records.
+_LAST_ID: Final = -1
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """The values that a later process needs to resume a session, besides its row, its replies and its sequences.
+
+    `credential` is Identity.credential. `waits_until` is the time when the session is lost if no stream attaches to it
+    until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session. `on_disk` is
+    ServerSession.on_disk as values of JSON.
+    """
+
+    session_id: int
+    token: bytes
+    name: str
+    tenant: str
+    owner: str
+    credential: bytes
+    wait_s: float
+    holder: int | None
+    waits_until: float | None
+    on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        values = asdict(self) | {"token": self.token.hex(), "credential": self.credential.hex()}
+        return json.dumps(values).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SessionRecord:
+        values = json.loads(data)
+        token, credential = bytes.fromhex(values.pop("token")), bytes.fromhex(values.pop("credential"))
+        return SessionRecord(token=token, credential=credential, **values)
+
+
+@dataclass(frozen=True)
+class SessionMemory:
+    """The memory of all sessions: shared rows, replies, and records by row number."""
+
+    table: SessionTable
+    replies: KeptReplies
+    records: MutableMapping[int, bytes]
+
+    @staticmethod
+    def of(config: ServeConfig, memory: ArrayMemory, records: MutableMapping[int, bytes]) -> SessionMemory:
+        """Raises ResourceExhaustedError."""
+        try:
+            table = SessionTable(config.max_sessions, config.max_labels, memory.kept)
+            return SessionMemory(table, KeptReplies(config.max_sessions, memory), records)
+        except MemoryError as error:
+            raise ResourceExhaustedError(
+                f"no memory for {config.max_sessions} sessions: {error}", field="max_sessions"
+            ) from None
+
+    def new_session_id(self) -> int:
+        """Return an id that no session had, in this process or an earlier one."""
+        session_id = int(self.records.get(_LAST_ID, b"0")) + 1
+        self.records[_LAST_ID] = b"%d" % session_id
+        return session_id
+
+    def kept_records(self) -> dict[int, SessionRecord]:
+        """Return the records of an earlier process by row number."""
+        return {row: SessionRecord.from_bytes(data) for row, data in self.records.items() if row != _LAST_ID}
+
+
+@dataclass(eq=False)
+class SaveInProgress:
+    """A Detach that writes the file of a session. `failure` is set when others may use the session's blocks."""
+
+    failure: KVServiceError | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+@dataclass(eq=False)
+class ServerSession:
+    session_id: int
+    token: bytes
+    name: str
+    tenant: str
+    owner: Identity
+    namespace: SessionNamespace
+    access: HostAccess
+    regions: Regions
+    row: SessionRow
+    # None if the daemon has no store.
+    store: SessionStore | None
+    replies: Replies
+    wait_s: float
+    # None until the client opens it.
+    scheduler: SessionScheduler | None = None
+    # The holder whose stream attached last, see AttachRequest; None before the first attach.
+    holder: int | None = None
+    # Ends the stream that holds the lease, with an error; None if no stream holds it.
+    end_stream: Callable[[KVServiceError], None] | None = None
+    # The timers of a session that no stream holds.
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    saving: SaveInProgress | None = None
+    # The sequences that are swapped out to the disk, by id, by the names of their files.
+    on_disk: dict[str, dict[int, DiskSequence]] = field(default_factory=dict)
+    # See SessionRecord.
+    waits_until: float | None = None
+    # Whether the session leaves memory when no stream holds it, because its file has it as it is.
+    asleep: bool = False
+
+    # The ids of sequences that an Allocate in slices is about to create.
+    allocated_soon: set[int] = field(default_factory=set)
+
+    def record(self) -> SessionRecord:
+        return SessionRecord(
+            session_id=self.session_id,
+            token=self.token,
+            name=self.name,
+            tenant=self.tenant,
+            owner=self.owner.name,
+            credential=self.owner.credential,
+            wait_s=self.wait_s,
+            holder=self.holder,
+            waits_until=self.waits_until,
+            on_disk={
+                name: {str(sequence_id): list(one) for sequence_id, one in sequences.items()}
+                for name, sequences in self.on_disk.items()
+            },
+        )
+
+    def recall(self, on_disk: dict[str, dict[str, list[int]]]) -> None:
+        """Remember which sequences are on the disk, from a record. Those with a row are not there any more."""
+        for name, sequences in on_disk.items():
+            found = {int(number): DiskSequence(*one) for number, one in sequences.items()}
+            left = {number: one for number, one in found.items() if number not in self.namespace.rows}
+            self.on_disk[name] = left
+            self.namespace.on_disk.update(left)
+
+    def begin_call(self) -> None:
+        """Begin a call that may change the session, so that its file does not have it as it is any more. Raises
+        SessionBusyError."""
+        if self.saving is not None:
+            raise SessionBusyError("the session is being saved by Detach")
+        self.asleep = False
+
+    def end_saving(self, error: KVServiceError) -> None:
+        """Let a Detach in progress fail, because others may use the session's blocks from now on."""
+        if self.saving is not None:
+            self.saving.failure, self.saving = error, None
+
+    def unshare(self, *, writers_done: bool = False) -> None:
+        """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
+        and reservations in the store. `writers_done`: see SessionStore.close."""
+        self.access.close()
+        self.regions.close()
+        if self.store is not None:
+            self.store.close(writers_done=writers_done)

@@ -1,0 +1,409 @@
+"""The daemon's block store: its memory, its index, its copies, and who may map it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+
+from kvservice import _ext
+from kvservice.blocks import EventJournal
+from kvservice.config import GIB, ServeConfig
+from kvservice.errors import RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
+from kvservice.kept import KeptState, Section
+from kvservice.pool.available import available_bytes
+from kvservice.pool.sealed import SealedMemory, await_children
+from kvservice.server.loop import Clock, SystemClock
+from kvservice.server.memory.budget import descriptors_needed
+from kvservice.server.memory.fd_passing import pid_of
+from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.region import Array, Places, Region
+from kvservice.server.memory.remote import RemoteMemory
+from kvservice.server.tiering.tiers import open_chain
+from kvservice.store import (
+    BlockStore,
+    SessionStore,
+    StoreConfig,
+    StoreRecords,
+    StoreRecovery,
+    StoreSections,
+    WriterRecord,
+    recover,
+)
+from kvservice.tiers import TierChain
+
+logger = logging.getLogger(__name__)
+
+# Sizes of a slab without its records, powers of two: blocks of such a size fill a slab.
+_SLAB_BYTES_MIN, _SLAB_BYTES_MAX, _NUM_SLABS = 4 << 20, 64 << 20, 64
+# Share of a slab for records: they suffice for blocks of 64 KiB. Slabs of smaller blocks have a little less room.
+_RECORDS_PART = 1024
+
+
+def store_config(config: ServeConfig) -> StoreConfig:
+    """Return the sizes of the store: whole slabs, with room for at most as many bytes of values as configured."""
+    wanted = int(config.store_gib * GIB)
+    room = min(_SLAB_BYTES_MAX, max(_SLAB_BYTES_MIN, 1 << (wanted // _NUM_SLABS).bit_length() - 1))
+    slab_bytes = room + room // _RECORDS_PART
+    num_slabs = wanted // room
+    capacity_bytes = num_slabs * room
+    return StoreConfig(
+        num_slabs * slab_bytes,
+        capacity_bytes,
+        slab_bytes,
+        config.max_store_namespaces,
+        min(int(config.store_quota_gib * GIB), capacity_bytes) or capacity_bytes,
+        config.max_lease_s,
+        config.max_labels,
+    )
+
+
+@dataclass(frozen=True)
+class ServerStore:
+    """The store of a daemon. `shared` says how clients may map `memory`. The index is in `index_memory`. `chain` has
+    the tiers below; None: there are none."""
+
+    blocks: BlockStore
+    memory: SealedMemory
+    index_memory: SealedMemory
+    copies: StoreCopies
+    writers: StoreWriters
+    shared: str
+    chain: TierChain | None = None
+
+    def recover(self, sessions: Mapping[int, SessionStore]) -> StoreRecovery:
+        """Give the sessions of the process before, by id, what they had in the store. Called once, in the event loop,
+        before the store is used."""
+        try:
+            return recover(self.blocks, sessions, self.writers.recover())
+        except BaseException:  # corrupt state is dropped, with its memory
+            self.writers.close()
+            self.blocks.leases.close()
+            raise
+
+    def share(self, own: SessionStore, access: HostAccess, writable: bool) -> bytes:
+        """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
+        ResourceExhaustedError, QuotaExceededError.
+
+        With "read", a seal of the memory keeps every process but the daemon from writing, whatever descriptor it has.
+        With "auto", and with "read" where a keeper keeps the memory, it has no seal: there the mode of the file keeps
+        other users from opening their descriptor again for writing (kvservice.pool.sealed). With "write", a descriptor
+        for reading only prevents accidents: its owner is trusted to write.
+        """
+        if self.shared == "off" or (writable and self.shared == "read"):
+            raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
+        access.user.check_may_map_store(writable=writable)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        with descriptors_needed():
+            descriptor = os.open(f"/proc/self/fd/{self.memory.fd}", mode | os.O_CLOEXEC)
+        if not writable:
+            return access.offer_store(descriptor, lambda _: None)
+        return access.offer_store(descriptor, lambda connection: own.add_writer(self.writers.add(connection)))
+
+
+def open_store(
+    config: ServeConfig, journal: EventJournal | None, kept: KeptState, clock: Clock | None = None
+) -> ServerStore | None:
+    """Open the store, the one of the daemon's process before if that is kept, or return None if the daemon has none.
+    Raises ResourceExhaustedError."""
+    if not config.store_gib:
+        return None
+    sizes = store_config(config)
+    try:
+        read_only, children_write = config.shares_store in ("off", "read"), bool(config.mooncake)
+        memory = kept.memory("store", sizes.num_bytes, read_only=read_only, children_write=children_write)
+        if config.shares_store == "auto":
+            os.fchmod(memory.fd, stat.S_IRUSR | stat.S_IWUSR)
+        await_children(memory.fd)
+        index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
+        index_memory = kept.memory("store-index", index_bytes, read_only=False, sparse=True)
+    except OSError as error:
+        raise ResourceExhaustedError(
+            f"the block store takes {sizes.num_bytes / GIB:.2f} GiB, {available_bytes() / GIB:.2f} GiB are available: "
+            f"{error.strerror}",
+            field="store_gib",
+        ) from None
+    seed = secrets.randbits(64)
+    index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, seed, index_memory.address)
+    records = StoreRecords(_sections(kept))
+    blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
+    copies = StoreCopies(memory.address, config.store_copy_threads)
+    chain = open_chain(config, blocks, memory, clock)
+    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, chain)
+
+
+def _sections(kept: KeptState) -> StoreSections:
+    section = kept.table.section
+    return StoreSections(
+        section(Section.STORE_NAMESPACES),
+        section(Section.STORE_OPENINGS),
+        section(Section.STORE_LEASES),
+        section(Section.STORE_RESERVATIONS),
+        section(Section.STORE_WRITERS),
+        section(Section.STORE_SESSION_WRITERS),
+    )
+
+
+# ---- copies between the memory of the store and requests, responses or regions
+
+T = TypeVar("T")
+
+# Copies of at most so many bytes run on the event loop: a thread would take longer to start.
+SHORT_BYTES: Final = 256 << 10
+# The size of the buffer for a region whose memory is not mapped, unless one block is larger.
+BUFFER_BYTES: Final = 8 << 20
+
+
+class StoreCopies:
+    """Copies at the addresses of one store, natively and without the interpreter lock.
+
+    Short ones run on the event loop, others in threads. At most `num_threads` run at once, others wait in order; a copy
+    has all threads if no other one runs.
+    """
+
+    def __init__(self, memory: int, num_threads: int) -> None:
+        self._memory, self._num_threads = memory, num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvservice-store")
+        self._num_running = 0
+
+    async def checksums(self, offsets: bytes, block_bytes: int) -> bytes:
+        """Return the checksums of blocks in the store."""
+
+        def compute(num_threads: int) -> bytes:
+            return _ext.store_checksums(self._memory, offsets, block_bytes, num_threads)
+
+        return await self._run(len(offsets) // 8 * block_bytes, compute)
+
+    async def write(self, offsets: bytes, block_bytes: int, source: Array, places: Places) -> bytes:
+        """Copy blocks from `source`, uint8, into the store. Returns their checksums."""
+
+        def copy(num_threads: int) -> bytes:
+            return self._copy_in(offsets, block_bytes, source, places, num_threads)
+
+        return await self._run(len(offsets) // 8 * block_bytes, copy)
+
+    async def read(self, offsets: bytes, block_bytes: int, target: Array, places: Places, checksums: bytes) -> bytes:
+        """Copy blocks of the store into `target`, uint8. Returns a bitmap of those with the expected checksum, or of
+        all if `checksums` is empty."""
+
+        def copy(num_threads: int) -> bytes:
+            return self._copy_out(offsets, block_bytes, target, places, checksums, num_threads)
+
+        return await self._run(len(offsets) // 8 * block_bytes, copy)
+
+    async def write_from(self, offsets: bytes, block_bytes: int, region: Region, places: Places) -> bytes:
+        """`write` from a region. Raises RegionShrunkError, TransferFailedError."""
+        if isinstance(memory := region.memory, RemoteMemory):
+            return b"".join(
+                await memory.run(lambda: memory.pull(places, block_bytes, self._take(offsets, block_bytes)))
+            )
+        view = region.memory.view(0, region.byte_size)
+        if view is not None:
+            return await self.write(offsets, block_bytes, view, places)
+
+        def copy(num_threads: int) -> bytes:
+            checksums = []
+            for first, part in _parts(places, block_bytes):
+                rows = np.concatenate([_read(region, int(at), int(n)) for at, n in part.ranges()])
+                some = offsets[8 * first : 8 * (first + len(part))]
+                inside = Places.packed(len(part), block_bytes)
+                checksums.append(self._copy_in(some, block_bytes, rows, inside, num_threads))
+            return b"".join(checksums)
+
+        return await self._run(len(offsets) // 8 * block_bytes, copy)
+
+    async def read_into(
+        self, offsets: bytes, block_bytes: int, region: Region, places: Places, checksums: bytes
+    ) -> bytes:
+        """`read` into a region. Raises RegionShrunkError, ResourceExhaustedError, TransferFailedError."""
+        if isinstance(memory := region.memory, RemoteMemory):
+            give = self._give(offsets, block_bytes, checksums)
+            flags = await memory.run(lambda: memory.push(places, block_bytes, give))
+            return np.packbits(np.concatenate([np.zeros(0, np.uint8), *flags]), bitorder="little").tobytes()
+        view = region.memory.view(0, region.byte_size)
+        if view is not None:
+            return await self.read(offsets, block_bytes, view, places, checksums)
+
+        def copy(num_threads: int) -> bytes:
+            bits = []
+            for first, part in _parts(places, block_bytes):
+                rows = np.empty(len(part) * block_bytes, np.uint8)
+                chosen = slice(8 * first, 8 * (first + len(part)))
+                inside = Places.packed(len(part), block_bytes)
+                good = self._copy_out(offsets[chosen], block_bytes, rows, inside, checksums[chosen], num_threads)
+                begin = 0
+                for at, n in part.ranges():
+                    _write(region, int(at), rows[begin : begin + int(n)])
+                    begin += int(n)
+                bits.append(np.unpackbits(np.frombuffer(good, np.uint8), count=len(part), bitorder="little"))
+            return np.packbits(np.concatenate(bits), bitorder="little").tobytes()
+
+        return await self._run(len(offsets) // 8 * block_bytes, copy)
+
+    def _take(self, offsets: bytes, block_bytes: int) -> Callable[[int, int, Array], bytes]:
+        """Return a function that copies blocks of a slot into the store, and returns their checksums."""
+
+        def take(first: int, count: int, slot: Array) -> bytes:
+            inside = Places.packed(count, block_bytes)
+            return self._copy_in(offsets[8 * first : 8 * (first + count)], block_bytes, slot, inside, self._num_threads)
+
+        return take
+
+    def _give(self, offsets: bytes, block_bytes: int, checksums: bytes) -> Callable[[int, int, Array], Array]:
+        """Return a function that copies blocks of the store into a slot, and returns a bit for each: whether its
+        checksum was right."""
+
+        def give(first: int, count: int, slot: Array) -> Array:
+            chosen, inside = slice(8 * first, 8 * (first + count)), Places.packed(count, block_bytes)
+            good = self._copy_out(offsets[chosen], block_bytes, slot, inside, checksums[chosen], self._num_threads)
+            return np.unpackbits(np.frombuffer(good, np.uint8), count=count, bitorder="little")
+
+        return give
+
+    def _copy_in(self, offsets: bytes, block_bytes: int, source: Array, places: Places, num_threads: int) -> bytes:
+        return _ext.store_copy_in(
+            self._memory,
+            offsets,
+            block_bytes,
+            source.ctypes.data,
+            places.offsets.tobytes(),
+            places.piece_bytes.tobytes(),
+            num_threads,
+        )
+
+    def _copy_out(
+        self, offsets: bytes, block_bytes: int, target: Array, places: Places, checksums: bytes, num_threads: int
+    ) -> bytes:
+        return _ext.store_copy_out(
+            self._memory,
+            offsets,
+            block_bytes,
+            target.ctypes.data,
+            places.offsets.tobytes(),
+            places.piece_bytes.tobytes(),
+            checksums,
+            num_threads,
+        )
+
+    async def _run(self, num_bytes: int, copy: Callable[[int], T]) -> T:
+        """Run `copy` with a number of threads. The caller must not be cancelled meanwhile."""
+        if num_bytes <= SHORT_BYTES:
+            return copy(1)
+        self._num_running += 1
+        try:
+            share = max(1, self._num_threads // self._num_running)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, copy, share)
+        finally:
+            self._num_running -= 1
+
+
+def _parts(places: Places, block_bytes: int) -> Iterator[tuple[int, Places]]:
+    """Split places into parts that fit the buffer. Yields the number of the first block, and the part."""
+    most = max(1, BUFFER_BYTES // block_bytes)
+    for first in range(0, len(places), most):
+        yield first, Places(places.piece_bytes, places.offsets[first : first + most])
+
+
+def _read(region: Region, begin: int, num_bytes: int) -> Array:
+    try:
+        return region.memory.read(begin, num_bytes)
+    except RegionShrunkError as error:
+        error.field = "region.region"
+        raise
+
+
+def _write(region: Region, begin: int, data: Array) -> None:
+    try:
+        region.memory.write(begin, data)
+    except (RegionShrunkError, ResourceExhaustedError) as error:
+        error.field = "region.region"
+        raise
+
+
+# ---- the processes that can write to the memory of the store
+
+MAX_WRITERS = 256
+# The fields of /proc/PID/stat after the name of the program, which ends with the last parenthesis.
+_START_FIELD = 19
+
+
+class StoreWriters:
+    """Watches the processes that fetched the memory for writing, and tells the quarantine when one of them has ended.
+    They are still known after a restart of the daemon."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._quarantine, self._ids = store.quarantine, store.ids
+        self._records = store.records.writers
+        # The descriptor (pidfd_open(2)) and name of each process, by its pid, which no other process gets meanwhile.
+        self._watched: dict[int, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def add(self, connection: socket.socket) -> int:
+        """Watch the process at the other end of a unix socket. Returns its name for the quarantine. Raises OSError if
+        the process is not visible from here, or if there are MAX_WRITERS."""
+        pid = pid_of(connection)
+        if pid not in self._watched:
+            if len(self._watched) >= MAX_WRITERS:
+                raise OSError(errno.EMFILE, f"{MAX_WRITERS} processes can write to the store")
+            descriptor, name = os.pidfd_open(pid), next(self._ids)
+            self._records[name] = WriterRecord(pid, _start_of(pid))
+            self._watch(descriptor, pid, name)
+        return self._watched[pid][1]
+
+    def recover(self) -> set[int]:
+        """Watch the processes that the daemon's process before knew, if they live. Returns their names."""
+        for name, record in self._records.items():
+            try:
+                descriptor = os.pidfd_open(record.pid)
+            except OSError:
+                self._records.discard(name)
+                continue
+            if _start_of(record.pid) == record.start:
+                self._watch(descriptor, record.pid, name)
+            else:  # another process has the pid now
+                os.close(descriptor)
+                self._records.discard(name)
+        return {name for _, name in self._watched.values()}
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        while self._watched:
+            self._forget(next(iter(self._watched)))
+
+    def _watch(self, descriptor: int, pid: int, name: int) -> None:
+        self._watched[pid] = descriptor, name
+        asyncio.get_running_loop().add_reader(descriptor, self._ended, pid)
+
+    def _forget(self, pid: int) -> int:
+        """Return the name of the process."""
+        descriptor, name = self._watched.pop(pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        return name
+
+    def _ended(self, pid: int) -> None:
+        name = self._forget(pid)
+        self._quarantine.ended(name)
+        self._records.discard(name)
+
+
+def _start_of(pid: int) -> int:
+    """Return the start time of a process in ticks since the boot, or 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat.rpartition(b")")[2].split()[_START_FIELD])
