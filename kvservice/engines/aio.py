@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Unpack
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvservice.engines.core import EngineCore
 from kvservice.engines.options import EngineArguments, EngineOptions
@@ -27,7 +28,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: PreTrainedModel | str | Path,
+        model: torch.nn.Module | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Unpack[EngineArguments],
     ) -> None:

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvservice.engines.host import EngineHost, load
 from kvservice.engines.journal import Journal
@@ -17,6 +18,7 @@ from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
 from kvservice.engines.requests import EngineRequest, Prompt
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.keys import identify
 
 
@@ -24,7 +26,7 @@ class EngineCore:
     """A model and its loop. `resumed` are the requests of the journal, by id, which an earlier engine has added."""
 
     def __init__(
-        self, model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None, options: EngineOptions
+        self, model: torch.nn.Module | str | Path, tokenizer: PreTrainedTokenizerBase | None, options: EngineOptions
     ) -> None:
         if options.journal is not None and options.address is None:
             raise InvalidArgumentError("a private daemon ends with its engine: give an address", field="journal")
@@ -35,6 +37,7 @@ class EngineCore:
         if isinstance(model, str | Path):
             model, own_tokenizer = load(model, options.dtype)
             tokenizer = tokenizer or own_tokenizer
+        model = library_model(model)
         self.model, self.tokenizer = model, tokenizer
         self.resumed: dict[int, EngineRequest] = {}
         self._journal = Journal(Path(options.journal)) if options.journal is not None else None

@@ -33,6 +33,7 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.integrations.transformers import install, pool_options, uninstall
+from kvservice.integrations.transformers.models import is_installed
 from kvservice.launch import Daemon
 
 # Errors of calls to a daemon that is gone, or has forgotten the session.
@@ -84,7 +85,7 @@ def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
     return model, tokenizer
 
 
-# The number of hosts that use a model. The last one that closes uninstalls it.
+# The number of hosts that use a model which they installed. The last one that closes uninstalls it.
 _num_hosts: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 _num_hosts_lock: Final = threading.Lock()
 
@@ -92,14 +93,19 @@ _num_hosts_lock: Final = threading.Lock()
 @contextlib.contextmanager
 def _installed(model: PreTrainedModel) -> Iterator[None]:
     with _num_hosts_lock:
+        # The user's own installation outlives all hosts.
+        ours = model in _num_hosts or not is_installed(model)
         install(model)
-        _num_hosts[model] = _num_hosts.get(model, 0) + 1
+        if ours:
+            _num_hosts[model] = _num_hosts.get(model, 0) + 1
     try:
         yield
     finally:
         with _num_hosts_lock:
-            _num_hosts[model] -= 1
-            if not _num_hosts[model]:
+            if ours:
+                _num_hosts[model] -= 1
+            if ours and not _num_hosts[model]:
+                del _num_hosts[model]
                 uninstall(model)
 
 

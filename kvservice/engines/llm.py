@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Unpack
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvservice.engines.core import EngineCore
 from kvservice.engines.options import EngineOptions, LLMArguments
@@ -31,7 +32,7 @@ class LLM:
 
     def __init__(
         self,
-        model: PreTrainedModel | str | Path,
+        model: torch.nn.Module | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **arguments: Unpack[LLMArguments],
     ) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from transformers import PreTrainedModel
 
 from kvservice.client import Session, Step
 from kvservice.engines.compiled import Backend, CompiledLayers
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, pool_options
+from kvservice.integrations.transformers.arguments import library_model
 
 
 class ModelRunner:
@@ -28,12 +28,13 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         kv: Session,
         *,
         compiled: bool = False,
         backend: str | Backend = "inductor",
     ) -> None:
+        model = library_model(model)
         wanted = pool_options(model.config, model.dtype)
         found = {name: getattr(kv.info, name) for name in wanted}
         if found != wanted:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from kvservice.engines.host import EngineHost, HostOptions
 from kvservice.engines.loop import Speculator
 from kvservice.engines.samples import Sample
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers.arguments import library_model
 
 _MAX_PROPOSALS: Final = 64
 
@@ -65,7 +67,7 @@ class DraftModel:
     at `address`. A sequence for which it has no blocks gets no proposals.
     """
 
-    model: PreTrainedModel
+    model: torch.nn.Module
     num_tokens: int = 4
     address: str | None = None
     daemon: dict[str, Any] = field(default_factory=dict)
@@ -75,14 +77,15 @@ class DraftModel:
 
     @contextmanager
     def speculator(self, model: PreTrainedModel) -> Iterator[Speculator]:
-        if self.model.config.vocab_size != model.config.vocab_size:
+        draft = library_model(self.model)
+        if draft.config.vocab_size != model.config.vocab_size:
             raise InvalidArgumentError(
-                f"has a vocabulary of {self.model.config.vocab_size}, the model one of {model.config.vocab_size}",
+                f"has a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}",
                 field="speculation",
             )
         with ExitStack() as stack:
             options = HostOptions(self.address, self.daemon, session_name="draft", scheduled=False)
-            host = EngineHost(self.model, options)
+            host = EngineHost(draft, options)
             stack.callback(host.close)
             yield Drafter(host, self.num_tokens)
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from each_row import each_row
+from peft_like import PeftLike
 from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
 from kvservice.client import EngineBatch, KVClient, KVScheduler, Step
 from kvservice.engines import LLM, ModelRunner, RequestOutput, SamplingParams
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
-from kvservice.integrations.transformers import pool_options
+from kvservice.integrations.transformers import install, pool_options
 from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -56,6 +57,20 @@ def test_the_model_is_compiled_if_asked(directory, engine_daemon, prompts) -> No
         engine = LLM(directory, address=engine_daemon.address, compiled=compiled)
         with engine, refused, torch.compiler.set_stance("fail_on_recompile"):
             engine.generate(prompts[:1], GREEDY)
+
+
+def test_a_model_that_its_user_installed_stays_installed(directory, engine_daemon, prompts, alone) -> None:
+    """The model is inside of another, like PEFT's."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for install_first in (False, True):
+        if install_first:
+            install(model)
+        engines = [LLM(PeftLike(model), address=engine_daemon.address) for _ in range(2)]
+        for engine in engines:
+            (output,) = engine.generate(prompts[2], GREEDY)
+            assert tokens(output) == alone(prompts[2], 20)
+            engine.close()
+        assert (model.config._attn_implementation == "kvservice") is install_first
 
 
 def test_all_blocks_are_given_back(llm, prompts, engine_daemon) -> None:

@@ -13,24 +13,32 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cache_argument import cached
-from causal_lms import TABLE, Case, installed_cases, make_config, make_model, model_class
+from causal_lms import (
+    README,
+    TABLE,
+    Case,
+    default_config,
+    installed_cases,
+    listed_types,
+    make_config,
+    make_model,
+    model_class,
+    supported_types,
+)
 from each_row import each_row
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-import kvservice.integrations.transformers
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, forward, install, model_keys, pool_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tiny random models cause many warnings of the library.
 
-README = Path(kvservice.integrations.transformers.__file__).with_name("README.md").read_text()
 SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
 # Logits have a standard deviation of about 1. float32 sums in a different order differ by 1e-6 to 4e-5.
 TOLERANCE = 5e-4
@@ -84,6 +92,11 @@ def greedy(model: PreTrainedModel, new_cache: NewCache) -> Output:
 
 def short(model: PreTrainedModel, new_cache: NewCache) -> Output:
     return generate(model, new_cache(model), max_new_tokens=4)
+
+
+def short_with_a_cache(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    """MPT uses no cache by default, and the library's generation with one is then wrong."""
+    return generate(model, new_cache(model), max_new_tokens=4, use_cache=True)
 
 
 def one_row(model: PreTrainedModel, new_cache: NewCache) -> Output:
@@ -165,8 +178,8 @@ class Subjects:
     attended: list[int]
 
     @contextmanager
-    def of(self, case: Case) -> Iterator[Subject]:
-        config = make_config(case)
+    def of(self, case: Case, config: PreTrainedConfig | None = None) -> Iterator[Subject]:
+        config = config or make_config(case)
         options = pool_options(config)
         model = make_model(config)
         reference = copy.deepcopy(model)
@@ -201,13 +214,8 @@ def test_the_table_names_each_case_once() -> None:
     assert named
 
 
-def test_supported_types_are_named() -> None:
-    """README and docstring name the types that the table says are equal, without the variants."""
-    supported = sorted(set(TABLE["equal"]) - set(TABLE["variants"]))
-    for text in (README, kvservice.integrations.transformers.__doc__):
-        assert text is not None
-        paragraph = next(paragraph for paragraph in text.split("\n\n") if re.match(r"\s*`?afmoe", paragraph))
-        assert re.findall(r"[\w-]+", paragraph) == supported
+def test_the_readme_lists_the_types_that_are_equal() -> None:
+    assert listed_types(README.read_text()) == supported_types(), "run: python tests/support/causal_lms.py"
 
 
 def refusal_of(subjects: Subjects, case: Case) -> str | None:
@@ -232,11 +240,12 @@ def assert_types_as_in_the_table(subjects: Subjects, cases: Iterable[Case]) -> N
             with row(case.name):
                 refusal = refusal_of(subjects, case)
                 if refusal is None:
-                    assert case.refusal is None, "not refused"
+                    assert case.is_equal, "not refused" if case.refusal else "equal, and not named in the table"
                 else:
                     assert not case.is_equal, f"refused: {refusal}"
                     assert subjects.attended == [], f"refused after it has computed: {refusal}"
-                    assert re.search(case.refusal or "", refusal)
+                    assert case.refusal is not None, f"not named in the table, and refused: {refusal}"
+                    assert re.search(case.refusal, refusal)
 
 
 def assert_scenarios_equal(subjects: Subjects, draws: Iterable[int]) -> None:
@@ -261,6 +270,41 @@ def test_types_of_each_code_path_are_equal_or_refused(subjects: Subjects) -> Non
 @pytest.mark.slow
 def test_every_type_is_equal_or_refused(subjects: Subjects) -> None:
     assert_types_as_in_the_table(subjects, CASES)
+
+
+def assert_equal_with_defaults(subjects: Subjects, cases: Iterable[Case]) -> int:
+    """Return how many of the types have a default configuration. The library makes no model of some of its own."""
+    num_models = 0
+    with each_row() as row:
+        for case in cases:
+            try:
+                config = default_config(case)
+                make_model(config)
+            except Exception:  # any error of the type's own code
+                continue
+            with row(case.name), subjects.of(case, config) as subject:
+                check(subject, short_with_a_cache, short_with_a_cache)
+                num_models += 1
+    return num_models
+
+
+def test_types_with_their_own_defaults(subjects: Subjects) -> None:
+    """Qwen2-MoE has its windows turned off, as windows of 0 tokens."""
+    chosen = ("qwen2_moe", drawn([case for case in EQUAL if case.name in CODE_PATHS], "defaults").name)
+    assert assert_equal_with_defaults(subjects, [case for case in EQUAL if case.name in chosen]) > 0
+
+
+def test_a_type_that_uses_no_cache_by_default_is_refused_with_what_to_do(subjects: Subjects) -> None:
+    case = next(case for case in EQUAL if case.name == "mpt")
+    refused = pytest.raises(InvalidArgumentError, match=r"pass use_cache=True to generate")
+    with subjects.of(case, default_config(case)) as subject, refused:
+        short(subject.model, lambda _: KVServiceCache(subject.kv))
+
+
+@pytest.mark.slow
+def test_every_type_with_its_own_defaults(subjects: Subjects) -> None:
+    types = [case for case in EQUAL if case.name not in TABLE["variants"]]
+    assert assert_equal_with_defaults(subjects, types) > 0.85 * len(types)
 
 
 def test_scenarios_on_types_drawn_by_the_seed(subjects: Subjects) -> None:

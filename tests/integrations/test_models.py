@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cache_argument import cache_of
+from cache_argument import cache_of, cached
 from each_row import each_row
 from model_families import FAMILIES
+from peft_like import PeftLike
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.transformers import install, pool_options, uninstall
+from kvservice.integrations.transformers import (
+    KVServiceCache,
+    forward,
+    install,
+    model_keys,
+    pool_options,
+    uninstall,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 11,
@@ -97,6 +105,26 @@ def test_a_model_that_is_refused_is_as_it_was() -> None:
     with pytest.raises(InvalidArgumentError, match="attends 2 times"):
         install(model)
     assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_peft_model_stands_for_the_model_inside(llama) -> None:
+    ids = torch.tensor([[5, 9, 23, 61, 7]])
+    kv, adapted = llama.new_session(), PeftLike(uninstall(llama.model))
+    assert install(adapted) is adapted
+    tokens = adapted.generate(ids, max_new_tokens=4, do_sample=False, **cached(KVServiceCache(kv)))
+    assert torch.equal(tokens, llama.reference.generate(ids, max_new_tokens=4, do_sample=False))
+    step = kv.open_step([kv.allocate([5, 9], extra_keys=model_keys(adapted))])
+    torch.testing.assert_close(forward(adapted, step, [5, 9]), llama.reference(ids[:, :2]).logits[0], atol=1e-3, rtol=0)
+    uninstall(adapted)
+    assert torch.equal(adapted.generate(ids, max_new_tokens=4, do_sample=False), tokens)
+
+
+def test_what_is_no_model_of_the_library_is_refused_by_name(llama) -> None:
+    learned = PeftLike(uninstall(llama.model), learned_prompt=True)
+    for model, reason in ((torch.nn.Linear(2, 2), "not Linear"), (learned, "learned prompts")):
+        with pytest.raises(InvalidArgumentError, match=reason) as refused:
+            install(model)
+        assert refused.value.field == "model"
 
 
 def test_encoders_are_refused() -> None:

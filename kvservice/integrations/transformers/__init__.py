@@ -18,17 +18,7 @@ and pool are on the same GPU and the daemon shares the pool for writing.
 The integration supports decoders with multi-head, grouped-query or multi-query attention, with rotary, learned or ALiBi
 positions, sliding windows and logits soft caps. It uses the library's registry of attention functions, and adapts seven
 families that have their own attention code (`own_attention`). `install` raises an error with the reason for models that
-are not supported. These model types give the same tokens and logits as the library's own cache:
-
-    afmoe, apertus, arcee, aria_text, beam, bert, bert-generation, biogpt, bitnet, bloom, camembert, codegen, cohere,
-    cohere2, cohere2_moe, cohere_compass_text, ctrl, cwm, data2vec-text, dbrx, dots1, electra, ernie, ernie4_5,
-    ernie4_5_moe, exaone4, exaone_moe, falcon, flex_olmo, gemma, gemma2, gemma3_text, glm, glm4, glm4_moe, gpt-sw3,
-    gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_neox_japanese, gptj, granite, granitemoe, granitemoeshared, helium,
-    hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, hyperclovax, internlm3, iquestcoder, jais2, jetmoe, kolibri1, laguna,
-    llama, mellum, minimax_m2, ministral, ministral3, mistral, mixtral, modernbert-decoder, mpt, nanochat, nemotron,
-    olmo, olmo2, olmo3, olmoe, opt, persimmon, phi, phi3, phi4_multimodal, phimoe, qwen2, qwen2_moe, qwen3, qwen3_moe,
-    roberta, roberta-prelayernorm, roc_bert, seed_oss, smollm3, solar_open, stablelm, starcoder2, vaultgemma,
-    xlm-roberta, xlm-roberta-xl, xmod.
+are not supported. The README lists the model types that give the same tokens and logits as the library's own cache.
 """
 
 from kvservice.integrations.transformers.cache import KVServiceCache

@@ -276,11 +276,13 @@ def _refuse_unsupported(
 
 def _window(mask: StepMask | None, window: int) -> int:
     """Return the sliding window of a layer, from its mask or its arguments. Raises InvalidArgumentError if they
-    differ."""
+    differ, and for a window without tokens."""
     if mask is None:
         return window
     if not isinstance(mask, StepMask):
         raise InvalidArgumentError("the model builds its own attention masks", field="attention_mask")
+    if mask.is_empty:
+        raise InvalidArgumentError("a layer has a window of 0 tokens", field="sliding_window")
     if window and window != mask.sliding_window:
         raise InvalidArgumentError(
             f"attention has a window of {window}, but its mask has one of {mask.sliding_window}",

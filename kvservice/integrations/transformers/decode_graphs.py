@@ -24,7 +24,7 @@ from kvservice.errors import (
     StaleStepError,
 )
 from kvservice.integrations.transformers import attention, keys
-from kvservice.integrations.transformers.arguments import CACHE, GENERATE_INPUTS
+from kvservice.integrations.transformers.arguments import CACHE, GENERATE_INPUTS, library_model
 from kvservice.integrations.transformers.columns import Batch
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 from kvservice.integrations.transformers.probe import first_position
@@ -46,9 +46,8 @@ class DecodeGraphs:
     Caches may take turns. A graph is at the sequences of one of them at a time, and two calls are made when it changes.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: Session, *, max_tokens: int, num_steps: int = 16) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise InvalidArgumentError(f"must be a model of the library, not {type(model).__name__}", field="model")
+    def __init__(self, model: torch.nn.Module, kv: Session, *, max_tokens: int, num_steps: int = 16) -> None:
+        model = library_model(model)
         for name, value in {"max_tokens": max_tokens, "num_steps": num_steps}.items():
             if not isinstance(value, int) or value < 1:
                 raise InvalidArgumentError(f"{value} is not a whole number from 1 on", field=name)

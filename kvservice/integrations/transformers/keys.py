@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from kvservice.client import Sequence
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.weights import Weights, can_digest
 
 ExtraKeys = list[tuple[int, bytes]]
@@ -140,12 +141,12 @@ def forget(model: PreTrainedModel) -> None:
     _fingerprints.pop(model, None)
 
 
-def model_keys(model: PreTrainedModel) -> ExtraKeys:
+def model_keys(model: torch.nn.Module) -> ExtraKeys:
     """Return the `extra_keys` for the allocation of a sequence whose K/V a model computes in `forward`.
 
     If the K/V of the model must not be shared, the key is random, so call this once per sequence.
     """
-    identity = identify(model)
+    identity = identify(library_model(model))
     return private_keys() if identity.private_because else shared_keys(identity)
 
 

@@ -32,9 +32,12 @@ class StepMask:
     """A causal mask over the sequences of a step.
 
     sliding_window: number of tokens to which a token attends, including itself; 0 means all tokens up to itself.
+    is_empty: a token attends to nothing. A model whose windows are turned off may build such a mask for layers that it
+    does not have; a layer that gets it is refused.
     """
 
     sliding_window: int
+    is_empty: bool = False
     ndim: ClassVar[int] = 0
 
     def to(self, *_: Any, **__: Any) -> StepMask:
@@ -66,6 +69,8 @@ def kvservice_mask(
     """
     if mask_function is _CAUSAL:
         return StepMask(0)
+    if local_size == 0:
+        return StepMask(0, is_empty=True)
     if local_size and allow_is_causal_skip and not use_vmap and _slides(mask_function, local_size, device):
         return StepMask(local_size)
     raise InvalidArgumentError(

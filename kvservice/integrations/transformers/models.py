@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,7 +14,10 @@ from kvservice import model_shape
 from kvservice.config_sources import checked_config
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import keys, own_attention, passes, probe
+from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # An attribute of installed models, and of their copies: the previous attention implementation.
@@ -36,8 +39,9 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
     return options
 
 
-def install(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a causal language model, in place, to attention in the daemon. Returns the model.
+def install(model: ModelT) -> ModelT:
+    """Switch a causal language model, in place, to attention in the daemon. Returns the model. Of a PeftModel it is the
+    model inside.
 
     From then on it runs with `cache=KVServiceCache(...)` (`past_key_values=` before version 5.24 of the library), or
     through `forward`; `uninstall` switches it back. The installation runs one token through the model to check its
@@ -47,8 +51,13 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     cross-attention, latent, linear or chunked attention, attention sinks, layers that share K/V or differ in their
     heads, models with their own attention code or masks. The model is unchanged then.
     """
-    if _is_switched_on(model):
-        return model
+    inside = library_model(model)
+    if not _is_switched_on(inside):
+        _install(inside)
+    return model
+
+
+def _install(model: PreTrainedModel) -> None:
     uninstall(model)
     pool = pool_options(model.config)
     if not model._can_set_attn_implementation() and not own_attention.is_adaptable(model):
@@ -65,20 +74,20 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         raise
     vars(model)[_PREVIOUS_ATTENTION] = previous_attention
     passes.track(model)
-    return model
 
 
-def uninstall(model: PreTrainedModel) -> PreTrainedModel:
+def uninstall(model: ModelT) -> ModelT:
     """Restore a model's previous attention. Returns the model."""
-    if not _is_installed(model):
-        return model
-    passes.untrack(model)
-    keys.forget(model)
-    _switch_off(model, vars(model).pop(_PREVIOUS_ATTENTION))
+    inside = library_model(model)
+    if is_installed(inside):
+        passes.untrack(inside)
+        keys.forget(inside)
+        _switch_off(inside, vars(inside).pop(_PREVIOUS_ATTENTION))
     return model
 
 
-def _is_installed(model: PreTrainedModel) -> bool:
+def is_installed(model: PreTrainedModel) -> bool:
+    """Return whether a model was installed, even if its attention has changed since."""
     return _PREVIOUS_ATTENTION in vars(model)
 
 
@@ -86,7 +95,7 @@ def _is_switched_on(model: PreTrainedModel) -> bool:
     """Return whether a model is installed and its attention and layers have not changed since."""
     configs = [vars(module)["config"] for module in model.modules() if "config" in vars(module)]
     attends = all(getattr(config, "_attn_implementation", ATTENTION_NAME) == ATTENTION_NAME for config in configs)
-    return _is_installed(model) and attends and own_attention.is_adapted(model)
+    return is_installed(model) and attends and own_attention.is_adapted(model)
 
 
 def _switch_on(model: PreTrainedModel) -> None:
@@ -104,7 +113,7 @@ def _switch_off(model: PreTrainedModel, previous_attention: str) -> None:
 
 
 def check_installed(model: PreTrainedModel) -> None:
-    if not _is_installed(model):
+    if not is_installed(model):
         raise FailedPreconditionError("the model computes its attention itself: install() it first")
 
 

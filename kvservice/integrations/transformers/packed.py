@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from kvservice.client import Step
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import keys
+from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.attention import ForwardPass, running
 from kvservice.integrations.transformers.models import check_installed
 from kvservice.integrations.transformers.probe import first_position
 
 
 def forward(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     step: Step,
     token_ids: Sequence[int] | torch.Tensor,
     *,
@@ -37,6 +37,7 @@ def forward(
     sequences; FailedPreconditionError if the model is not installed, if sequences were allocated for another model, or
     if layers were skipped; and the daemon's errors.
     """
+    model = library_model(model)
     check_installed(model)
     keys.check_sequences(model, step.sequences, prompts=step.num_tokens > len(step.sequences))
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)

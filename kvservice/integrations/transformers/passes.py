@@ -110,7 +110,11 @@ def _check_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     if _is_asked_for(model, inputs, "output_attentions"):
         raise InvalidArgumentError("attention weights stay in the daemon", field="output_attentions")
     if inputs.get("use_cache") is False:
-        raise InvalidArgumentError("is False, but the K/V go into the cache that was given", field="use_cache")
+        raise InvalidArgumentError(
+            "is False, by an argument or by the model's configuration, but the K/V go into the cache that was given: "
+            "pass use_cache=True to generate",
+            field="use_cache",
+        )
 
 
 def _wants_every_output(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
