@@ -9,6 +9,7 @@ from typing import Final
 from kvservice.config import ServeConfig
 from kvservice.mooncake.listening import PRELOADED, numeric_address
 from kvservice.mooncake.options import MooncakeOptions
+from kvservice.owned import OwnedProcess
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.listening import ConfigError
 from kvservice.tiers import LowerTier
@@ -26,12 +27,14 @@ def check_mooncake(config: ServeConfig) -> None:
     if not PRELOADED.exists():
         raise ConfigError(f"{PRELOADED} is missing: build the native code again", field="mooncake")
     command = [sys.executable, "-P", "-c", "import mooncake.store"]
-    try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"Mooncake's library is not imported within {_IMPORT_S:g} s", field="mooncake") from None
+    with OwnedProcess(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as tried:
+        try:
+            errors = tried.communicate(timeout=_IMPORT_S)[1].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            tried.kill()
+            raise ConfigError(f"Mooncake's library is not imported within {_IMPORT_S:g} s", field="mooncake") from None
     if tried.returncode:
-        reason = (tried.stderr.strip() or f"it ends with {tried.returncode}").splitlines()[-1]
+        reason = (errors or f"it ends with {tried.returncode}").splitlines()[-1]
         raise ConfigError(
             f"Mooncake's library cannot be used: {reason}: install kvservice[mooncake], and the libraries that "
             "deploy/README.md names",

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from kvservice.errors import ObserverUnavailableError
 from kvservice.kept.report import RestartReport
+from kvservice.owned import OwnedProcess
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
 
@@ -152,13 +153,10 @@ class Observing:
         if self._http is not None:
             descriptors.append(self._http.fileno())
         try:
-            # The observer runs in its own process session, so that signals of the daemon's terminal do not reach it. It
-            # exits when the daemon does.
-            return subprocess.Popen(
+            return OwnedProcess(
                 [sys.executable, "-P", "-m", "kvservice.observer", *map(str, descriptors)],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
             )
         finally:
             os.close(memory)

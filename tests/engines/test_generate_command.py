@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -12,6 +14,9 @@ import pytest
 from click import Command
 from click.testing import CliRunner, Result
 from each_row import each_row
+from socket_owner import owner_of
+from transfer_rig import is_gone
+from waiting import until
 
 from kvservice.cli import main
 from kvservice.engines import LLM, SamplingParams
@@ -135,6 +140,55 @@ def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
     outputs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [output["prompt"] for output in outputs] == ["Hello", "Good day"]
     assert [len(output["outputs"][0]["token_ids"]) for output in outputs] == [16, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_a_command_that_is_ended(number, tmp_path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Hello\n" * 1000)
+    command = [sys.executable, "-P", "-m", "kvservice", "generate", "--prompts", str(prompts), "--ignore-eos"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*command, "--max-tokens", "400"], env=environ, stderr=subprocess.DEVNULL) as running:
+        until(lambda: list(tmp_path.glob("kvservice-*/kvservice.sock")))
+        daemon = owner_of(next(tmp_path.glob("kvservice-*/kvservice.sock")))
+        running.send_signal(number)
+        assert running.wait() == -number
+    until(lambda: is_gone(daemon))
+    until(lambda: list(tmp_path.iterdir()) == [prompts])
+
+
+# An engine with a draft model, and one that nobody closes. A fork leaves the first one's context.
+ENGINES = """
+import os, sys, time
+from kvservice.engines import LLM, DraftModel, SamplingParams
+from kvservice.demo.model import build_model
+
+params, options = SamplingParams(max_tokens=4, temperature=0), {"daemon": {"num_blocks": 32}}
+with LLM(build_model(), speculation=DraftModel(build_model(), 2), **options) as llm:
+    alike = llm.generate([[1, 2, 3]], params)
+    if os.fork() == 0:
+        llm.close()
+        os._exit(0)
+    assert os.wait()[1] == 0
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == alike[0].outputs
+assert os.listdir(sys.argv[1]) == []
+llm = LLM(build_model(), **options)
+assert len(os.listdir(sys.argv[1])) == 1
+if sys.argv[2] == "del":
+    del llm
+    while os.listdir(sys.argv[1]):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["del", "end"])
+def test_nothing_is_left_of_an_engine(how, tmp_path) -> None:
+    command = [sys.executable, "-P", "-c", ENGINES, str(tmp_path), how]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=300, check=False)
+    assert done.returncode == 0
+    until(lambda: not list(tmp_path.iterdir()))
 
 
 def test_on_a_terminal_the_queues_are_shown(run) -> None:
