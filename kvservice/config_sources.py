@@ -78,8 +78,8 @@ def _first_error(error: ValidationError) -> tuple[str, str]:
     # pydantic puts this prefix before the messages of our validators.
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "string_pattern_mismatch":
-        *others, last = ServeConfig.model_fields[str(first["loc"][0])].examples or ()
-        said = f"{first['input']!r} does not have the form of {', '.join(others)} or {last}"
+        right = ServeConfig.model_fields[str(first["loc"][0])].examples or ()
+        said = f"{first['input']!r} does not have the form of {' or '.join(right)}"
     if first["loc"]:
         return str(first["loc"][0]), said
     field, _, message = said.partition(": ")

@@ -207,7 +207,7 @@ def test_the_default_socket_is_where_no_other_user_can_be_first(monkeypatch: pyt
 
 def test_a_text_of_the_wrong_form_is_told_what_is_right() -> None:
     wrong = {"device": "gpu", "unix_socket_mode": "rw", "trusted_uids": "root"}
-    right = {"device": "cpu, cuda or cuda:1", "unix_socket_mode": "0600 or 0666", "trusted_uids": "1000 or 1000,1001"}
+    right = {"device": "cpu or cuda or cuda:1", "unix_socket_mode": "0600 or 0666", "trusted_uids": "1000 or 1000,1001"}
     for name, value in wrong.items():
         with pytest.raises(InvalidArgumentError) as refused:
             load_config({name: value}, {})

@@ -187,13 +187,17 @@ def _budget(value: int | None, field: str) -> int | None:
 async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, timeout_s: float | None) -> OpenedScheduler:
     """Open the scheduler of a session, and fetch the requests that it has already."""
     fields: dict[str, Any] = dict(settings)
-    for name in fields:
-        if name not in (known := SchedulerArguments.__annotations__):
-            raise InvalidArgumentError(f"is no setting of a scheduler, which are {', '.join(known)}", field=name)
-    for name, prefix in (("policy", "BATCH_POLICY_"), ("order", "QUEUE_ORDER_"), ("preemption", "PREEMPTION_MODE_")):
+    for name in fields.keys() - SchedulerArguments.__annotations__.keys():
+        names = ", ".join(SchedulerArguments.__annotations__)
+        raise InvalidArgumentError(f"is no setting of a scheduler, which are {names}", field=name)
+    choices = (
+        ("policy", scheduler_pb2.BatchPolicy, "BATCH_POLICY_"),
+        ("order", scheduler_pb2.QueueOrder, "QUEUE_ORDER_"),
+        ("preemption", scheduler_pb2.PreemptionMode, "PREEMPTION_MODE_"),
+    )
+    for name, kind, prefix in choices:
         if name in fields:
-            kind = scheduler_pb2.OpenSchedulerRequest.DESCRIPTOR.fields_by_name[name].enum_type
-            values = {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number}
+            values = {one.removeprefix(prefix).lower(): number for one, number in kind.items() if number}
             if fields[name] not in list(values):
                 raise InvalidArgumentError(f"{fields[name]!r} is none of {', '.join(values)}", field=name)
             fields[name] = values[fields[name]]

@@ -20,6 +20,7 @@ from waiting import until
 
 from kvservice.cli import main
 from kvservice.engines import LLM, SamplingParams
+from kvservice.owned import OwnedFolder
 
 
 @pytest.fixture
@@ -143,22 +144,23 @@ def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_of_a_command_that_is_ended(number, tmp_path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("Hello\n" * 1000)
     command = [sys.executable, "-P", "-m", "kvservice", "generate", "--prompts", str(prompts), "--ignore-eos"]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen([*command, "--max-tokens", "400"], env=environ, stderr=subprocess.DEVNULL) as running:
-        until(lambda: list(tmp_path.glob("kvservice-*/kvservice.sock")))
-        daemon = owner_of(next(tmp_path.glob("kvservice-*/kvservice.sock")))
-        running.send_signal(number)
-        assert running.wait() == -number
-    until(lambda: is_gone(daemon))
-    until(lambda: not list(tmp_path.glob("kvservice-*")))
+    # The paths of sockets are short.
+    with OwnedFolder("kv-") as folder:
+        environ = os.environ | {"TMPDIR": str(folder)}
+        with subprocess.Popen([*command, "--max-tokens", "400"], env=environ, stderr=subprocess.DEVNULL) as running:
+            until(lambda: list(folder.glob("kvservice-*/kvservice.sock.fds")))
+            daemon = owner_of(next(folder.glob("kvservice-*/kvservice.sock.fds")))
+            running.send_signal(number)
+            assert running.wait() == -number
+        until(lambda: is_gone(daemon) and not list(folder.glob("kvservice-*")))
 
 
-# An engine with a draft model, and one that nobody closes. A fork leaves the first one's context.
+# An engine with a draft model, whose context a fork leaves, one that is dropped, and one that nobody closes.
 ENGINES = """
 import os, sys, time
 from pathlib import Path
@@ -166,7 +168,7 @@ from kvservice.engines import LLM, DraftModel, SamplingParams
 from kvservice.demo.model import build_model
 
 def folders():
-    return list(Path(sys.argv[1]).glob("kvservice-*"))
+    return list(Path(os.environ["TMPDIR"]).glob("kvservice-*"))
 
 params, options = SamplingParams(max_tokens=4, temperature=0), {"daemon": {"num_blocks": 32}}
 with LLM(build_model(), speculation=DraftModel(build_model(), 2), **options) as llm:
@@ -179,20 +181,20 @@ with LLM(build_model(), speculation=DraftModel(build_model(), 2), **options) as 
 assert folders() == []
 llm = LLM(build_model(), **options)
 assert len(folders()) == 1
-if sys.argv[2] == "del":
-    del llm
-    while folders():
-        time.sleep(0.01)
+del llm
+while folders():
+    time.sleep(0.01)
+llm = LLM(build_model(), **options)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["del", "end"])
-def test_nothing_is_left_of_an_engine(how, tmp_path) -> None:
-    command = [sys.executable, "-P", "-c", ENGINES, str(tmp_path), how]
-    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=300, check=False)
-    assert done.returncode == 0
-    until(lambda: not list(tmp_path.glob("kvservice-*")))
+def test_nothing_is_left_of_an_engine() -> None:
+    with OwnedFolder("kv-") as folder:
+        command = [sys.executable, "-P", "-c", ENGINES]
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, timeout=300, check=False)
+        assert done.returncode == 0
+        until(lambda: not list(folder.glob("kvservice-*")))
 
 
 def test_on_a_terminal_the_queues_are_shown(run) -> None:
