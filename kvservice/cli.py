@@ -26,7 +26,7 @@ from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
 from kvservice.commands.token import token
 from kvservice.commands.upgrade import upgrade
-from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
@@ -95,8 +95,19 @@ def _keeper_settings(settings: ServeConfig) -> KeeperSettings:
     return KeeperSettings(command, path, settings.drain_timeout_s, settings.log_level, settings.log_format)
 
 
+def _make_private(unix_socket: str) -> None:
+    from kvservice.server.private_folders import private_folder
+
+    try:
+        private_folder(Path(unix_socket).parent)
+    except OSError as error:
+        raise click.ClickException(f"unix_socket: {unix_socket}: {error.strerror}") from None
+
+
 def _serve(config: str | None, **options: Any) -> None:
     settings = _settings({name: value for name, value in options.items() if value is not None}, config)
+    if settings.unix_socket and os.path.dirname(settings.unix_socket) == home_folder():
+        _make_private(settings.unix_socket)
     missing = missing_environment(os.environ)
     if settings.keeper and not os.environ.get("NOTIFY_SOCKET"):
         become_keeper(_keeper_settings(settings), os.environ | missing)

@@ -31,11 +31,18 @@ class RequestLimits:
 
 
 def default_unix_socket() -> str:
-    """Return /run/kvservice.sock for root, else a path in the user's runtime directory."""
+    """Return /run/kvservice.sock for root, else a path in the user's runtime directory, or in `home_folder`: where
+    everybody may write, another user could be there first. Empty if the user has no home directory."""
     if os.geteuid() == 0 and Path("/run").is_dir():
         return "/run/kvservice.sock"
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return f"{runtime}/kvservice.sock" if runtime else f"/tmp/kvservice-{os.geteuid()}.sock"
+    folder = os.environ.get("XDG_RUNTIME_DIR") or home_folder()
+    return folder and f"{folder}/kvservice.sock"
+
+
+def home_folder() -> str:
+    """Return the folder in the user's home directory, which `serve` makes. Empty if there is no home directory."""
+    folder = os.path.expanduser("~/.kvservice")
+    return "" if folder.startswith("~") else folder
 
 
 class ServeConfig(BaseModel):
@@ -46,6 +53,7 @@ class ServeConfig(BaseModel):
     device: str = Field(
         "cpu",
         pattern="^(cpu|cuda(:[0-9]{1,3})?)$",
+        examples=["cpu", "cuda", "cuda:1"],
         description="Device of the pool: cpu, cuda (the first GPU) or cuda:N.",
     )
     model: str = Field(
@@ -129,7 +137,10 @@ class ServeConfig(BaseModel):
         default_factory=default_unix_socket, description="Path of the unix socket. Empty: none is opened."
     )
     unix_socket_mode: str = Field(
-        "0600", pattern="^0?[0-7]{3}$", description="File mode of the unix socket, in octal: who may connect."
+        "0600",
+        pattern="^0?[0-7]{3}$",
+        examples=["0600", "0666"],
+        description="File mode of the unix socket, in octal: who may connect.",
     )
     tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
     tls_cert: str = Field(
@@ -355,6 +366,7 @@ class ServeConfig(BaseModel):
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
+        examples=["1000", "1000,1001"],
         description="Numbers of the users, separated by commas, that are trusted besides the daemon's own user and "
         "root: with the pool as share_pool says, with the block store as share_store says, with lanes and regions if "
         "allow_client_shm is on.",

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvservice.config import ENV_PREFIX, ServeConfig
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, reason_of
 from kvservice.model_shape import read_pool_options, snapshot_name
 
 # Variables that are not fields of the configuration. The kernels, the command line, the build, the client commands and
@@ -77,6 +77,9 @@ def _first_error(error: ValidationError) -> tuple[str, str]:
         return field, f"unknown option{_suggestion(field)}"
     # pydantic puts this prefix before the messages of our validators.
     said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "string_pattern_mismatch":
+        right = ServeConfig.model_fields[str(first["loc"][0])].examples or ()
+        said = f"{first['input']!r} does not have the form of {' or '.join(right)}"
     if first["loc"]:
         return str(first["loc"][0]), said
     field, _, message = said.partition(": ")
@@ -95,7 +98,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
         with file.open("rb") as stream:
             return tomllib.load(stream)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgumentError(f"{file}: {error}", field="config") from None
+        raise InvalidArgumentError(f"{file}: {reason_of(error)}", field="config") from None
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:

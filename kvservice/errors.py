@@ -326,3 +326,8 @@ class RegionNotOpenedError(KVServiceError):
 class InternalError(KVServiceError):
     status = "INTERNAL"
     reason = "INTERNAL"
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, for a message that names the file itself: an OSError would name it again."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

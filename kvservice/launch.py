@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from kvservice.errors import KVServiceError
 from kvservice.keeper.control import ask
 from kvservice.keeper.notify import MANAGER_VARIABLES
 from kvservice.keeper.settings import control_path
+from kvservice.owned import OwnedFolder, OwnedProcess
 
 
 class StartError(KVServiceError):
@@ -28,23 +27,26 @@ class Daemon:
     """A private daemon on a unix socket in a temporary directory, as a context manager. Clients connect to `address`.
 
     `options` are fields of ServeConfig. By default the daemon opens no address except the socket, and has no keeper:
-    with keeper=True, `process` is the keeper.
+    with keeper=True, `process` is the keeper. Daemon and directory end with this process, by whatever end of it, or
+    when nothing refers to this object. In a fork of this process the object does nothing.
     """
 
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="kvservice-"))
-        self._socket = Path(options.pop("unix_socket", self._directory / "kvservice.sock"))
+        given = options.pop("unix_socket", None)
+        sockets = [] if given is None else [Path(f"{given}{suffix}") for suffix in ("", ".fds", ".keeper")]
+        self._folder = OwnedFolder("kvservice-", sockets=sockets)
+        self._socket = sockets[0] if sockets else self._folder.path / "kvservice.sock"
         self._options = {"tcp_address": "", "http_address": "", "log_level": "warning", "keeper": False} | options
         self._options["unix_socket"] = self._socket
         self.address = f"unix://{self._socket}"
-        self.log = self._directory / "daemon.log"
+        self.log = self._folder.path / "daemon.log"
         self._start_timeout_s = start_timeout_s
 
     def __enter__(self) -> Daemon:
         options = {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in self._options.items()}
         with self.log.open("wb") as log:
             # -P keeps a checkout in the working directory from shadowing the installed package.
-            self.process = subprocess.Popen(
+            self.process = OwnedProcess(
                 [sys.executable, "-P", "-m", "kvservice", "serve"],
                 env=_environment_without_manager() | options,
                 stdout=log,
@@ -58,8 +60,9 @@ class Daemon:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self.process.is_owned:
+            self.stop()
+            self._folder.remove()
 
     def daemon_pid(self) -> int:
         """Return the id of the daemon's process. Raises StartError if its keeper is about to start it."""

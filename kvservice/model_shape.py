@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, reason_of
 
 Config = Mapping[str, Any]
 
@@ -96,7 +96,7 @@ def read_pool_options(model: Path) -> PoolOptions:
         with path.open("rb") as file:
             config = json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path}: {error}", field="model") from None
+        raise InvalidArgumentError(f"{path}: {reason_of(error)}", field="model") from None
     if not isinstance(config, dict):
         raise InvalidArgumentError(f"{path}: is not a JSON object", field="model")
     try:

@@ -29,6 +29,9 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "attention_options": {"errors"},
     "environment": set(),
+    # Processes and folders that end with this process. The guard runs alone.
+    "owned": {"owned_guard"},
+    "owned_guard": set(),
     "auth": {"errors"},
     # What daemon and routers compute alike.
     "chain_hash": set(),
@@ -39,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     # Processes with Mooncake's library, and the messages that the daemon exchanges with them.
     "mooncake": {"_ext"},
     # Tiers below the block store. They read and write its memory.
-    "tiers": {"_ext", "logs", "mooncake", "store"},
+    "tiers": {"_ext", "logs", "mooncake", "owned", "store"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
@@ -108,6 +111,7 @@ ROOMS: dict[str, set[str]] = {
         "logs",
         "saved",
         "mooncake",
+        "owned",
         "scheduler",
         "store",
         "telemetry",
@@ -120,7 +124,7 @@ ROOMS: dict[str, set[str]] = {
         "wire",
     },
     # Runs Mooncake's Transfer Engine, at both ends.
-    "transfer": {"errors", "mooncake"},
+    "transfer": {"errors", "mooncake", "owned"},
     # On the daemon's host it computes on the pool itself, or uses the native end of a lane.
     "client": {
         "_cuda",
@@ -139,10 +143,10 @@ ROOMS: dict[str, set[str]] = {
     "logs": set(),
     # The process that outlives the daemon. Its modules use the standard library only.
     "keeper": set(),
-    "launch": {"config", "environment", "errors", "health", "keeper"},
+    "launch": {"config", "environment", "errors", "health", "keeper", "owned"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
     "engines": {"client", "errors", "integrations", "launch"},
-    "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout", "top"},
+    "demo": {"auth", "client", "errors", "integrations", "launch", "owned", "pool.layout", "top"},
     # It measures the packages from inside.
     "bench": {
         "",
@@ -159,6 +163,7 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "mooncake",
         "ops",
+        "owned",
         "planning",
         "pool.layout",
         "pool.sealed",
@@ -414,6 +419,28 @@ def test_bookkeeping_knows_neither_tensors_nor_messages() -> None:
             names = imported_modules(tree_of(path))
             foreign += [(name_of(path), name) for name in names if name.split(".")[0] not in known]
     assert foreign == []
+
+
+STARTS = re.compile(
+    r"subprocess\.(run|call|check_\w+)|.*\bPopen|os\.(fork\w*|spawn\w+|posix_spawnp?|popen|system)|pty\..*"
+    r"|.*\bcreate_subprocess_\w+|.*\bmkdtemp|tempfile\.\w*Temporary\w+|\w*Temporary(Directory|File)|multiprocessing\..*"
+)
+
+
+def started(path: Path) -> set[str]:
+    """Return the calls of a module that start a process, or make something in the temporary directory."""
+    calls = (ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    return {call for call in calls if STARTS.fullmatch(call)}
+
+
+def test_what_is_started_ends_with_its_owner() -> None:
+    """`owned.py` does that. The keeper's processes end with it, as `keeper/processes.py` says."""
+    found = {name_of(path): started(path) for path in SOURCES}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "keeper/processes.py": {"os.fork"},
+        "owned.py": {"tempfile.mkdtemp", "subprocess.Popen"},
+        "owned_guard.py": {"os.fork"},
+    }
 
 
 def test_messages_stop_at_the_codec() -> None:

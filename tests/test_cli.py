@@ -60,6 +60,18 @@ def test_a_wrong_word_is_a_usage_error() -> None:
                 assert named in refused.stderr
 
 
+def test_a_socket_in_the_home_directory_has_a_private_folder(tmp_path: Path) -> None:
+    folder = tmp_path / ".kvservice"
+    serve = ("serve", "--unix-socket", f"{folder}/kvservice.sock", "--auth-tokens", "/absent")
+    refused = kvservice(*serve, HOME=str(tmp_path))
+    assert "auth_tokens: /absent: No such file or directory" in refused.stderr
+    assert refused.stderr.count("/absent") == 1
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    refused = kvservice(*serve, HOME=str(tmp_path))
+    assert f"unix_socket: {folder}/kvservice.sock: other users can write to it" in refused.stderr
+
+
 # What test_config.py does not show: that an error of the configuration is one line, and what the daemon finds wrong.
 NOT_SERVED: list[tuple[tuple[str, ...], dict[str, str], str]] = [
     (("--block-size", "12"), {}, "block_size"),
@@ -85,6 +97,8 @@ def test_what_cannot_be_served_is_one_clear_line(tmp_path: Path) -> None:
                 refused = kvservice("serve", *arguments, **(private | environ))
                 assert refused.returncode == 1
                 assert re.fullmatch(rf"Error: .*{re.escape(named)}.*\n", refused.stderr.splitlines(keepends=True)[-1])
+                # No path is named twice.
+                assert all(refused.stderr.count(word) <= 1 for word in arguments if word.startswith("/"))
                 for foreign in ("Traceback", "Value error", "(default)"):
                     assert foreign not in refused.stderr
 

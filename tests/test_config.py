@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,28 @@ def test_where_descriptors_are_handed_over() -> None:
     for options, are_handed_over in rows:
         wanted = "/run/kv.sock.fds" if are_handed_over else ""
         assert load_config(socket | options, {}).fd_socket == wanted, options
+
+
+def test_the_default_socket_is_where_no_other_user_can_be_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert ServeConfig().unix_socket == "/run/user/1000/kvservice.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert ServeConfig().unix_socket == "/home/user/.kvservice/kvservice.sock"
+
+
+def test_a_text_of_the_wrong_form_is_told_what_is_right() -> None:
+    wrong = {"device": "gpu", "unix_socket_mode": "rw", "trusted_uids": "root"}
+    right = {"device": "cpu or cuda or cuda:1", "unix_socket_mode": "0600 or 0666", "trusted_uids": "1000 or 1000,1001"}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidArgumentError) as refused:
+            load_config({name: value}, {})
+        assert str(refused.value) == f"{name}: {value!r} does not have the form of {right[name]} (option)"
+        for example in ServeConfig.model_fields[name].examples or ():
+            load_config({name: example}, {})
+    patterns = {name for name, field in ServeConfig.model_fields.items() if "pattern=" in repr(field.metadata)}
+    assert patterns == wrong.keys()
 
 
 def test_who_can_connect_to_the_unix_socket() -> None:

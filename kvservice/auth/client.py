@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from kvservice.auth.addresses import is_loopback
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,4 +97,4 @@ def _read(file: os.PathLike[str]) -> str:
     try:
         return Path(file).read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"{os.fspath(file)}: {error}", field="token") from None
+        raise InvalidArgumentError(f"{os.fspath(file)}: {reason_of(error)}", field="token") from None

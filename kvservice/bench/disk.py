@@ -18,7 +18,6 @@ import shutil
 import statistics
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from rich.console import Console
 from kvservice._ext import store_checksums
 from kvservice.bench.harness import table
 from kvservice.errors import KVServiceError
+from kvservice.owned import OwnedFolder, OwnedProcess
 from kvservice.tiers import Space, Values
 from kvservice.tiers.disk import DiskOptions, DiskTier
 
@@ -131,17 +131,16 @@ async def fio(files: list[Path], direction: str, engine: str, size: int, num_byt
     command = ["fio", "--name=disk", f"--filename={':'.join(map(str, files))}", f"--rw=rand{direction}", f"--bs={size}"]
     command += ["--direct=1", "--norandommap", "--randrepeat=0", f"--io_size={num_bytes // jobs}", *ENGINES[engine]]
     command += ["--output-format=json"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    output, _ = await process.communicate()
+    process = OwnedProcess(command, stdout=subprocess.PIPE)
+    output, _ = await asyncio.to_thread(process.communicate)
     assert process.returncode == 0, "fio failed"
     return float(json.loads(output)["jobs"][0][direction]["bw_bytes"])
 
 
 async def measure(options: DiskBenchOptions, memory: BenchMemory, size: int) -> dict[str, list[float]]:
     """Return the bytes per second of each round and way, at one size."""
-    directory = Path(tempfile.mkdtemp(prefix="kvservice-bench-", dir=options.directory))
     speeds: dict[str, list[float]] = {}
-    try:
+    with OwnedFolder("kvservice-bench-", options.directory) as directory:
         capacity_bytes = options.round_bytes * 9 // 8 + (256 << 20)
         settings = DiskOptions(directory, capacity_bytes, num_threads=DEPTH)
         tier = DiskTier(settings, memory.address, MEMORY_BYTES)
@@ -158,15 +157,12 @@ async def measure(options: DiskBenchOptions, memory: BenchMemory, size: int) -> 
             for name, speed in round_speeds.items():
                 speeds.setdefault(name, []).append(speed)
         await tier.close()
-    finally:
-        shutil.rmtree(directory)
     return speeds
 
 
 async def measure_start(options: DiskBenchOptions, memory: BenchMemory) -> dict[str, float]:
     """Store small values, and return the seconds until a tier on the same files finds all of them."""
-    directory = Path(tempfile.mkdtemp(prefix="kvservice-bench-", dir=options.directory))
-    try:
+    with OwnedFolder("kvservice-bench-", options.directory) as directory:
         settings = DiskOptions(directory, options.num_values * START_VALUE_BYTES * 9 // 8 + (1 << 30))
         tier = DiskTier(settings, memory.address, MEMORY_BYTES)
         await tier.opened()
@@ -183,8 +179,6 @@ async def measure_start(options: DiskBenchOptions, memory: BenchMemory) -> dict[
             seconds.append(time.perf_counter() - start)
             assert tier.stats().num_values == stored, "values are lost"
             await tier.close()
-    finally:
-        shutil.rmtree(directory)
     return {
         "num_values": stored,
         "start_s": statistics.median(seconds),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from kvservice.bench.store_blocks import BlockBatch, BlockWay
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.client.store.splits import MESSAGE_BYTES
 from kvservice.environment import GRPC_ENVIRONMENT, MALLOC_ENVIRONMENT
+from kvservice.owned import OwnedFolder
 
 PATH: Final = "/bare/Exchange"
 
@@ -59,7 +59,7 @@ class GrpcPeer:
 def grpc_peer(batch: BlockBatch) -> Iterator[BlockWay]:
     """Start the server. Raises PeerMissingError."""
     errors, environment = (grpc.FutureTimeoutError,), GRPC_ENVIRONMENT | MALLOC_ENVIRONMENT
-    with tempfile.TemporaryDirectory(prefix="kvservice-grpc-") as directory:
+    with OwnedFolder("kvservice-grpc-") as directory:
         address = f"unix:{directory}/grpc.sock"
         with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
             ready = grpc.channel_ready_future(channel)

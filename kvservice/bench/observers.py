@@ -20,6 +20,7 @@ from rich.console import Console
 from kvservice.bench.harness import quantiles, table
 from kvservice.bench.workloads import IN_FLIGHT, Api, Append, Echo, Fork, Workload, connected, latencies, new_sequence
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedProcess
 from kvservice.v1 import blocks_pb2
 
 NUM_PAGES = 10
@@ -97,7 +98,7 @@ def watched(address: str, watch: Watch, port: int) -> Iterator[None]:
         return
     wanted = [str(port), str(watch.pages), str(int(watch.scrapes)), address if watch.events else ""]
     command = [sys.executable, "-P", "-m", "kvservice.bench.watchers", *wanted]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with OwnedProcess(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             if process.stdout.readline() != b"watching\n":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvservice.errors import KVServiceError
+from kvservice.owned import OwnedProcess
 
 START_S = 10.0
 
@@ -29,7 +30,7 @@ def running(
     PeerMissingError."""
     try:
         added = os.environ | dict(environment or {})
-        process = subprocess.Popen(command, env=added, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = OwnedProcess(command, env=added, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except OSError as error:
         raise PeerMissingError(f"It does not start: {error}") from None
     try:

@@ -24,6 +24,7 @@ prepare_grpc()
 
 import grpc  # noqa: E402  the environment comes first
 
+from kvservice.owned import OwnedProcess  # noqa: E402
 from kvservice.v1 import pool_pb2, pool_pb2_grpc  # noqa: E402
 
 # Pause between two pings. It is short enough that a blocked daemon delays most pings.
@@ -57,7 +58,7 @@ class Pinger:
     def pinging(self, address: str) -> Iterator[None]:
         """Raises RuntimeError if the process ends early."""
         command = [sys.executable, "-P", "-m", "kvservice.bench.pinger", address]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with OwnedProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
                 if process.stdout.readline() != b"pinging\n":

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kvservice.bench.peer_process import PeerMissingError, running
 from kvservice.bench.store_blocks import BlockBatch, BlockWay
+from kvservice.owned import OwnedFolder
 
 
 class RedisPeer:
@@ -44,9 +43,9 @@ def redis_peer(batch: BlockBatch) -> Iterator[BlockWay]:
         redis = importlib.import_module("redis")
     except ModuleNotFoundError:
         raise PeerMissingError("The package redis is missing.") from None
-    with tempfile.TemporaryDirectory(prefix="kvservice-redis-") as directory:
-        path = str(Path(directory) / "redis.sock")
-        options = ["--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", "--dir", directory]
+    with OwnedFolder("kvservice-redis-") as directory:
+        path = str(directory / "redis.sock")
+        options = ["--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", "--dir", str(directory)]
         with (
             redis.Redis(unix_socket_path=path) as client,
             running([server, *options], client.ping, (redis.ConnectionError,)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Final
@@ -17,6 +16,7 @@ import numpy as np
 
 from kvservice.bench.peer_process import START_S
 from kvservice.bench.store_blocks import BlockBatch
+from kvservice.owned import OwnedProcess
 from kvservice.wire.tensors import Array
 
 _PUT, _GET, _DONE = b"p", b"g", b"d"
@@ -66,7 +66,7 @@ def socket_peer(batch: BlockBatch) -> Iterator[SocketPeer]:
         listening.settimeout(START_S)
         numbers = (listening.getsockname()[1], count * block_bytes, block_bytes)
         command = [sys.executable, "-P", "-m", "kvservice.bench.socket_peer", *map(str, numbers)]
-        process = subprocess.Popen(command)
+        process = OwnedProcess(command)
         try:
             connection = listening.accept()[0]
             with connection:

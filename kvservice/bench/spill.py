@@ -9,10 +9,8 @@ transformers alone.
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +22,7 @@ from kvservice.bench.serve_model import build_model, shape_of
 from kvservice.client import KVClient, Session
 from kvservice.errors import InternalError
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedFolder
 
 NUM_TOKENS: Final = 1024
 BLOCK_SIZE: Final = 16
@@ -123,9 +122,9 @@ def forward(device: str) -> Callable[[], float]:
 
 def run(device: str = "cpu", quick: bool = False, directory: str | None = None) -> dict[str, Any]:
     """Return `num_bytes` of the blocks, and the median seconds of `memory`, `disk`, `memcpy` and `compute`."""
-    with tempfile.TemporaryDirectory(dir=directory) as disk:
-        Path(disk, "kv").mkdir()
-        from_memory, from_disk = options_of(device, ""), options_of(device, str(Path(disk, "kv")))
+    with OwnedFolder("kvservice-spill-", directory) as disk:
+        (disk / "kv").mkdir()
+        from_memory, from_disk = options_of(device, ""), options_of(device, str(disk / "kv"))
         with (
             Daemon(**from_memory) as first, KVClient(first.address) as client, client.session() as session,
             Daemon(**from_disk) as second, KVClient(second.address) as other, other.session() as second_session,

@@ -15,7 +15,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
 from kvservice.bench.vllm_workloads import WORKLOADS, Output, RequestBatch, Sizes
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedFolder, OwnedProcess
 
 __all__ = ["SCALES", "WORKLOADS", "Output", "RequestBatch", "Sizes", "VLLMBenchOptions", "failures", "render", "run"]
 
@@ -204,7 +204,7 @@ def run(options: VLLMBenchOptions) -> dict[str, Any]:
     names = (BASELINE, *options.connectors)
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvservice-vllm-")))
+        directory = stack.enter_context(OwnedFolder("kvservice-vllm-"))
         logs = Path(options.logs) if options.logs else directory
         logs.mkdir(parents=True, exist_ok=True)
         model = options.model or save_model(directory / "model", scale.model, random=options.check)
@@ -406,13 +406,12 @@ class EngineProcess:
     def __init__(self, name: str, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self._name, self._log = name, log
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = OwnedProcess(
                 [sys.executable, "-P", "-m", "kvservice.bench.vllm_engine", json.dumps(setup)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # it has children
             )
 
     def __enter__(self) -> EngineProcess:
@@ -451,7 +450,7 @@ class EngineProcess:
                 self._process.wait(END_S)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)  # it has children
             self._process.wait()
             self._process.stdout.close()
 

@@ -36,7 +36,7 @@ from kvservice.client.scheduler_values import (
 from kvservice.client.sequences import step_info
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
-from kvservice.errors import CallTimeoutError, ConnectionLostError
+from kvservice.errors import CallTimeoutError, ConnectionLostError, InvalidArgumentError
 from kvservice.v1 import scheduler_pb2
 from kvservice.wire.tensors import to_ints
 
@@ -187,9 +187,20 @@ def _budget(value: int | None, field: str) -> int | None:
 async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, timeout_s: float | None) -> OpenedScheduler:
     """Open the scheduler of a session, and fetch the requests that it has already."""
     fields: dict[str, Any] = dict(settings)
-    for name, prefix in (("policy", "BATCH_POLICY"), ("order", "QUEUE_ORDER"), ("preemption", "PREEMPTION_MODE")):
+    for name in fields.keys() - SchedulerArguments.__annotations__.keys():
+        names = ", ".join(SchedulerArguments.__annotations__)
+        raise InvalidArgumentError(f"is no setting of a scheduler, which are {names}", field=name)
+    choices = (
+        ("policy", scheduler_pb2.BatchPolicy, "BATCH_POLICY_"),
+        ("order", scheduler_pb2.QueueOrder, "QUEUE_ORDER_"),
+        ("preemption", scheduler_pb2.PreemptionMode, "PREEMPTION_MODE_"),
+    )
+    for name, kind, prefix in choices:
         if name in fields:
-            fields[name] = f"{prefix}_{fields[name]}".upper()
+            values = {one.removeprefix(prefix).lower(): number for one, number in kind.items() if number}
+            if fields[name] not in list(values):
+                raise InvalidArgumentError(f"{fields[name]!r} is none of {', '.join(values)}", field=name)
+            fields[name] = values[fields[name]]
     request = build(scheduler_pb2.OpenSchedulerRequest, request_id=calls.next_request_id(), **fields)
     opened = await calls.send("open_scheduler", request, timeout_s)
     known = await _describe(calls, None, False, timeout_s) if opened.existed else []

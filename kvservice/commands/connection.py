@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, reason_of
 
 _FILE = click.Path(dir_okay=False)
 _OPTIONS = (
@@ -85,4 +85,4 @@ def _presented(
         with open(token_file, encoding="ascii") as stream:
             return Presented(config, stream.read().strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise click.ClickException(f"{token_file}: {error}") from None
+        raise click.ClickException(f"{token_file}: {reason_of(error)}") from None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ from kvservice.demo.tiers_view import TiersView, stories_table, tiers_view
 from kvservice.demo.watch import Levels, LevelsWatch
 from kvservice.integrations.transformers import install, pool_options, uninstall
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedFolder
 
 NUM_BLOCKS = 24
 # The smallest block store. It has room for STORE_BLOCKS blocks.
@@ -65,7 +66,7 @@ def run_tiers(*, device: str, console: Console, quiet: bool) -> TiersResult:
         alone = [generate_alone(model, one.prompt, Picker(None), NUM_TOKENS) for one in stories]
         install(model)
         stack.callback(uninstall, model)
-        disk = stack.enter_context(TemporaryDirectory(prefix="kvservice-demo-"))
+        disk = stack.enter_context(OwnedFolder("kvservice-demo-"))
         view = stack.enter_context(tiers_view(console, quiet, stories))
         with _daemon(model, device, disk, view) as (act, watch):
             token = act.go_down(prompt, story)
@@ -85,11 +86,11 @@ def _prompt(seed: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _daemon(model: LlamaForCausalLM, device: str, disk: str, view: TiersView) -> Iterator[tuple[Act, LevelsWatch]]:
+def _daemon(model: LlamaForCausalLM, device: str, disk: Path, view: TiersView) -> Iterator[tuple[Act, LevelsWatch]]:
     """Run a daemon that keeps nothing but what is on the disk."""
     options: dict[str, Any] = pool_options(model.config) | {"device": device, "block_size": LARGE_BLOCK_SIZE}
     options |= {"num_blocks": NUM_BLOCKS, "swap_space_gib": 0, "weights": "demo"}
-    options |= {"store_gib": STORE_GIB, "disk": disk, "disk_gib": DISK_GIB}
+    options |= {"store_gib": STORE_GIB, "disk": str(disk), "disk_gib": DISK_GIB}
     # The model computes its prompts faster, but the demo is about blocks that come back, on slow disks too.
     options |= {"prefill_tokens_per_s": 100}
     with ExitStack() as stack:

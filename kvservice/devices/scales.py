@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, reason_of
 
 NAMES = ("k_scale", "v_scale")
 
@@ -34,7 +34,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidArgumentError(f"{path}: {error}", field="kv_scales") from None
+        raise InvalidArgumentError(f"{path}: {reason_of(error)}", field="kv_scales") from None
     if not isinstance(content, dict):
         raise InvalidArgumentError(f"{path}: is not an object with k_scale and v_scale", field="kv_scales")
     return content

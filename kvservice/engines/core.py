@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,7 +43,7 @@ class EngineCore:
         self.resumed: dict[int, EngineRequest] = {}
         self._journal = Journal(Path(options.journal)) if options.journal is not None else None
         self._next_id = 0
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         with ExitStack() as stack:
             past = self._journal.read() if self._journal is not None else None
             host_options = options.host_options()
@@ -92,6 +93,11 @@ class EngineCore:
         """Note that the user has got the outputs of requests."""
         if self._journal is not None:
             self._journal.returned(requests, self.host.session.token)
+
+    @property
+    def is_owned(self) -> bool:
+        """False in a fork of the process that has opened the engine, which must not close it."""
+        return os.getpid() == self._pid
 
     def close(self) -> None:
         self._closed = True

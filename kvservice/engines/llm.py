@@ -79,9 +79,11 @@ class LLM:
             return self._finish(requests, progress)
 
     def close(self) -> None:
-        """Free everything in the daemon, or, with a journal of unfinished requests, leave it to a successor."""
-        with self._lock:
-            self.core.close()
+        """Free everything in the daemon, or, with a journal of unfinished requests, leave it to a successor. A fork of
+        this process does neither."""
+        if self.core.is_owned:
+            with self._lock:
+                self.core.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -44,7 +44,9 @@ class EngineWorker:
                 self._command(lambda: self._abort(added.result()))
 
     def close(self) -> None:
-        """End all requests and close the engine."""
+        """End all requests and close the engine, unless this process is a fork of the engine's."""
+        if not self._core.is_owned:
+            return
         with self._changed:
             self._closing = True
             self._changed.notify()

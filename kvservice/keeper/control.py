@@ -145,5 +145,5 @@ def _check_free(path: str) -> None:
         os.unlink(path)
         return
     except OSError as error:
-        raise ControlSocketError(f"{path}: {error}") from None
-    raise ControlSocketError(f"{path} is served by another keeper")
+        raise ControlSocketError(f"{path}: {error.strerror or error}") from None
+    raise ControlSocketError(f"another daemon is running with this socket: its keeper listens at {path}")

@@ -8,15 +8,15 @@ import itertools
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from subprocess import DEVNULL
 from typing import Final
 
-from kvservice.mooncake.lifeline import kill_at_close
 from kvservice.mooncake.messages import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
+from kvservice.owned import OwnedProcess
 from kvservice.tiers.errors import TierError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,7 @@ READY_ID: Final = 0
 class Child:
     """One child process, which runs a module. Its first reply has READY_ID.
 
-    A request ends with its reply, or after the process has ended: until then it may use the memory that it names. The
-    kernel kills the process when this one ends, even if it is frozen before its first instruction.
+    A request ends with its reply, or after the process has ended: until then it may use the memory that it names.
     """
 
     def __init__(
@@ -40,18 +39,14 @@ class Child:
     ) -> None:
         """Start the process. Its first arguments name its end of the link. Raises OSError."""
         self._link, theirs = socket.socketpair()
-        self._lifeline, lifeline = socket.socketpair()
-        with theirs, lifeline:
+        with theirs:
             link = theirs.fileno()
-            # It runs in its own process session, so that signals of the daemon's terminal do not reach it.
-            self._process = subprocess.Popen(
+            self._process = OwnedProcess(
                 [sys.executable, "-P", "-m", module, "--link", str(link), *arguments],
-                pass_fds=[link, lifeline.fileno(), *descriptors],
+                pass_fds=[link, *descriptors],
                 env=os.environ | dict(environment),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                stdin=DEVNULL,
             )
-            kill_at_close(lifeline, self._process.pid)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._ids = itertools.count(READY_ID + 1)
         self._replies: dict[int, asyncio.Future[MooncakeReply]] = {}
@@ -128,7 +123,6 @@ class Child:
         await exited.wait()
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._lifeline.close()
         self._process.wait()
 
     def _receive(self, reply: MooncakeReply) -> None:

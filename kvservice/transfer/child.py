@@ -1,8 +1,8 @@
-"""The process of the engines: `python -m kvservice.transfer.child` with the arguments CONTROL LIFE MEMORY NUM_BYTES
+"""The process of the engines: `python -m kvservice.transfer.child` with the arguments CONTROL MEMORY NUM_BYTES
 HOST LISTEN PROTOCOL SHARED NUM_ENGINES.
 
-It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL. When the other
-end of the pipe LIFE is closed, the kernel kills it (`mooncake/lifeline.py`), also while an engine waits for a peer.
+It maps the memory, and transfers ranges of it for the process at the other end of the socket CONTROL. The kernel kills
+it when that process ends (`owned.py`), also while an engine waits for a peer.
 With SHARED the memory is registered, so that engines on other hosts can read and write it. An engine has one thread for
 its connections, so several take turns with the ranges.
 
@@ -115,17 +115,8 @@ def _open(engine: Any, host: str, listens_at: str, network: str, address: int, s
     return ""
 
 
-def _end_if_closed(pipe: int) -> None:
-    """End this process if the other end of a pipe was closed before the kernel was told to kill it then."""
-    ended = select.poll()
-    ended.register(pipe, 0)  # a closed end is always reported
-    if ended.poll(0):
-        os._exit(1)
-
-
 def main() -> None:
-    control_fd, life, memory_fd, num_bytes, host, listens_at, network, shared, num_engines = sys.argv[1:]
-    _end_if_closed(int(life))
+    control_fd, memory_fd, num_bytes, host, listens_at, network, shared, num_engines = sys.argv[1:]
     # `select` knows descriptors below 1024 only. Those that are inherited have the numbers of the other side, which may
     # have more of them open.
     control = socket.socket(fileno=os.dup(int(control_fd)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvservice.errors import TransferFailedError
-from kvservice.mooncake.lifeline import kill_at_close
+from kvservice.owned import OwnedProcess
 from kvservice.transfer import protocol
 from kvservice.transfer.library import Endpoint
 from kvservice.transfer.protocol import Operation, Range
@@ -42,18 +41,12 @@ class TransferProcess:
         self._numbers = itertools.count(1)
         self._outcomes: dict[int, bool] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        life, held = os.pipe()
-        # Until this end is closed, by `kill` or because this process has ended, the engine's process lives.
-        self._life = os.fdopen(held, "wb", buffering=0)
         try:
             with theirs:
-                self._process = _start(theirs, life, memory_fd, num_bytes, endpoint, shared)
+                self._process = _start(theirs, memory_fd, num_bytes, endpoint, shared)
         except OSError as error:
             ours.close()
-            self._life.close()
             raise TransferFailedError(f"the transfer engine cannot be started: {error}") from None
-        finally:
-            os.close(life)
         self._control = ours
         try:
             hello = self._receive(time.monotonic() + START_S)
@@ -107,7 +100,6 @@ class TransferProcess:
         """End the process. Its memory is no longer mapped there when it is gone, which a thread waits for."""
         self._process.kill()
         self._control.close()
-        self._life.close()
         threading.Thread(target=self._process.wait, name="kvservice-transfer-end", daemon=True).start()
 
     def _receive(self, deadline: float) -> dict[str, Any]:
@@ -123,20 +115,14 @@ class TransferProcess:
         return message
 
 
-def _start(
-    theirs: socket.socket, life: int, memory_fd: int, num_bytes: int, endpoint: Endpoint, shared: bool
-) -> subprocess.Popen[bytes]:
-    """Start the process in a session of its own, so that signals of a terminal do not reach it."""
+def _start(theirs: socket.socket, memory_fd: int, num_bytes: int, endpoint: Endpoint, shared: bool) -> OwnedProcess:
     where = (endpoint.name, endpoint.listens_at, endpoint.protocol)
-    arguments = (theirs.fileno(), life, memory_fd, num_bytes, *where, int(shared), endpoint.num_engines)
-    process = subprocess.Popen(
+    arguments = (theirs.fileno(), memory_fd, num_bytes, *where, int(shared), endpoint.num_engines)
+    return OwnedProcess(
         [sys.executable, "-P", "-m", "kvservice.transfer.child", *map(str, arguments)],
-        pass_fds=(theirs.fileno(), life, memory_fd),
+        pass_fds=(theirs.fileno(), memory_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
         env=endpoint.environment(),
     )
-    kill_at_close(life, process.pid)
-    return process

@@ -231,6 +231,15 @@ def test_bad_settings_open_nothing(client: KVClient) -> None:
                 kv.open_scheduler()
 
 
+def test_an_unknown_setting_and_an_unknown_choice_name_the_known_ones(client: KVClient) -> None:
+    with client.session() as kv:
+        with pytest.raises(InvalidArgumentError, match=r"no setting of a scheduler, .*max_running, policy") as caught:
+            kv.open_scheduler(max_num_seqs=3)  # type: ignore[call-arg]
+        assert caught.value.field == "max_num_seqs"
+        with pytest.raises(InvalidArgumentError, match=r"order: 'lifo' is none of fcfs, priority$"):
+            kv.open_scheduler(order="lifo")
+
+
 def test_a_session_has_one_scheduler(client: KVClient) -> None:
     with client.session() as kv:
         kv.open_scheduler(max_running=4).add([ScheduledRequest(1, [1], 4)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -12,9 +14,13 @@ import pytest
 from click import Command
 from click.testing import CliRunner, Result
 from each_row import each_row
+from socket_owner import owner_of
+from transfer_rig import is_gone
+from waiting import until
 
 from kvservice.cli import main
 from kvservice.engines import LLM, SamplingParams
+from kvservice.owned import OwnedFolder
 
 
 @pytest.fixture
@@ -135,6 +141,60 @@ def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
     outputs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [output["prompt"] for output in outputs] == ["Hello", "Good day"]
     assert [len(output["outputs"][0]["token_ids"]) for output in outputs] == [16, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_of_a_command_that_is_ended(number, tmp_path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Hello\n" * 1000)
+    command = [sys.executable, "-P", "-m", "kvservice", "generate", "--prompts", str(prompts), "--ignore-eos"]
+    # The paths of sockets are short.
+    with OwnedFolder("kv-") as folder:
+        environ = os.environ | {"TMPDIR": str(folder)}
+        with subprocess.Popen([*command, "--max-tokens", "400"], env=environ, stderr=subprocess.DEVNULL) as running:
+            until(lambda: list(folder.glob("kvservice-*/kvservice.sock.fds")))
+            daemon = owner_of(next(folder.glob("kvservice-*/kvservice.sock.fds")))
+            running.send_signal(number)
+            assert running.wait() == -number
+        until(lambda: is_gone(daemon) and not list(folder.glob("kvservice-*")))
+
+
+# An engine with a draft model, whose context a fork leaves, one that is dropped, and one that nobody closes.
+ENGINES = """
+import os, sys, time
+from pathlib import Path
+from kvservice.engines import LLM, DraftModel, SamplingParams
+from kvservice.demo.model import build_model
+
+def folders():
+    return list(Path(os.environ["TMPDIR"]).glob("kvservice-*"))
+
+params, options = SamplingParams(max_tokens=4, temperature=0), {"daemon": {"num_blocks": 32}}
+with LLM(build_model(), speculation=DraftModel(build_model(), 2), **options) as llm:
+    alike = llm.generate([[1, 2, 3]], params)
+    if os.fork() == 0:
+        llm.close()
+        os._exit(0)
+    assert os.wait()[1] == 0
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == alike[0].outputs
+assert folders() == []
+llm = LLM(build_model(), **options)
+assert len(folders()) == 1
+del llm
+while folders():
+    time.sleep(0.01)
+llm = LLM(build_model(), **options)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_an_engine() -> None:
+    with OwnedFolder("kv-") as folder:
+        command = [sys.executable, "-P", "-c", ENGINES]
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, timeout=300, check=False)
+        assert done.returncode == 0
+        until(lambda: not list(folder.glob("kvservice-*")))
 
 
 def test_on_a_terminal_the_queues_are_shown(run) -> None:

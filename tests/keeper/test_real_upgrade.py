@@ -179,7 +179,10 @@ def test_a_second_keeper_of_the_same_socket_is_refused(tmp_path: Path) -> None:
         (tmp_path / "second").mkdir()
         with SmallKeeper(tmp_path / "second", {}, control_path=first.control_path) as second:
             assert second.process.wait(60) == 1
-            assert second.log == f"Error: unix_socket: {first.control_path} is served by another keeper\n"
+            assert second.log == (
+                "Error: unix_socket: another daemon is running with this socket: its keeper listens at "
+                f"{first.control_path}\n"
+            )
         assert first.status()["ready"]
 
 

@@ -474,6 +474,10 @@ def test_a_refusal_is_shown(port: int, open_page: OpenPage) -> None:
             others.enter_context(open_stream(port))
         page.js(HIDE, False)
         page.wait_for_text("#status-text", f"Refused: {MAX_STREAMS} pages are open")
+        # A page that has heard nothing yet does not say that there are no sessions and calls.
+        page.driver.refresh()
+        page.wait_for_text("#status-text", "Refused")
+        assert page.js("[...document.querySelectorAll('.none')].filter((text) => !text.hidden).length") == 0
     page.wait_for_text("#status-text", "Live")
     acknowledge(page, "503")
 

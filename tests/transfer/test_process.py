@@ -35,13 +35,14 @@ signal.pause()
 # Starts an engine, freezes its process before it has imported anything, and prints its id.
 FREEZER = """
 import os, signal
-from kvservice.transfer import Endpoint, TransferProcess, process
-kill_at_close = process.kill_at_close
-def freeze(lifeline, pid):
-    kill_at_close(lifeline, pid)
-    os.kill(pid, signal.SIGSTOP)
-    print(pid, flush=True)
-process.kill_at_close = freeze
+from kvservice import owned
+from kvservice.transfer import Endpoint, TransferProcess
+kill_at_close = owned.kill_at_close
+def freeze(end, group):
+    kill_at_close(end, group)
+    os.killpg(-group, signal.SIGSTOP)
+    print(-group, flush=True)
+owned.kill_at_close = freeze
 descriptor = os.memfd_create("side")
 os.ftruncate(descriptor, 4096)
 TransferProcess(descriptor, 4096, Endpoint("127.0.0.1"), shared=True)

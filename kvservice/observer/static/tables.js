@@ -35,7 +35,8 @@ export class Table {
     const heads = columns.map((column) => make("th", { scope: "col", class: column.number && "number" }, column.title));
     const head = make("thead", {}, make("tr", {}, ...heads));
     const table = make("table", { "aria-labelledby": `${id}-title` }, head, this.body);
-    this.none = make("p", { class: "none" }, empty);
+    // Until the first items are shown nobody knows whether there are any.
+    this.none = make("p", { class: "none", hidden: true }, empty);
     host.append(
       make("div", { class: "head" }, make("h2", { id: `${id}-title` }, title), this.note),
       make("div", { class: "scroll", role: "group", tabindex: "0", "aria-labelledby": `${id}-title` }, table),

@@ -15,7 +15,7 @@ import grpc
 
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, reason_of
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
@@ -189,7 +189,7 @@ def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
             kept.put(FD_PASSING, listening)
         os.chmod(path, mode)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {path}: {error}", field="unix_socket") from None
+        raise ConfigError(f"cannot listen on {path}: {reason_of(error)}", field="unix_socket") from None
     listening.setblocking(False)
     return listening
 

@@ -16,6 +16,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.errors import InvalidArgumentError
 from kvservice.mooncake.listening import PRELOADED, numeric_address
 from kvservice.mooncake.options import MooncakeOptions
+from kvservice.owned import OwnedProcess
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.store import BlockStore
@@ -70,14 +71,16 @@ def check_mooncake(config: ServeConfig) -> None:
     if not PRELOADED.exists():
         raise InvalidArgumentError(f"{PRELOADED} is missing: build the native code again", field="mooncake")
     command = [sys.executable, "-P", "-c", "import mooncake.store"]
-    try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise InvalidArgumentError(
-            f"Mooncake's library is not imported within {_IMPORT_S:g} s", field="mooncake"
-        ) from None
+    with OwnedProcess(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as tried:
+        try:
+            errors = tried.communicate(timeout=_IMPORT_S)[1].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            tried.kill()
+            raise InvalidArgumentError(
+                f"Mooncake's library is not imported within {_IMPORT_S:g} s", field="mooncake"
+            ) from None
     if tried.returncode:
-        reason = (tried.stderr.strip() or f"it ends with {tried.returncode}").splitlines()[-1]
+        reason = (errors or f"it ends with {tried.returncode}").splitlines()[-1]
         raise InvalidArgumentError(
             f"Mooncake's library cannot be used: {reason}: install kvservice[mooncake], and the libraries that "
             "deploy/README.md names",

@@ -24,6 +24,7 @@ from kvservice.devices import Device
 from kvservice.engine import CacheEngine
 from kvservice.errors import ObserverUnavailableError
 from kvservice.kept.report import RestartReport
+from kvservice.owned import OwnedProcess
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.rpc.callers import Audit, Credentials
 from kvservice.server.rpc.dispatch import Dispatcher
@@ -174,13 +175,10 @@ class Observing:
         if self._http is not None:
             descriptors.append(self._http.fileno())
         try:
-            # The observer runs in its own process session, so that signals of the daemon's terminal do not reach it. It
-            # exits when the daemon does.
-            return subprocess.Popen(
+            return OwnedProcess(
                 [sys.executable, "-P", "-m", "kvservice.observer", *map(str, descriptors)],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
             )
         finally:
             os.close(memory)
