@@ -208,7 +208,6 @@ TORCH_MODULES = (
     "bench/spill.py",
     "bench/swap.py",
     "client/decode_graph.py",
-    "client/pools/decode.py",
 )
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}
 
@@ -334,15 +333,14 @@ def test_no_module_is_in_an_import_cycle() -> None:
 # The layers of the client, from the bottom; kvservice/client/README.md explains them. A module imports its own layer
 # and lower ones.
 CLIENT_LAYERS = [
-    {"batches", "cuda", "process", "requests", "scheduler_values", "sequences", "tensors", "tracing", "values"},
-    {"channel", "connection", "fd_passing", "messages", "tasks", "threads", "waiting"},
-    {"calls", "context", "region_memory", "regions", "remote", "remote_tensors"},
-    {"pools"},
+    {"messages", "tensors", "values"},
+    {"channel", "connection", "threads"},
+    {"regions", "remote"},
+    {"mapped"},
     {"transports"},
-    {"contents", "events", "scheduler", "selection", "session", "session_calls", "step", "store"},
+    {"events", "scheduler", "session", "step", "store"},
     {"client_core"},
     {"aio", "blocking"},
-    {"steps_ahead"},
     {"decode_graph"},
     {"cluster"},
 ]
@@ -377,7 +375,7 @@ def test_only_sessions_know_which_transports_there_are() -> None:
         if any(module.startswith(TRANSPORTS) and module != f"{TRANSPORTS}base" for module in imports)
         and not name.startswith((TRANSPORTS, "kvservice.bench."))
     }
-    assert {name.removeprefix("kvservice.client.") for name in knows} == {"selection"}
+    assert {name.removeprefix("kvservice.client.") for name in knows} == {"client_core", "session", "step"}
 
 
 def test_cycles_are_found_wherever_the_import_stands() -> None:

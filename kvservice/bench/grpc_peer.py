@@ -17,7 +17,7 @@ import uvloop
 from kvservice.bench.peer_process import running
 from kvservice.bench.store_blocks import BlockBatch, BlockWay
 from kvservice.client.channel import CHANNEL_OPTIONS
-from kvservice.client.store.splits import MESSAGE_BYTES
+from kvservice.client.store.link import MESSAGE_BYTES
 from kvservice.environment import GRPC_ENVIRONMENT, MALLOC_ENVIRONMENT
 from kvservice.owned import OwnedFolder
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvservice.bench.sending import Sender
-from kvservice.client import fd_passing
+from kvservice.client import regions
 from kvservice.v1 import store_pb2
 
 # The length of the texts of a namespace.
@@ -50,9 +50,9 @@ def store_requests(sender: Sender) -> Callable[[], Awaitable[None]]:
     async def write(namespace: int) -> None:
         mapping = store_pb2.MapStoreRequest(writable=True)
         mapped = store_pb2.MapStoreResponse.FromString(await sender.send("StoreMapStore", "writable", mapping))
-        path = fd_passing.socket_path(sender.address)
+        path = regions.socket_path(sender.address)
         assert path is not None, "the daemon has a unix socket"
-        for descriptor in await asyncio.to_thread(fd_passing.fetch, path, mapped.handover_token, 1):
+        for descriptor in await asyncio.to_thread(regions.fetch, path, mapped.handover_token, 1):
             os.close(descriptor)
         reserve = store_pb2.ReserveRequest(namespace_id=namespace, keys=missing)
 

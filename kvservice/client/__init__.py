@@ -14,12 +14,20 @@ prepare_grpc()
 
 from kvservice.attention_options import BlockSparse  # noqa: E402
 from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
-from kvservice.client.aio import AsyncKVClient, AsyncKVScheduler, AsyncSession, AsyncStep  # noqa: E402
-from kvservice.client.blocking import KVClient, KVScheduler, Session, Step  # noqa: E402
+from kvservice.client.aio import (  # noqa: E402
+    AsyncKVClient,
+    AsyncKVScheduler,
+    AsyncSession,
+    AsyncStep,
+    AsyncStore,
+    AsyncStoreLease,
+    AsyncStoreReservation,
+)
+from kvservice.client.blocking import KVClient, KVScheduler, Session, Step, Store, StoreLease, StoreReservation  # noqa: E402
 from kvservice.client.cluster.aio import AsyncCluster  # noqa: E402
 from kvservice.client.cluster.blocking import Cluster  # noqa: E402
+from kvservice.client.cluster.core import ClusterDaemon  # noqa: E402
 from kvservice.client.cluster.placement import Candidate, PlacementSettings  # noqa: E402
-from kvservice.client.cluster.values import ClusterDaemon  # noqa: E402
 from kvservice.client.events import (  # noqa: E402
     AllBlocksCleared,
     BlockRemoved,
@@ -30,10 +38,9 @@ from kvservice.client.events import (  # noqa: E402
     StoreBlocksStored,
     StoreCleared,
 )
-from kvservice.client.pools.mapped import MappedPool  # noqa: E402
-from kvservice.client.pools.tables import MappedStep, OneStep  # noqa: E402
-from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
-from kvservice.client.scheduler_values import (  # noqa: E402
+from kvservice.client.mapped import MappedPool, MappedStep, OneStep  # noqa: E402
+from kvservice.client.regions import HostRegion, SharedRegion  # noqa: E402
+from kvservice.client.scheduler import (  # noqa: E402
     BatchReport,
     EngineBatch,
     PreemptedSequence,
@@ -42,10 +49,7 @@ from kvservice.client.scheduler_values import (  # noqa: E402
     ScheduledRequest,
     SchedulerInfo,
 )
-from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation  # noqa: E402
-from kvservice.client.store.blocking import Store, StoreLease, StoreReservation  # noqa: E402
-from kvservice.client.store.pieces import Scatter  # noqa: E402
-from kvservice.client.store.values import Lookup, PutStatus, StoreNamespace  # noqa: E402
+from kvservice.client.store.values import Lookup, PutStatus, Scatter, StoreNamespace  # noqa: E402
 from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo, StepInfo  # noqa: E402
 
 __all__ = [

@@ -9,7 +9,7 @@ import grpc
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from kvservice.client.tracing import traceparent
+from kvservice.client.messages import traceparent
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,

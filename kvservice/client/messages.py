@@ -1,14 +1,233 @@
-"""The messages of a session's stream. Blocks in them bypass protobuf, which copies bytes several times."""
+"""The messages of calls: a caller's arguments become requests, and requests the messages of a session's stream.
+
+Values that protobuf rejects raise an error that names the field. Operations above the daemon's limits are refused here,
+or split into requests that stay within them. Blocks in messages bypass protobuf, which copies bytes several times.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Batch
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from kvservice.client.tracing import traceparent
-from kvservice.v1 import session_pb2, session_pb2_grpc, store_pb2
+import numpy as np
+from google.protobuf.message import Message
+
+from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
+from kvservice.errors import InvalidArgumentError, MessageTooLargeError
+from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
 from kvservice.wire.encoded import Encoded, fields_of
 from kvservice.wire.status import from_status
+from kvservice.wire.tensors import to_ints
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+# Longest finite time in seconds that a caller may name. Longer ones overflow the clocks of gRPC or of the system.
+MAX_WAIT_S = 1e9
+
+
+def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
+    """Create a protobuf message. Raises InvalidArgumentError naming the field whose value protobuf rejects."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError, OverflowError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidArgumentError(str(error), field=name) from None
+        raise
+
+
+def whole(value: Any, field: str) -> int:
+    """Convert an integer of any type to int. Raises InvalidArgumentError for other values, such as NaN and 1.5."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{value!r} is not a whole number", field=field) from None
+
+
+def time_limit(timeout_s: Any) -> float | None:
+    """Return a call's time limit in seconds; None and infinity mean no limit and become None. Raises
+    InvalidArgumentError naming timeout_s, also above MAX_WAIT_S."""
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_WAIT_S:
+        return float(timeout_s)
+    raise InvalidArgumentError(
+        f"{timeout_s!r} is not a number of seconds above 0, at most {MAX_WAIT_S:g} or infinity", field="timeout_s"
+    )
+
+
+def wait_time(wait_s: Any, field: str) -> float:
+    """Return a number of seconds from 0 to MAX_WAIT_S. Raises InvalidArgumentError."""
+    if isinstance(wait_s, (int, float)) and 0 <= wait_s <= MAX_WAIT_S:
+        return float(wait_s)
+    raise InvalidArgumentError(f"{wait_s!r} is not a number of seconds from 0 to {MAX_WAIT_S:g}", field=field)
+
+
+def int_list(values: Iterable[int], field: str) -> list[int]:
+    """Convert integers to a plain list, the fastest input for protobuf. Raises InvalidArgumentError naming `field`."""
+    if type(values) is list:
+        return values
+    array = np.asarray(values if isinstance(values, np.ndarray) or hasattr(values, "__array__") else list(values))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"is {array.dtype} of shape {list(array.shape)}, must be whole numbers", field=field)
+    flat: list[int] = array.tolist()
+    return flat
+
+
+# ---- the limits of requests
+
+
+# Upper bound on the bytes of a message besides its tensors.
+OVERHEAD_BYTES = 4096
+
+
+def fits(num_bytes: int, message_bytes: int) -> bool:
+    """Return whether tensors of this many bytes fit into a message."""
+    return num_bytes + OVERHEAD_BYTES <= message_bytes
+
+
+def check_size(num_bytes: int, field: str, info: PoolInfo) -> None:
+    """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
+    if not fits(num_bytes, info.max_message_bytes):
+        raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {info.max_message_bytes}", field=field)
+
+
+def id_batches(ids: list[int], info: PoolInfo) -> Iterator[list[int]]:
+    """Split the ids into batches of at most `max_request_sequences`."""
+    for first in range(0, len(ids), info.max_request_sequences):
+        yield ids[first : first + info.max_request_sequences]
+
+
+def token_parts(num_tokens: int, token_bytes: int, message_bytes: int) -> list[tuple[int, int]]:
+    """Split tokens into parts (first, stop), each with as many tokens as fit into a message. Returns one part if all
+    tokens fit, or if not even one does."""
+    most = (message_bytes - OVERHEAD_BYTES) // max(1, token_bytes)
+    if most < 1:
+        return [(0, num_tokens)]
+    return [(first, min(first + most, num_tokens)) for first in range(0, num_tokens, most)] or [(0, 0)]
+
+
+def describable_batches(infos: list[SequenceInfo], info: PoolInfo) -> Iterator[list[int]]:
+    """Yield the ids in batches whose tokens and blocks are within the limits of one request."""
+    batch: list[int] = []
+    tokens = blocks = 0
+    for one in infos:
+        tokens, blocks = tokens + one.length, blocks + one.num_blocks
+        full = tokens > info.max_request_tokens or blocks > info.max_request_blocks
+        if batch and (full or len(batch) == info.max_request_sequences):
+            yield batch
+            batch, tokens, blocks = [], one.length, one.num_blocks
+        batch.append(one.sequence_id)
+    if batch:
+        yield batch
+
+
+# ---- sequences, tokens and keys
+
+
+ExtraKeys = Iterable[tuple[int, bytes]]
+
+
+def ids_of(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.sequence_id for sequence in sequences]
+
+
+def growing_ids_of(sequences: Iterable[Sequence], field: str) -> list[int]:
+    """Return the ids for a call that changes, or copies, what is known of the sequences. Raises InvalidArgumentError
+    for what cannot be changed, such as SequenceInfo."""
+    for number, sequence in enumerate(sequences):
+        if not isinstance(sequence, Sequence):
+            raise InvalidArgumentError(
+                f"is a {type(sequence).__name__}; make a Sequence of its sequence_id and length",
+                field=f"{field}[{number}]",
+            )
+    return ids_of(sequences)
+
+
+def token_list(token_ids: Iterable[int], info: PoolInfo) -> list[int]:
+    """Convert token ids. Raises MessageTooLargeError if the daemon would refuse so many."""
+    flat = int_list(token_ids, "token_ids")
+    check_size(4 * len(flat), "token_ids", info)
+    return flat
+
+
+def extra_key_messages(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:
+    return [build(blocks_pb2.ExtraKey, position=position, key=key) for position, key in keys]
+
+
+def allocation_messages(
+    prompts: Batch[Iterable[int]], ids: Batch[int], keys: Batch[ExtraKeys] | None, info: PoolInfo
+) -> list[blocks_pb2.SequenceAllocation]:
+    """Convert a batch of prompts. Raises InvalidArgumentError, and MessageTooLargeError if the daemon would refuse so
+    many tokens."""
+    if len(ids) != len(prompts):
+        raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
+    if keys is None:
+        keys = [()] * len(prompts)
+    tokens = [int_list(prompt, "token_ids") for prompt in prompts]
+    check_size(sum(4 * len(token_ids) for token_ids in tokens), "token_ids", info)
+    return [
+        build(
+            blocks_pb2.SequenceAllocation,
+            sequence_id=whole(sequence_id, "sequence_ids"),
+            token_ids=token_ids,
+            extra_keys=extra_key_messages(extra),
+        )
+        for sequence_id, token_ids, extra in zip(ids, tokens, keys, strict=True)
+    ]
+
+
+def allocated(allocation: blocks_pb2.SequenceAllocation, num_cached_tokens: int) -> Sequence:
+    """Return the sequence that an allocation has made."""
+    extra_keys = tuple((extra.position, extra.key) for extra in allocation.extra_keys)
+    return Sequence(allocation.sequence_id, len(allocation.token_ids), num_cached_tokens, extra_keys)
+
+
+def allocation_status(status: blocks_pb2.AllocStatus) -> str:
+    """Return "ok", "later" or "never"."""
+    return str(blocks_pb2.AllocStatus.Name(status)).removeprefix("ALLOC_STATUS_").lower()
+
+
+def step_info(
+    response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
+) -> StepInfo:
+    query_lens = to_ints(response.query_lens, np.int32)
+    return StepInfo(
+        step_id=response.step_id,
+        num_sequences=len(query_lens),
+        num_tokens=int(query_lens.sum()),
+        query_lens=query_lens,
+        context_lens=to_ints(response.context_lens, np.int32),
+        cow_copies=response.cow_copies,
+        mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
+        num_restarts=num_restarts,
+        ahead=ahead,
+        session_token=session_token,
+    )
+
+
+# ---- the stream
+
+
+def traceparent() -> str:
+    """Return the W3C traceparent header of the current span, or "" if there is no span or OpenTelemetry is not
+    loaded."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
 
 # Replies of at least so many bytes may have blocks.
 LARGE_BYTES = 64 << 10

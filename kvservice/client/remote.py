@@ -13,10 +13,11 @@ import os
 import secrets
 import socket
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Final
 
 from kvservice.client.connection import SessionConnection
-from kvservice.client.region_memory import HostRegion
+from kvservice.client.regions import FdPassing, HostRegion, RegionTable
 from kvservice.client.values import PoolInfo
 from kvservice.errors import (
     DuplicateRegionError,
@@ -236,3 +237,27 @@ def _start(descriptor: int, num_bytes: int, daemon: str, protocol: str) -> Trans
             raise TransferFailedError(f"{daemon} is out of reach: {error.strerror}") from None
         own = probe.getsockname()[0]
     return TransferProcess(descriptor, num_bytes, Endpoint(own, protocol, peer=daemon), shared=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The connection of a session with what it shares: regions of this host and for another one, and the socket for
+    file descriptors."""
+
+    info: PoolInfo
+    connection: SessionConnection
+    fds: FdPassing
+    regions: RegionTable
+    remote: RemoteRegions
+
+    @staticmethod
+    def of(
+        info: PoolInfo, connection: SessionConnection, fd_path: str | None, token: bytes, *, transfers: bool = False
+    ) -> Context:
+        """`fd_path` is the path of the daemon's fd-passing socket, None unless the client uses a unix socket. `token`
+        is the session's. `transfers` is whether the session may use a Transfer Engine."""
+        shares = info.allow_client_shm or info.share_pool != "off"
+        fds = FdPassing(connection, fd_path if shares else None, token)
+        protocol = info.transfer_protocol if transfers else ""
+        remote = RemoteRegions(connection, connection.lock(), protocol, info.transfer_address, block_bytes=0)
+        return Context(info, connection, fds, RegionTable(connection, fds), remote)

@@ -12,33 +12,40 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Any, Generic, Unpack
+from typing import Generic, Unpack
 
-from kvservice.client import contents
-from kvservice.client.batches import id_batches
-from kvservice.client.context import Context
-from kvservice.client.pools.mapped import HasStepInfo, MappedPool
-from kvservice.client.region_memory import HostRegion, SharedRegion
-from kvservice.client.requests import build, int_list, whole
-from kvservice.client.scheduler import MakeScheduler, MakeStep, open_scheduler
-from kvservice.client.scheduler_values import SchedulerArguments, SchedulerT, StepT
-from kvservice.client.sequences import (
+import numpy as np
+
+from kvservice.client.mapped import HasStepInfo, MappedPool
+from kvservice.client.messages import (
     ExtraKeys,
     allocated,
     allocation_messages,
     allocation_status,
+    build,
+    describable_batches,
     extra_key_messages,
     growing_ids_of,
+    id_batches,
     ids_of,
+    int_list,
     step_info,
     token_list,
+    token_parts,
+    whole,
 )
-from kvservice.client.session_calls import SessionCalls
+from kvservice.client.regions import HostRegion, SharedRegion
+from kvservice.client.remote import Context
+from kvservice.client.scheduler import MakeScheduler, MakeStep, SchedulerArguments, SchedulerT, StepT, open_scheduler
+from kvservice.client.step import SessionCalls
+from kvservice.client.transports import transfer
 from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.transports.inline import Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, UnknownPinError, UnknownSequenceError
-from kvservice.v1 import blocks_pb2, host_pb2, session_pb2
-from kvservice.wire.tensors import Array
+from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, session_pb2
+from kvservice.wire.tensors import Array, to_array
 
 # Asks the daemon to close the session with this token, if the client with this holder id still has it.
 CloseSession = Callable[[bytes, int], Awaitable[None]]
@@ -93,10 +100,6 @@ class SessionCore(Generic[StepT, SchedulerT]):
         do not; steps do if the processes were exchanged in order."""
         return self.context.connection.num_restarts
 
-    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
-        """See SessionCalls.send."""
-        return await self.calls.send(name, request, timeout_s)
-
     async def detach(
         self, *, ttl_s: float | None = None, durable: bool = False, timeout_s: float | None = None
     ) -> bytes:
@@ -111,7 +114,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         if ttl_s is not None or durable:
             await self._free_dropped(timeout_s)
             request = build(session_pb2.DetachRequest, ttl_s=ttl_s or 0.0, durable=durable)
-            await self.call("detach", request, timeout_s)
+            await self.calls.send("detach", request, timeout_s)
         await self.calls.release()
         await self.context.connection.close()
         return self.token
@@ -164,7 +167,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self.call("allocate", request, timeout_s)
+        response = await self.calls.send("allocate", request, timeout_s)
         return [
             allocated(allocation, cached)
             for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
@@ -177,7 +180,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         allocations = allocation_messages(prompts, self._new_ids(len(prompts)), None, self.info)
         await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
-        response = await self.call("can_allocate", request, timeout_s)
+        response = await self.calls.send("can_allocate", request, timeout_s)
         return allocation_status(response.status)
 
     async def can_append(
@@ -196,17 +199,17 @@ class SessionCore(Generic[StepT, SchedulerT]):
             lookahead=whole(lookahead, "lookahead"),
         )
         await self._free_dropped(timeout_s)
-        return bool((await self.call("can_append", request, timeout_s)).ok)
+        return bool((await self.calls.send("can_append", request, timeout_s)).ok)
 
     async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
         """Return whether the swap tier has room for the sequences now."""
         request = build(blocks_pb2.CanSwapOutRequest, sequence_ids=ids_of(sequences))
-        return bool((await self.call("can_swap_out", request, timeout_s)).ok)
+        return bool((await self.calls.send("can_swap_out", request, timeout_s)).ok)
 
     async def can_swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> str:
         """Return whether the device tier has room for the sequences: "ok" (now), "later" or "never"."""
         request = build(blocks_pb2.CanSwapInRequest, sequence_ids=ids_of(sequences))
-        return allocation_status((await self.call("can_swap_in", request, timeout_s)).status)
+        return allocation_status((await self.calls.send("can_swap_in", request, timeout_s)).status)
 
     def _new_ids(self, count: int) -> list[int]:
         return list(itertools.islice(self._sequence_ids, count))
@@ -235,7 +238,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             lookahead=whole(lookahead, "lookahead"),
         )
         await self._free_dropped(timeout_s)
-        response = await self.call("append", request, timeout_s)
+        response = await self.calls.send("append", request, timeout_s)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
         return self._step(sequences, response)
@@ -260,7 +263,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             sequence_ids=ids_of(sequences),
             num_tokens=counts,
         )
-        return self._step(sequences, await self.call("open_step", request, timeout_s))
+        return self._step(sequences, await self.calls.send("open_step", request, timeout_s))
 
     async def open_ahead(self, sequences: Batch[Sequence], num_steps: int, *, timeout_s: float | None = None) -> StepT:
         """Open a step over the next `num_steps` tokens of sequences that nobody knows yet, and whose other tokens are
@@ -279,7 +282,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             expected_lengths=[sequence.length for sequence in sequences],
         )
         await self._free_dropped(timeout_s)
-        return self._step(sequences, await self.call("open_ahead", request, timeout_s), ahead=True)
+        return self._step(sequences, await self.calls.send("open_ahead", request, timeout_s), ahead=True)
 
     async def commit_ahead(
         self,
@@ -311,7 +314,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             num_tokens=counts,
             num_steps=whole(num_steps, "num_steps"),
         )
-        response = await self.call("commit_ahead", request, timeout_s)
+        response = await self.calls.send("commit_ahead", request, timeout_s)
         each = len(tokens) // len(step.sequences)
         for sequence, added in zip(step.sequences, counts or itertools.repeat(each, len(step.sequences)), strict=True):
             sequence.length += added
@@ -350,7 +353,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             parent_ids=growing_ids_of(parents, "parents"),
             child_ids=child_ids,
         )
-        await self.call("fork", request, timeout_s)
+        await self.calls.send("fork", request, timeout_s)
         return [
             Sequence(child_id, parent.length, extra_keys=parent.extra_keys)
             for child_id, parent in zip(child_ids, parents, strict=True)
@@ -365,7 +368,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             sequence_ids=growing_ids_of([sequence], "sequences"),
             lengths=[length],
         )
-        await self.call("truncate", request, timeout_s)
+        await self.calls.send("truncate", request, timeout_s)
         sequence.length = length
 
     async def swap_out(self, sequences: Batch[Sequence], *, tier: str = "host", timeout_s: float | None = None) -> int:
@@ -379,21 +382,21 @@ class SessionCore(Generic[StepT, SchedulerT]):
             sequence_ids=ids_of(sequences),
             tier=_SWAP_TIERS[tier],
         )
-        return int((await self.call("swap_out", request, timeout_s)).moved_blocks)
+        return int((await self.calls.send("swap_out", request, timeout_s)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
         prefix cache still had. Sequences on the disk need a call of their own; SessionNotRestoredError says that the
         file of one is damaged."""
         request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=ids_of(sequences))
-        return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
+        return int((await self.calls.send("swap_in", request, timeout_s)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
         """Free sequences. Their full computed blocks stay in the prefix cache. A batch above the limit of one request
         is split into several requests, each of which frees all of its sequences or none."""
         for ids in list(id_batches(ids_of(sequences), self.info)) or [[]]:
             request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
-            await self.call("free", request, timeout_s)
+            await self.calls.send("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """Free sequences before the session's next allocation or append. Sequences that are already freed by then are
@@ -432,13 +435,41 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[SequenceInfo]:
         """Return the daemon's state of sequences; of all sequences of the session if None."""
-        ids = None if sequences is None else ids_of(sequences)
-        return await contents.describe(self.calls, ids, token_ids, block_ids, timeout_s)
+        if sequences is None:
+            found: list[SequenceInfo] = []
+            while True:
+                request = build(blocks_pb2.DescribeRequest, first=len(found))
+                response = await self.calls.send("describe", request, timeout_s)
+                found += [from_message(SequenceInfo, one) for one in response.sequences]
+                if not response.sequences or len(found) >= response.num_sequences:
+                    break
+        else:
+            found = await self._describe(id_batches(ids_of(sequences), self.info), timeout_s)
+        if not (token_ids or block_ids):
+            return found
+        batches = describable_batches(found, self.info)
+        return await self._describe(batches, timeout_s, return_token_ids=token_ids, return_block_ids=block_ids)
+
+    async def _describe(
+        self, batches: Iterable[list[int]], timeout_s: float | None, **details: bool
+    ) -> list[SequenceInfo]:
+        found: list[SequenceInfo] = []
+        for ids in batches:
+            request = build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details)
+            response = await self.calls.send("describe", request, timeout_s)
+            found += [from_message(SequenceInfo, one) for one in response.sequences]
+        return found
 
     async def lost_sequences(self, *, timeout_s: float | None = None) -> list[int]:
         """Return the ids of the session's sequences that restarts of the daemon have lost, in ascending order. Calls
         that name one raise SequenceLostError. Freeing it, or a new sequence with its id, ends this state."""
-        return await contents.lost_sequences(self.calls, timeout_s)
+        found: list[int] = []
+        while True:
+            request = build(blocks_pb2.DescribeRequest, first=len(found))
+            response = await self.calls.send("describe", request, timeout_s)
+            found += response.lost_sequence_ids
+            if not response.lost_sequence_ids or len(found) >= response.num_lost_sequences:
+                return found
 
     async def read(
         self,
@@ -453,7 +484,21 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `[num_tokens, num_kv_heads, head_size]`, with a leading `[num_layers]` if no layer is given. A range larger than
         a message is read in parts."""
         start, stop = whole(start, "start"), whole(stop, "stop")
-        return await contents.read(self.calls, sequence.sequence_id, start, stop, layer, timeout_s)
+        info, sequence_id = self.info, sequence.sequence_id
+        if not 0 <= start < stop <= info.max_sequence_tokens:  # the daemon refuses it, and its memory is not allocated
+            first = max(start, stop - 1) if start >= 0 else start
+            await self.calls.send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
+        shape = (*((info.num_layers,) if layer is None else ()), stop - start, info.num_kv_heads, info.head_size)
+        key, value = np.empty(shape, TENSOR_DTYPES[info.dtype]), np.empty(shape, TENSOR_DTYPES[info.dtype])
+        num_layers = info.num_layers if layer is None else 1
+        token_bytes = 2 * num_layers * info.num_kv_heads * info.head_size * key.itemsize
+        parts = []
+        for begin, end in token_parts(stop - start, token_bytes, self.context.remote.part_bytes(info)):
+            request = _read_request(sequence_id, start + begin, start + end, layer)
+            tokens = np.s_[..., begin:end, :, :]
+            parts.append(_part(self.calls, request, key[tokens], value[tokens], timeout_s))
+        await transfer.read(self.context, parts)
+        return key, value
 
     async def match_prefix(
         self, token_ids: Iterable[int], extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
@@ -464,7 +509,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             token_ids=token_list(token_ids, self.info),
             extra_keys=extra_key_messages(extra_keys),
         )
-        return int((await self.call("match_prefix", request, timeout_s)).num_cached_tokens)
+        return int((await self.calls.send("match_prefix", request, timeout_s)).num_cached_tokens)
 
     async def pin(
         self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
@@ -477,13 +522,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
             extra_keys=extra_key_messages(extra_keys),
             ttl_s=ttl_s,
         )
-        return from_message(Pin, await self.call("pin", request, timeout_s))
+        return from_message(Pin, await self.calls.send("pin", request, timeout_s))
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
         request = build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id)
         num_restarts = self.num_restarts
         try:
-            await self.call("unpin", request, timeout_s)
+            await self.calls.send("unpin", request, timeout_s)
         except UnknownPinError:
             if self.num_restarts == num_restarts:
                 raise
@@ -492,12 +537,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Clear the prefix cache of all sessions."""
         request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
-        await self.call("reset_prefix_cache", request, timeout_s)
+        await self.calls.send("reset_prefix_cache", request, timeout_s)
 
     async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Return the number of leading blocks that all sequences share and that are full and computed in each."""
         request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=ids_of(sequences))
-        response = await self.call("common_prefix", request, timeout_s)
+        response = await self.calls.send("common_prefix", request, timeout_s)
         return int(response.num_blocks)
 
     # ---- memory shared with the daemon
@@ -550,8 +595,34 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
         stream first."""
         request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=self._own_step(step))
-        await self.call("commit", request, timeout_s)
+        await self.calls.send("commit", request, timeout_s)
 
     def next_request_id(self) -> int:
         """Return an id for a call that may have to be made again, such as `commit_ahead`."""
-        return self.calls.next_request_id()
+        return self.context.connection.next_request_id()
+
+
+def _read_request(sequence_id: int, start: int, stop: int, layer: int | None) -> attention_pb2.ReadRequest:
+    part = build(attention_pb2.SequenceRange, sequence_id=sequence_id, start=start, stop=stop)
+    request: attention_pb2.ReadRequest = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
+    return request
+
+
+def _part(
+    calls: SessionCalls, request: attention_pb2.ReadRequest, key: Array, value: Array, timeout_s: float | None
+) -> transfer.KVPart:
+    """Return a part that is read to these arrays."""
+
+    async def send(places: Places | None) -> attention_pb2.ReadResponse:
+        if places is None:
+            response = await calls.send("read", request, timeout_s)
+            np.copyto(key, to_array(response.key, "key"))
+            np.copyto(value, to_array(response.value, "value"))
+        else:
+            placed = attention_pb2.ReadRequest(key_place=places[0], value_place=places[1])
+            placed.MergeFrom(request)
+            response = await calls.send("read", placed, timeout_s)
+        answer: attention_pb2.ReadResponse = response
+        return answer
+
+    return transfer.KVPart(key, value, send)

@@ -1,15 +1,129 @@
-"""The operations of a step, shared by the sync and async API; see `session.py`."""
+"""The operations of a step, shared by the sync and async API, and the execution of its calls by the session's
+transport. Lost shared memory is opened again here."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypedDict, Unpack
 
 from kvservice.attention_options import BlockSparse
-from kvservice.client.calls import AttentionCall, WriteCall, attention_options
-from kvservice.client.session_calls import SessionCalls
+from kvservice.client.mapped import MappedKernels
+from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor
+from kvservice.client.transports.base import (
+    AttentionCall,
+    SharedMemoryLostError,
+    Transport,
+    WriteCall,
+    attention_options,
+)
+from kvservice.client.transports.inline import InlineTransport
 from kvservice.client.values import Sequence, StepInfo
+from kvservice.errors import FailedPreconditionError, UnknownRegionError
+
+# The daemon has removed what a session shares with it. The call was not executed.
+_LOST = (SharedMemoryLostError, UnknownRegionError)
+
+
+class SessionCalls:
+    """The calls of one session and its steps."""
+
+    def __init__(self, context: Context, transport: Transport) -> None:
+        self.context = context
+        self.transport = transport
+        # The number of restarts of the daemon when the shared memory was opened, and how often it was opened again.
+        self._num_restarts = context.connection.num_restarts
+        self._num_opened = 0
+        self._reopening = context.connection.lock()
+        # Kernels that this process launches without the transport.
+        self._kernels: weakref.WeakSet[MappedKernels] = weakref.WeakSet()
+
+    async def settle(self, deadline: float | None = None) -> None:
+        """Prepare a call that uses shared memory: wait for the connection, and open again what a new process of the
+        daemon does not share yet. A mapped pool must not be written meanwhile: the process that comes may give the
+        blocks of lost sequences to others."""
+        connection = self.context.connection
+        connection.process.check()
+        if not connection.connected:
+            await connection.ready(deadline)
+        if self._num_restarts != connection.num_restarts:
+            await self._reopen(self._num_opened)
+
+    def watch(self, kernels: MappedKernels) -> None:
+        """Wait for these kernels too, as long as they exist, where the session waits for those of its transport."""
+        self._kernels.add(kernels)
+
+    async def drain(self) -> None:
+        """Wait until the kernels that this process has launched for the session are done. A call to the daemon may end
+        a step, after which other sequences use its blocks."""
+        for kernels in (self.transport.kernels, *self._kernels):
+            if kernels is not None and kernels.is_busy:
+                await self.context.connection.run(kernels.wait)
+
+    async def send(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+        """Send a request and return its response, after the kernels that this process has launched: the call may end a
+        step, after which other sequences use its blocks."""
+        await self.drain()
+        return await self.context.connection.call(name, request, timeout_s)
+
+    async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
+        and log-sum-exp."""
+        if call.step.ahead:
+            raise _has_no_layers(call.step)
+        await self.settle(call.deadline)
+        opened = self._num_opened
+        try:
+            output, lse = await self.transport.attend(call)
+        except _LOST:
+            await self._reopen(opened)
+            output, lse = await self.transport.attend(call)
+        return output if lse is None else (output, lse)
+
+    async def write(self, call: WriteCall) -> None:
+        """Execute a call with the session's transport; see Transport."""
+        if call.step.ahead:
+            raise _has_no_layers(call.step)
+        await self.settle(call.deadline)
+        opened = self._num_opened
+        try:
+            await self.transport.write(call)
+        except _LOST:
+            await self._reopen(opened)
+            await self.transport.write(call)
+
+    async def _reopen(self, opened: int) -> None:
+        """Open the shared memory again, unless another caller has done that since it was opened for the `opened`-th
+        time."""
+        connection = self.context.connection
+        async with self._reopening:
+            if self._num_opened != opened:
+                return
+            num_restarts = connection.num_restarts
+            self.context.regions.forget()
+            await self.drain()
+            await connection.with_one_process(self.transport.reopen)
+            self._num_restarts = num_restarts
+            self._num_opened += 1
+
+    async def release(self) -> None:
+        """Release the memory that the session shares with the daemon, so that the system can reclaim it when the
+        session ends. Does nothing in a forked process."""
+        if not self.context.connection.process.is_here:
+            return
+        await self.drain()
+        await self.transport.close()
+        self.context.remote.close()
+        self.transport = InlineTransport(self.context)
+        self.context.regions.forget()
+
+
+def _has_no_layers(step: StepInfo) -> FailedPreconditionError:
+    """Return the error for a step ahead, before a transport writes any of it."""
+    return FailedPreconditionError(
+        f"step {step.step_id} is ahead: write it in the mapped pool, and call commit_ahead", field="step_id"
+    )
 
 
 class AttentionArguments(TypedDict, total=False):
@@ -94,7 +208,7 @@ class StepCore:
         timeout_s: float | None = None,
     ) -> Awaitable[Any]:
         options = attention_options(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
-        deadline = self._calls.deadline(timeout_s)
+        deadline = self._calls.context.connection.deadline(timeout_s)
         call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
         return self._calls.attend(call)
 
@@ -103,4 +217,6 @@ class StepCore:
     ) -> None:
         """Write the step's K/V without attention. key and value are `[num_tokens, num_kv_heads, head_size]` for one
         layer, or `[num_layers, num_tokens, num_kv_heads, head_size]` for all layers (`layer` None)."""
-        await self._calls.write(WriteCall(self.info, layer, key, value, self._calls.deadline(timeout_s)))
+        await self._calls.write(
+            WriteCall(self.info, layer, key, value, self._calls.context.connection.deadline(timeout_s))
+        )

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from kvservice.client import channel, messages
-from kvservice.client.waiting import SessionStream
+from kvservice.client.connection import SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2_grpc
 
@@ -44,7 +44,7 @@ def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) ->
 
 
 class _ThreadSignal:
-    """See Signal in waiting.py."""
+    """See Signal in connection.py."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -61,7 +61,7 @@ def _lock_timeout(timeout_s: float | None) -> float:
 
 
 class _ThreadTurns:
-    """See Turns in waiting.py. The limit is one call at a time.
+    """See Turns in connection.py. The limit is one call at a time.
 
     KeyboardInterrupt may be raised between a lock's acquisition and the block that releases it. The lock is therefore
     reentrant: the thread that was interrupted can acquire it again, and then releases it completely."""
@@ -82,14 +82,14 @@ class _Lock(_ThreadTurns):
     """A lock for coroutines that never suspend."""
 
     async def __aenter__(self) -> None:
-        await self.take(None)
+        self._lock.acquire()
 
     async def __aexit__(self, *_: object) -> None:
         self.give_back()
 
 
 class _Thread:
-    """See Background in waiting.py."""
+    """See Background in connection.py."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._thread = threading.Thread(target=finish, args=(work,), name="kvservice-reconnects", daemon=True)
@@ -100,7 +100,7 @@ class _Thread:
 
 
 class ThreadWaiting:
-    """See Waiting in waiting.py."""
+    """See Waiting in connection.py."""
 
     clock = staticmethod(time.monotonic)
     signal = _ThreadSignal
@@ -179,7 +179,7 @@ class _Reader:
 
 
 class BlockingStream:
-    """See SessionStream in waiting.py. It runs one call at a time.
+    """See SessionStream in connection.py. It runs one call at a time.
 
     A caller without a deadline reads the replies itself. For others a thread reads, because gRPC's blocking read has no
     timeout; and for the main thread, because an interrupt (KeyboardInterrupt) in gRPC's read can leave the locks of its

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.client.cluster import HashedPrompt, Load, Placement, PlacementSettings
-from kvservice.client.cluster.availability import FIRST_PAUSE_S, MAX_PAUSE_S, Availability
+from kvservice.client.cluster.core import FIRST_PAUSE_S, MAX_PAUSE_S, Availability
 
 DAEMONS = ("a", "b", "c", "d")
 BLOCK = 16

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import pytest
 from fake_streams import ATTACHED, ATTACHED_BY_NEXT, FakeStream, FakeWaiting
 
-from kvservice.client.connection import ATTEMPT_S, SessionConnection
+from kvservice.client.connection import ATTEMPT_S, PAUSE_S, SessionConnection, SessionStream, first_answer, once_more
 from kvservice.client.threads import finish
-from kvservice.client.waiting import PAUSE_S, SessionStream, first_answer, once_more
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,

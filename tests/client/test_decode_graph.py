@@ -202,7 +202,7 @@ def end_by_free(kv: Session, sequence: Any) -> None:
 
 
 def end_the_mapping(kv: Session, _: Any) -> None:
-    finish(kv._core.call("unmap_pool", host_pb2.UnmapPoolRequest()))
+    finish(kv._core.calls.send("unmap_pool", host_pb2.UnmapPoolRequest()))
 
 
 def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy) -> None:

@@ -14,7 +14,7 @@ from small_daemons import OpenDaemon
 
 from kvservice import ops
 from kvservice.client import KVClient, MappedPool, Session, Step
-from kvservice.client.fd_passing import fetch
+from kvservice.client.regions import fetch
 from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError, StaleStepError
 from kvservice.v1 import attention_pb2, host_pb2
@@ -61,7 +61,7 @@ def pool_of(kv: Session) -> MappedPool:
 
 
 def call(kv: Session, name: str, request: Any) -> Any:
-    return finish(kv._core.call(name, request))
+    return finish(kv._core.calls.send(name, request))
 
 
 def write_directly(kv: Session, step: Step, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,9 +14,10 @@ from each_row import each_row
 from waiting import PATIENCE_S, until
 
 from kvservice import _ext
-from kvservice.client import remote_tensors
-from kvservice.client.remote_tensors import KVPart, Places
 from kvservice.client.threads import ThreadWaiting, finish
+from kvservice.client.transports import transfer
+from kvservice.client.transports.inline import Places
+from kvservice.client.transports.transfer import KVPart
 from kvservice.errors import LayerWrittenError, TransferFailedError
 from kvservice.v1 import attention_pb2, tensor_pb2
 
@@ -60,7 +61,7 @@ class FakeRemote:
 
 
 class Rig:
-    """Runs `remote_tensors.write` or `read` with one API."""
+    """Runs `transfer.write` or `read` with one API."""
 
     def __init__(self, face: str) -> None:
         self.face = face
@@ -169,7 +170,7 @@ def test_the_next_part_is_copied_while_one_is_written(rig: Rig) -> None:
             sums = _ext.store_checksums(array.ctypes.data, bytes(8), array.nbytes, 1)
             assert place.checksum == int.from_bytes(sums, "little")
 
-    rig.run(remote_tensors.write, writing(on_call))
+    rig.run(transfer.write, writing(on_call))
     assert called == [0, 1, 2, 3]
     assert not rig.remote.failures
 
@@ -181,7 +182,7 @@ def test_a_part_is_copied_while_the_next_one_is_read(rig: Rig) -> None:
         until(lambda: number == 0 or (before.value == contents(number - 1)[1]).all())
 
     parts = reading(rig, on_call)
-    rig.run(remote_tensors.read, parts)
+    rig.run(transfer.read, parts)
     check(parts)
     assert not rig.remote.failures
 
@@ -191,7 +192,7 @@ def test_parts_that_cannot_travel_take_messages_in_order(rig: Rig) -> None:
     parts = writing(lambda number, places: called.append((number, places is not None)))
     small = KVPart(parts[1].key[:1], parts[1].value[:1], parts[1].send)
     other = KVPart(parts[2].key, parts[2].value[:1], parts[2].send)
-    rig.run(remote_tensors.write, [parts[0], small, other, parts[3]])
+    rig.run(transfer.write, [parts[0], small, other, parts[3]])
     assert called == [(0, True), (1, False), (2, False), (3, True)]
 
 
@@ -214,11 +215,11 @@ def check_failure(rig: Rig, way: str, nth: int) -> None:
             raise TransferFailedError("the engine has ended")
 
     if way == "write":
-        rig.run(remote_tensors.write, writing(on_call))
+        rig.run(transfer.write, writing(on_call))
         first = nth
     else:
         parts = reading(rig, on_call)
-        rig.run(remote_tensors.read, parts)
+        rig.run(transfer.read, parts)
         check(parts)
         first = max(nth - 1, 0)  # nobody has looked whether this one has arrived
     assert called == [(n, True) for n in range(nth + 1)] + [(n, False) for n in range(first, 4)]
@@ -236,7 +237,7 @@ def test_a_part_that_arrives_damaged_is_read_again(rig: Rig) -> None:
             rig.bytes_at(places[1])[-1] ^= 1
 
     parts = reading(rig, on_call)
-    rig.run(remote_tensors.read, parts)
+    rig.run(transfer.read, parts)
     check(parts)
     assert called == [(0, True), (1, True), (2, True), (1, False), (2, False), (3, False)]
     assert len(rig.remote.failures) == 1
@@ -251,7 +252,7 @@ def test_a_refused_call_keeps_the_region_and_ends_the_write(rig: Rig) -> None:
             raise LayerWrittenError("it was written")
 
     with pytest.raises(LayerWrittenError):
-        rig.run(remote_tensors.write, writing(on_call))
+        rig.run(transfer.write, writing(on_call))
     assert called == [0, 1]
     assert rig.remote.memory is not None
     assert not rig.remote.failures
@@ -279,10 +280,10 @@ def test_nobody_copies_after_an_interrupted_call(rig: Rig, monkeypatch: pytest.M
             interrupted.set()
             raise KeyboardInterrupt if rig.face == "blocking" else asyncio.CancelledError
 
-    monkeypatch.setattr(remote_tensors, "_ext", SimpleNamespace(**{name: slowly}))
+    monkeypatch.setattr(transfer, "_ext", SimpleNamespace(**{name: slowly}))
     parts = writing(on_call) if way == "write" else reading(rig, on_call)
     with pytest.raises((KeyboardInterrupt, asyncio.CancelledError)):
-        rig.run(getattr(remote_tensors, way), parts)
+        rig.run(getattr(transfer, way), parts)
     assert len(ended) == (2 if way == "write" else 1), "the copy under way has ended, and no other began"
     assert rig.remote.copying == [0]
     assert rig.remote.memory is None

@@ -15,7 +15,7 @@ import torch
 from each_row import each_row
 
 from kvservice.client import AsyncStep, StepInfo
-from kvservice.client.session_calls import SessionCalls
+from kvservice.client.step import SessionCalls
 from kvservice.client.threads import ThreadWaiting, finish
 from kvservice.client.transports.mapped import MappedTransport
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, KVServiceError, UnknownRegionError
@@ -81,6 +81,7 @@ class Scripted:
     def __init__(self, happened: list[str], *errors: KVServiceError) -> None:
         self.errors = list(errors)
         self.happened = happened
+        self.kernels = Kernels(happened)
 
     def execute(self, name: str) -> None:
         self.happened.append(name)
@@ -93,9 +94,6 @@ class Scripted:
 
     async def write(self, _: Any) -> None:
         self.execute("write")
-
-    async def drain(self) -> None:
-        self.happened.append("drain")
 
     async def reopen(self) -> None:
         self.happened.append("reopen")
@@ -177,8 +175,10 @@ def test_memory_that_another_caller_has_opened_again_is_kept() -> None:
 
 def test_requests_wait_for_the_kernels_of_this_process() -> None:
     session = Session()
+    transport: Any = session.calls.transport
+    transport.kernels.write()
     assert finish(session.calls.send("free", None)) == "free"
-    assert session.happened == ["drain", "free"]
+    assert session.happened == ["wait", "free"]
 
 
 def test_releasing_closes_the_transport_and_forgets_the_regions() -> None:

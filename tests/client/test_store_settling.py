@@ -22,8 +22,7 @@ from waiting import PATIENCE_S
 from kvservice import _ext
 from kvservice.client import PutStatus
 from kvservice.client.store import Dialer
-from kvservice.client.store.link import StoreLink
-from kvservice.client.store.writes import Writes
+from kvservice.client.store.link import StoreLink, Writes
 from kvservice.errors import CallTimeoutError, InternalError
 
 DONE, BEING_WRITTEN, UNREACHABLE = PutStatus.DONE, PutStatus.BEING_WRITTEN, PutStatus.UNREACHABLE

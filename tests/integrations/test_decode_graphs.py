@@ -18,7 +18,7 @@ from model_families import FAMILIES, build
 from transformers import PreTrainedModel
 
 from kvservice.client import KVClient, Session
-from kvservice.client.steps_ahead import StepsAhead
+from kvservice.client.decode_graph import StepsAhead
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StaleStepError
 from kvservice.integrations.transformers import DecodeGraphs, KVServiceCache, install, pool_options, uninstall
 from kvservice.launch import Daemon

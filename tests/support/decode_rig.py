@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from kvservice.client import Sequence, Session
-from kvservice.client.decode_graph import DecodeGraph
-from kvservice.client.pools.decode import DecodeTables
+from kvservice.client.decode_graph import DecodeGraph, DecodeTables
 
 NUM_HEADS, VOCABULARY, MAX_TOKENS = 4, 50, 200
 

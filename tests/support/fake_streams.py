@@ -27,7 +27,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 
 class FakeWaiting:
-    """See Waiting in waiting.py. A wait advances the clock and runs the actions that are planned for that time."""
+    """See Waiting in connection.py. A wait advances the clock and runs the actions that are planned for that time."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -115,7 +115,7 @@ class FakeBackground:
 
 
 class FakeStream:
-    """See SessionStream in waiting.py. `answers` are the answers to calls, in order. An error is raised, and a
+    """See SessionStream in connection.py. `answers` are the answers to calls, in order. An error is raised, and a
     connection error also ends the stream. None: the call gets no answer. When there are no more answers, a call is
     answered with its name, and attach as by the daemon."""
 

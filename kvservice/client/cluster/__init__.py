@@ -2,6 +2,7 @@
 
 from kvservice.client.cluster.aio import AsyncCluster
 from kvservice.client.cluster.blocking import Cluster
+from kvservice.client.cluster.core import ClusterDaemon
 from kvservice.client.cluster.placement import (
     Candidate,
     HashedPrompt,
@@ -10,7 +11,6 @@ from kvservice.client.cluster.placement import (
     Placement,
     PlacementSettings,
 )
-from kvservice.client.cluster.values import ClusterDaemon
 
 __all__ = [
     "AsyncCluster",

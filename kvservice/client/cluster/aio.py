@@ -13,25 +13,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.auth.client import ClientCredentials
 from kvservice.client import channel
-from kvservice.client.aio import AsyncKVClient, AsyncSession
-from kvservice.client.cluster.core import ClusterCore
-from kvservice.client.cluster.links import (
+from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStore, TaskWaiting
+from kvservice.client.cluster.core import (
     CONTROL_SESSION,
     SESSION_STAYS,
     ClientOptions,
+    ClusterCore,
+    ClusterDaemon,
+    ClusterOptions,
     DaemonReport,
+    check_addresses,
     check_serving,
     control_options,
     to_report,
 )
 from kvservice.client.cluster.placement import Candidate, PlacementSettings
-from kvservice.client.cluster.values import ClusterDaemon, ClusterOptions, check_addresses
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.requests import time_limit
-from kvservice.client.sequences import ExtraKeys
-from kvservice.client.store.aio import AsyncStore
+from kvservice.client.messages import ExtraKeys, time_limit
 from kvservice.client.store.values import StoreNamespace
-from kvservice.client.tasks import TaskWaiting
 from kvservice.errors import FailedPreconditionError, KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc
 from kvservice.wire.channels import open_aio_channel

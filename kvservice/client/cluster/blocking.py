@@ -12,23 +12,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.auth.client import ClientCredentials
 from kvservice.client import channel
-from kvservice.client.blocking import KVClient, Session
-from kvservice.client.cluster.core import ClusterCore
-from kvservice.client.cluster.links import (
+from kvservice.client.blocking import KVClient, Session, Store
+from kvservice.client.cluster.core import (
     CONTROL_SESSION,
     SESSION_STAYS,
     ClientOptions,
+    ClusterCore,
+    ClusterDaemon,
+    ClusterOptions,
     DaemonReport,
+    check_addresses,
     check_serving,
     control_options,
     to_report,
 )
 from kvservice.client.cluster.placement import Candidate, PlacementSettings
-from kvservice.client.cluster.values import ClusterDaemon, ClusterOptions, check_addresses
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.requests import time_limit
-from kvservice.client.sequences import ExtraKeys
-from kvservice.client.store.blocking import Store
+from kvservice.client.messages import ExtraKeys, time_limit
 from kvservice.client.store.values import StoreNamespace
 from kvservice.client.threads import ThreadWaiting, finish
 from kvservice.errors import CallTimeoutError, KVServiceError

@@ -1,32 +1,33 @@
-"""A session that has opened a namespace of the store, with what it shares with the daemon."""
+"""A session that has opened a namespace of the store, with what it shares with the daemon: the mapped memory of the
+store, or a region through which blocks travel, or a Transfer Engine. Its limits split batches into requests."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
+import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvservice.client.connection import SessionConnection
-from kvservice.client.fd_passing import FdPassing
-from kvservice.client.region_memory import HostRegion
-from kvservice.client.regions import RegionTable
+from kvservice.client.connection import SessionConnection, Signal, Waiting
+from kvservice.client.messages import OVERHEAD_BYTES, build, wait_time, whole
+from kvservice.client.regions import FdPassing, HostRegion, RegionTable, SharedRegion
 from kvservice.client.remote import RemoteRegions
-from kvservice.client.requests import build, whole
-from kvservice.client.store.mapping import StoreMapper
 from kvservice.client.store.memory import Geometry, MappedStore
-from kvservice.client.store.pieces import Numbers, Pieces
-from kvservice.client.store.staging import StoreStaging
-from kvservice.client.store.values import StoreNamespace
-from kvservice.client.store.writes import Writes
+from kvservice.client.store.values import KEY_BYTES, Numbers, Pieces, StoreNamespace
 from kvservice.client.values import PoolInfo, from_message
-from kvservice.client.waiting import Waiting
 from kvservice.errors import (
     CallTimeoutError,
+    ConnectionLostError,
     InvalidArgumentError,
     KVServiceError,
+    MessageTooLargeError,
     RegionsNotAllowedError,
     ResourceExhaustedError,
     StoreNotSharedError,
@@ -34,6 +35,150 @@ from kvservice.errors import (
     TransferOffError,
 )
 from kvservice.v1 import pool_pb2, session_pb2, store_pb2
+
+
+class Writes:
+    """Counts the copies of a link that write to the mapped memory: a context manager around each one. Threads share
+    it."""
+
+    def __init__(self, none_left: Signal) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._none_left = none_left
+        self._none_left.set()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            self._none_left.clear()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._none_left.set()
+
+    async def end(self, timeout_s: float) -> bool:
+        """Wait for their end. Returns whether it came within the timeout."""
+        return await self._none_left.wait(timeout_s)
+
+
+logger = logging.getLogger(__name__)
+
+# Size of the region, unless one block is larger.
+STAGING_BYTES = 64 << 20
+
+
+class StoreStaging:
+    """A region of the session. One call uses it at a time, holding `lock`. `allowed` is whether the daemon gives the
+    session regions at all."""
+
+    def __init__(self, regions: RegionTable, lock: AbstractAsyncContextManager[object], allowed: bool) -> None:
+        self.lock, self.allowed = lock, allowed
+        self._regions = regions
+        self._region: SharedRegion | None = None
+        self._has_warned = False
+
+    async def room(self, num_bytes: int, least_bytes: int, timeout_s: float | None) -> SharedRegion | None:
+        """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now,
+        gives this session none, or its fd-passing socket cannot be reached."""
+        size = max(least_bytes, min(num_bytes, STAGING_BYTES))
+        if self._region is not None and self._region.num_bytes < size:
+            self.drop()
+        while self._region is None:
+            try:
+                self._region = await self._regions.create(size, timeout_s=timeout_s)
+            except RegionsNotAllowedError:
+                self.allowed = False
+                return None
+            except ConnectionLostError as error:
+                if not self._regions.connected:
+                    raise
+                self.allowed = False
+                self._warn_once(error)
+                return None
+            except ResourceExhaustedError as error:
+                if size == least_bytes:
+                    self._warn_once(error)
+                    return None
+                size = max(least_bytes, size // 2)
+        return self._region
+
+    async def check(self, least_bytes: int, timeout_s: float | None) -> None:
+        """Set `allowed`. Only the attempt to make a region shows whether the daemon gives this user any."""
+        await self.room(least_bytes, least_bytes, timeout_s)
+        self.drop()
+
+    def _warn_once(self, error: KVServiceError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("blocks of the store travel in messages, which is slow: %s", error)
+
+    def drop(self) -> None:
+        """Do not use the region again. A call that was given up may still be executed, and use it."""
+        if self._region is not None:
+            self._regions.drop(self._region)
+            self._region = None
+
+
+class StoreMapper:
+    """Maps the store in one session. `shared` is the daemon's share_store, `limit_s` the time limit of each call."""
+
+    def __init__(
+        self, connection: SessionConnection, fds: FdPassing, geometry: Geometry, shared: str, limit_s: float
+    ) -> None:
+        self._connection, self._fds, self._geometry = connection, fds, geometry
+        self._shared, self._limit_s = shared, limit_s
+
+    async def open(self, num_threads: int) -> MappedStore:
+        """Map the store, for writing if the daemon allows it. Raises StoreNotSharedError if it is not mapped, and logs
+        a warning if that is because file descriptors or memory have run out."""
+        if self._fds.path is None:
+            raise StoreNotSharedError("the store is shared with clients on the unix socket")
+        if self._shared == "off":
+            raise StoreNotSharedError("the daemon runs with --share-store off")
+        try:
+            await self._fds.introduce_once()
+        except (ConnectionLostError, RegionsNotAllowedError, ResourceExhaustedError) as error:
+            raise _not_mapped(error) from None
+        if self._shared != "read":
+            try:
+                return await self._map(True, num_threads)
+            except ResourceExhaustedError as error:
+                logger.warning("the block store is not mapped for writing: %s", error)
+            except StoreNotSharedError as error:
+                if error.field != "writable":
+                    raise
+        try:
+            return await self._map(False, num_threads)
+        except ResourceExhaustedError as error:
+            raise _not_mapped(error) from None
+
+    async def _map(self, writable: bool, num_threads: int) -> MappedStore:
+        """Raises StoreNotSharedError, and ResourceExhaustedError."""
+        request = store_pb2.MapStoreRequest(request_id=self._connection.next_request_id(), writable=writable)
+        response = await self._connection.call("store_map_store", request, self._limit_s)
+        try:
+            (descriptor,) = await self._fds.fetch(response.handover_token, 1)
+        except (ConnectionLostError, RegionsNotAllowedError) as error:
+            raise _not_mapped(error) from None
+        try:
+            return MappedStore.open(descriptor, response.num_bytes, self._geometry, writable, num_threads)
+        except (OSError, ValueError) as error:
+            raise ResourceExhaustedError(f"it cannot be mapped here: {error}") from None
+        finally:
+            os.close(descriptor)
+
+
+def _not_mapped(error: Exception) -> StoreNotSharedError:
+    """Warn unless the daemon does not trust the user of this process."""
+    if not isinstance(error, RegionsNotAllowedError):
+        logger.warning("the block store is not mapped, blocks take a slower way: %s", error)
+    return StoreNotSharedError(str(error))
+
+
+# ---- options
+
 
 # Time limit of each call that opens a link, in seconds.
 OPEN_S = 5.0
@@ -301,3 +446,67 @@ async def _open_remote(
     elif remote.allowed:
         await remote.try_open()
     return remote
+
+
+# ---- requests
+
+
+# Most bytes of blocks in one request. It bounds the time of a request, and how much is leased or reserved at a time.
+REQUEST_BYTES = 256 << 20
+# Most bytes of blocks in a message, unless one block is larger. Larger messages are slower: each of their copies is
+# made in new memory.
+MESSAGE_BYTES = 4 << 20
+# Bytes of a piece of a block in a request: an offset.
+OFFSET_BYTES = 8
+
+
+def parts(count: int, most: int) -> Iterator[slice]:
+    """Yield slices of at most `most` of `count` things."""
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
+
+
+def keys_in_request(link: StoreLink) -> int:
+    """Return how many keys a request may have."""
+    return max(1, min(link.info.max_request_blocks, (link.info.max_message_bytes - OVERHEAD_BYTES) // KEY_BYTES))
+
+
+def blocks_in_request(link: StoreLink, num_pieces: int = 1) -> int:
+    """Return how many blocks a request may copy that has the offsets of this many pieces of each."""
+    in_message = (link.info.max_message_bytes - OVERHEAD_BYTES) // (KEY_BYTES + OFFSET_BYTES * num_pieces)
+    return max(1, min(link.info.max_request_blocks, REQUEST_BYTES // link.block_bytes, in_message))
+
+
+def blocks_in_message(link: StoreLink) -> int:
+    """Return how many blocks fit into a message. Raises MessageTooLargeError if not even one does."""
+    most = (link.info.max_message_bytes - OVERHEAD_BYTES) // (KEY_BYTES + link.block_bytes)
+    if most < 1:
+        raise MessageTooLargeError(
+            f"a block of {link.block_bytes} bytes, and its key, are more than a message may have, "
+            f"{link.info.max_message_bytes} bytes: see the daemon's max_message_mib"
+        )
+    return min(most, link.info.max_request_blocks, max(1, MESSAGE_BYTES // link.block_bytes))
+
+
+# What is left when the time has passed: 0 would stand for no limit.
+_OVER_S = 1e-6
+# The part of a request's time limit that it may wait for blocks, so that its answer comes in time.
+_PART = 0.5
+
+
+class Patience:
+    """The waiting time of one call of the store, which may take several requests."""
+
+    def __init__(self, max_wait_s: float, timeout_s: float | None) -> None:
+        """`max_wait_s` is 0 if the caller sets no limit, `timeout_s` is the caller's time limit of each request. Raises
+        InvalidArgumentError naming max_wait_s."""
+        self._until = time.monotonic() + max_wait_s if wait_time(max_wait_s, "max_wait_s") else math.inf
+        self._timeout_s = timeout_s
+
+    def left_s(self, link: StoreLink) -> float:
+        """Return the `max_wait_s` of the next request."""
+        limit_s = link.connection.limit_s(self._timeout_s)
+        left_s = max(self._until - time.monotonic(), _OVER_S)
+        if limit_s is not None:
+            left_s = min(left_s, _PART * limit_s)
+        return 0.0 if math.isinf(left_s) else left_s

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvservice.client import tensors
-from kvservice.client.batches import check_size, fits, token_parts
-from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, options_message
-from kvservice.client.remote_tensors import Places
-from kvservice.client.requests import build
-from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.messages import build, check_size, fits, token_parts
+from kvservice.client.transports.base import (
+    AttentionCall,
+    AttentionResult,
+    Transport,
+    TransportName,
+    WriteCall,
+    options_message,
+)
 from kvservice.client.values import StepInfo
-from kvservice.v1 import attention_pb2
+from kvservice.v1 import attention_pb2, tensor_pb2
 from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
+
+# The places of K and V.
+Places: TypeAlias = tuple[tensor_pb2.SharedMemoryPlace, tensor_pb2.SharedMemoryPlace]
 
 
 class InlineTransport(Transport):

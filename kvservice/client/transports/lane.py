@@ -8,23 +8,31 @@ from dataclasses import astuple
 from typing import Any, NamedTuple
 
 from kvservice import _ext
-from kvservice.client.calls import (
+from kvservice.client.messages import build
+from kvservice.client.regions import ALIGNMENT, RegionRange, SharedRegion, Staging
+from kvservice.client.remote import Context
+from kvservice.client.tensors import (
+    Tensor,
+    copy,
+    copy_of,
+    finish_stream,
+    is_on_gpu,
+    is_plain_on_host,
+    like,
+    pool_device,
+)
+from kvservice.client.transports.base import (
     DEFAULT_OPTIONS,
     AttentionCall,
     AttentionResult,
     SharedMemoryLostError,
+    Transport,
+    TransportName,
     WriteCall,
     check_attention,
     given,
 )
-from kvservice.client.context import Context
-from kvservice.client.cuda import device_of, finish_stream
-from kvservice.client.region_memory import RegionRange, SharedRegion
-from kvservice.client.requests import build
-from kvservice.client.tensors import Tensor, copy, copy_of, is_on_gpu, is_plain_on_host, like
-from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.region import RegionTransport
-from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
 from kvservice.errors import ConnectionLostError, DaemonAwayError, DrainingError, InvalidArgumentError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
@@ -34,6 +42,8 @@ from kvservice.wire.status import from_reason
 SPIN_US = {"cpu": 50.0, "cuda": 1000.0}
 # How long the async API blocks its event loop for an answer before a thread waits instead.
 HERE_S = 100e-6
+# The shapes of calls whose tensors in the staging region are remembered.
+MAX_COPIES = 16
 # How often a waiting call checks that the daemon is alive.
 LOOK_S = 0.25
 
@@ -58,10 +68,10 @@ class Placed(NamedTuple):
 
 class StagedCopies(NamedTuple):
     """Tensors in the staging region with the shapes of an earlier call. A call of the same shapes is sent in place
-    after its tensors were copied there: to find places for each call takes longer than a short call."""
+    after its tensors were copied there: to find places for each call takes longer than a short call. Tensors of several
+    shapes lie over each other, because one call uses the region at a time."""
 
     region: SharedRegion
-    shapes: tuple[Any, ...]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -80,7 +90,7 @@ class LaneTransport(Transport):
         self._is_lost = False  # whether the daemon has closed the lane
         # The number of restarts of the daemon when the lane was opened.
         self._num_restarts = num_restarts
-        device = device_of(context.info)
+        device = pool_device(context.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(context.regions)
         self._gpu_staging = Staging(context.regions, device)
@@ -89,7 +99,7 @@ class LaneTransport(Transport):
         # tensors. `_received` is its answer, which a thread may receive for a caller that was interrupted.
         self._unanswered: int | None = None
         self._received: Answer | None = None
-        self._copies: StagedCopies | None = None
+        self._copies: dict[tuple[Any, ...], StagedCopies] = {}  # by shapes
         # The version of the session's regions that the native client has.
         self._places_version = -1
         # The transport for calls that lanes do not support.
@@ -137,24 +147,29 @@ class LaneTransport(Transport):
     async def _copied(self, call: AttentionCall) -> AttentionCall | None:
         """Copy the tensors to the staging region and return the call with the copies, which has `out`. None: a tensor
         is not in host memory, or not of the pool's dtype."""
-        tensors = call.query, call.key, call.value
+        query, key, value = call.query, call.key, call.value
         dtype = self.context.info.dtype
-        if not all(is_plain_on_host(tensor, dtype) for tensor in tensors):
-            return None
-        shapes = *(tensor.shape for tensor in tensors), type(call.query)
-        copies = self._copies
-        if copies is None or copies.shapes != shapes or copies.region is not self._staging.region:
-            copies = self._copies = await self._reserve_copies(call, shapes)
-        for target, tensor in zip(copies[2:5], tensors, strict=True):
-            copy(target, tensor)
+        for tensor in (query, key, value):
+            if not is_plain_on_host(tensor, dtype):
+                return None
+        shapes = query.shape, key.shape, value.shape, type(query)
+        copies = self._copies.get(shapes)
+        if copies is None or copies.region is not self._staging.region:
+            copies = await self._reserve_copies(call, shapes)
+        copy(copies.query, query)
+        copy(copies.key, key)
+        copy(copies.value, value)
         return call._replace(query=copies.query, key=copies.key, value=copies.value, out=copies.out)
 
     async def _reserve_copies(self, call: AttentionCall, shapes: tuple[Any, ...]) -> StagedCopies:
         staging, dtype = self._staging, self.context.info.dtype
-        await staging.reserve(staging_bytes(call), call.deadline)
+        await staging.reserve(call.staging_bytes, call.deadline)
         assert staging.region is not None, "room was reserved"
         like_query = (like(staging.place(tuple(shape), dtype)[0], call.query) for shape in (*shapes[:3], shapes[0]))
-        return StagedCopies(staging.region, shapes, *like_query)
+        if any(one.region is not staging.region for one in self._copies.values()) or len(self._copies) == MAX_COPIES:
+            self._copies.clear()
+        copies = self._copies[shapes] = StagedCopies(staging.region, *like_query)
+        return copies
 
     def _submit_in_place(self, call: AttentionCall) -> int | None:
         """Send a plain call whose tensors are all in regions, and return its number. None: the native client, which
@@ -240,7 +255,7 @@ class LaneTransport(Transport):
         """Copy the inputs that are not in a region into the staging region, and reserve room for the results."""
         staging = self._gpu_staging if call.on_gpu else self._staging
         slopes = call.options.alibi_slopes
-        num_bytes = staging_bytes(call) + (0 if slopes is None else slopes.nbytes + ALIGNMENT)
+        num_bytes = call.staging_bytes + (0 if slopes is None else slopes.nbytes + ALIGNMENT)
         await staging.reserve(num_bytes, call.deadline)
         query, key, value = (self._input(staging, tensor) for tensor in (call.query, call.key, call.value))
         output, output_place = self._result(staging, call.out, tuple(call.query.shape), self.context.info.dtype)

@@ -6,14 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, check_attention, check_kv
-from kvservice.client.context import Context
-from kvservice.client.pools.cuda import GpuKernels
-from kvservice.client.pools.mapped import MappedPool
-from kvservice.client.pools.tables import MappedStep
-from kvservice.client.requests import build
+from kvservice.client.mapped import GpuKernels, MappedPool, MappedStep
+from kvservice.client.messages import build
+from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor, is_on_gpu
-from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.transports.base import (
+    AttentionCall,
+    AttentionResult,
+    Transport,
+    TransportName,
+    WriteCall,
+    check_attention,
+    check_kv,
+)
 from kvservice.client.values import StepInfo
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError
 from kvservice.v1 import host_pb2
@@ -39,7 +44,7 @@ class MappedTransport(Transport):
 
     def _use(self, pool: MappedPool) -> None:
         self.pool = pool
-        self._kernels = pool.kernels
+        self.kernels = self._kernels = pool.kernels
         self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         # The kernels that execute plain calls in place.
         may_write = pool.writable and self._same_dtype
@@ -106,12 +111,12 @@ class MappedTransport(Transport):
             tables.check()
 
     async def _attend_elsewhere(self, call: AttentionCall) -> AttentionResult:
-        await self.drain()
+        await self._drain()
         await self._commit_begun(call.step, call.deadline)
         return await self.rest.attend(call)
 
     async def _write_elsewhere(self, call: WriteCall) -> None:
-        await self.drain()
+        await self._drain()
         await self._commit_begun(call.step, call.deadline)
         await self.rest.write(call)
 
@@ -181,7 +186,7 @@ class MappedTransport(Transport):
 
     async def _commit_if_complete(self, tables: MappedStep, deadline: float | None) -> None:
         if self.pool.writable and len(tables.written) == self.pool.layout.num_layers:
-            await self.drain()
+            await self._drain()
             await self._commit(tables.step_id, [], deadline)
 
     async def _commit(self, step_id: int, layers: Sequence[int], deadline: float | None) -> None:
@@ -197,18 +202,18 @@ class MappedTransport(Transport):
             await connection.with_one_process(self.reopen, deadline)  # only who has mapped the pool may commit
             await connection.call_until(deadline, "commit", request)
 
-    async def drain(self) -> None:
-        """See Transport. The daemon does not wait for streams of other processes: it would hang forever if such a
-        process were killed."""
+    async def _drain(self) -> None:
+        """Wait for the kernels, before a call that the daemon executes. It does not wait for streams of other
+        processes: it would hang forever if such a process were killed."""
         if self._kernels.is_busy:
             await self.context.connection.run(self._kernels.wait)
 
     async def reopen(self) -> None:
         await self.rest.reopen()
         if self.pool.num_restarts != self.context.connection.num_restarts:
-            await self.drain()
+            await self._drain()
             self._begun = {step.step_id: step.written for step in self.pool.begun_steps()}
             self._use(await MappedPool.open(self.context, self.pool.writable))
 
     async def close(self) -> None:
-        await self.drain()
+        await self._drain()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, given
-from kvservice.client.context import Context
-from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.regions import ALIGNMENT, Staging
+from kvservice.client.remote import Context
+from kvservice.client.transports.base import AttentionCall, AttentionResult, Transport, TransportName, WriteCall, given
 from kvservice.client.transports.inline import InlineTransport
-from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
 from kvservice.wire.tensors import Array
 
 
@@ -29,7 +28,7 @@ class RegionTransport(Transport):
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
         if call.query.nbytes + call.key.nbytes + call.value.nbytes < self.staged_bytes_min:
             return await self._inline.attend_prepared(call)
-        async with self._staging_for(staging_bytes(call), call.deadline):
+        async with self._staging_for(call.staging_bytes, call.deadline):
             out = self._result(call.out, call.query.shape, call.query.dtype.name)
             lse_out = self._result(call.lse_out, call.lse_shape, "float32") if call.return_lse else None
             query, key, value = (self._staged(array) for array in (call.query, call.key, call.value))
