@@ -25,7 +25,7 @@ from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
 from kvservice.commands.token import token
-from kvservice.commands.upgrade import upgrade
+from kvservice.commands.upgrade import reset, upgrade
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
@@ -115,6 +115,7 @@ main.add_command(generate)
 main.add_command(plan)
 main.add_command(token)
 main.add_command(upgrade)
+main.add_command(reset)
 main.add_command(
     click.Command(
         "serve",
