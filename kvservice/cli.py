@@ -25,7 +25,7 @@ from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
 from kvservice.commands.token import token
-from kvservice.commands.upgrade import upgrade
+from kvservice.commands.upgrade import reset, upgrade
 from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
@@ -96,7 +96,7 @@ def _keeper_settings(settings: ServeConfig) -> KeeperSettings:
 
 
 def _make_private(unix_socket: str) -> None:
-    from kvservice.server.private_folders import private_folder
+    from kvservice.keeper.private_paths import private_folder
 
     try:
         private_folder(Path(unix_socket).parent)
@@ -126,6 +126,7 @@ main.add_command(generate)
 main.add_command(plan)
 main.add_command(token)
 main.add_command(upgrade)
+main.add_command(reset)
 main.add_command(
     click.Command(
         "serve",

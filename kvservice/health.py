@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.config import ServeConfig
 from kvservice.environment import prepare_grpc
+from kvservice.keeper import ControlSocketError, control_path
+from kvservice.keeper import ask as ask_keeper
 
 prepare_grpc()
 
@@ -16,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
 from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON  # noqa: E402
 
+KEEPER_S: Final = 2.0
 # A daemon that listens on all interfaces is checked over loopback.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -60,10 +63,27 @@ def ask(address: str, timeout_s: float, credentials: ClientCredentials) -> Healt
             request, headers = health_pb2.HealthCheckRequest(), credentials.headers()
             answer, call = stub.Check.with_call(request, timeout=timeout_s, metadata=headers)
         except grpc.RpcError as error:
-            return HealthAnswer(str(connection_error(f"{error.code().name}: {error.details()}")))
+            no_answer = str(connection_error(f"{error.code().name}: {error.details()}"))
+            return HealthAnswer(_said_by_keeper(address) or no_answer)
     metadata: dict[str, str] = dict(call.trailing_metadata() or ())
     reason, note = metadata.get(HEALTH_REASON, ""), metadata.get(HEALTH_NOTE, "")
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return HealthAnswer("", note)
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return HealthAnswer(f"it says {status}: {reason}" if reason else f"it says {status}", note)
+
+
+def _said_by_keeper(address: str) -> str:
+    """Return what the keeper says of a daemon that does not answer yet, or an empty string."""
+    kind, _, path = address.partition(":")
+    control = control_path(path.removeprefix("//")) if kind == "unix" else ""
+    try:
+        status = next(ask_keeper(control, "status", KEEPER_S)) if control else {"ready": True}
+    except ControlSocketError:
+        return ""
+    if status["ready"]:
+        return ""
+    said = f": {status['status']}" if status["status"] else ""
+    if status["starts_in_s"] is None:
+        return f"the daemon is starting{said}"
+    return f"the daemon starts again in {status['starts_in_s']:.0f} s, its last process has ended{said}"

@@ -173,7 +173,7 @@ ROOMS: dict[str, set[str]] = {
         "v1",
         "wire",
     },
-    "health": {"auth", "config", "environment", "wire"},
+    "health": {"auth", "config", "environment", "keeper", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
     "commands": {"auth", "config", "config_sources", "demo", "engines", "errors", "keeper", "planning"},
     "cli": {

@@ -371,7 +371,10 @@ async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, time
     )
     for name, kind, prefix in choices:
         if name in fields:
-            fields[name] = f"{prefix}_{fields[name]}".upper()
+            values = {one.removeprefix(prefix).lower(): number for one, number in kind.items() if number}
+            if fields[name] not in list(values):
+                raise InvalidArgumentError(f"{fields[name]!r} is none of {', '.join(values)}", field=name)
+            fields[name] = values[fields[name]]
     request = build(scheduler_pb2.OpenSchedulerRequest, request_id=calls.context.connection.next_request_id(), **fields)
     opened = await calls.send("open_scheduler", request, timeout_s)
     known = await _describe(calls, None, False, timeout_s) if opened.existed else []

@@ -1,4 +1,5 @@
-"""`kvservice upgrade`: have a process of the installed version take over from the running daemon."""
+"""What an operator asks the keeper: `kvservice upgrade` has a process of the installed version take over, and
+`kvservice reset` lets go of the state."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from kvservice.config_sources import load_config
 from kvservice.errors import KVServiceError
 from kvservice.keeper.control import ControlSocketError, ask
 from kvservice.keeper.settings import control_path
+
+RESET_S = 10.0
 
 
 @click.command()
@@ -30,11 +33,8 @@ def upgrade(unix_socket: str | None, timeout_s: float) -> None:
     hands over. If the new process cannot take over, the old one goes on serving, and the exit status is 1. SIGHUP to
     the process of `kvservice serve` does the same.
     """
-    path = control_path(_configured_socket() if unix_socket is None else unix_socket)
-    if not path:
-        raise click.ClickException("the daemon's keeper is found by its unix socket: send SIGHUP to it instead")
     try:
-        for answer in ask(path, "upgrade", timeout_s):
+        for answer in ask(_keeper_of(unix_socket, "send SIGHUP to it instead"), "upgrade", timeout_s):
             if answer["event"] == "progress":
                 click.echo(answer["message"], err=True)
             elif answer["ok"]:
@@ -43,6 +43,33 @@ def upgrade(unix_socket: str | None, timeout_s: float) -> None:
                 raise click.ClickException(answer["message"])
     except ControlSocketError as error:
         raise click.ClickException(str(error)) from None
+
+
+@click.command()
+@click.option("--unix-socket", help="The daemon's unix socket.  [default: what serve would listen on]")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def reset(unix_socket: str | None, yes: bool) -> None:
+    """Start the daemon empty: all sessions and K/V that its keeper holds are lost.
+
+    It is the last resort for a daemon that cannot start with the state of the process before. A daemon that serves is
+    killed. Addresses stay the daemon's.
+    """
+    path = _keeper_of(unix_socket, "stop it, and start it again")
+    if not yes:
+        click.confirm("All sessions and K/V of the daemon are lost. Go on?", abort=True)
+    try:
+        for answer in ask(path, "reset", RESET_S):
+            click.echo(answer["message"])
+    except ControlSocketError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _keeper_of(unix_socket: str | None, otherwise: str) -> str:
+    """Return the path of the keeper's control socket. `otherwise` is what to do if there can be none."""
+    path = control_path(_configured_socket() if unix_socket is None else unix_socket)
+    if not path:
+        raise click.ClickException(f"the daemon's keeper is found by its unix socket: {otherwise}")
+    return path
 
 
 def _configured_socket() -> str:

@@ -1,6 +1,7 @@
 """The control socket beside the daemon's unix socket: one line of JSON asks, lines of JSON answer.
 
     {"command": "status"}  ──▶ {"event": "result", "ok": true, "pid": ..., "restarts": ..., ...}
+    {"command": "reset"}   ──▶ {"event": "result", "ok": true, "message": ...}
     {"command": "upgrade"} ──▶ {"event": "progress", "message": ...} ... {"event": "result", "ok": ..., "message": ...}
 
 Its mode is 0600, so only the daemon's user and root may connect.
@@ -8,15 +9,14 @@ Its mode is 0600, so only the daemon's user and root may connect.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvservice.keeper.private_paths import listen_at, remove_own
 from kvservice.keeper.upgrade import Report
 
 MAX_REQUEST_BYTES = 1024
@@ -37,21 +37,17 @@ class ControlSocket:
         selector: selectors.BaseSelector,
         status: Callable[[], dict[str, Any]],
         upgrade: Callable[[Report], None],
+        reset: Callable[[], str],
     ) -> None:
         """Listen at `path`, in place of a socket there that no process serves. Raises ControlSocketError."""
         self._path, self._selector = path, selector
-        self._status, self._upgrade = status, upgrade
+        self._status, self._upgrade, self._reset = status, upgrade, reset
         self._connections: set[socket.socket] = set()
-        _check_free(path)
-        self._listening = socket.socket(socket.AF_UNIX)
-        umask = os.umask(0o177)
         try:
-            self._listening.bind(path)
-            self._listening.listen(MAX_CONNECTIONS)
+            self._listening = listen_at(path, MAX_CONNECTIONS)
+            self._made = os.lstat(path)
         except OSError as error:
             raise ControlSocketError(f"cannot listen on {path}: {error.strerror}") from None
-        finally:
-            os.umask(umask)
         self._listening.setblocking(False)
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
@@ -60,8 +56,7 @@ class ControlSocket:
             self._drop(connection)
         self._selector.unregister(self._listening)
         self._listening.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        remove_own(self._path, self._made)
 
     def _accept(self) -> None:
         try:
@@ -84,6 +79,8 @@ class ControlSocket:
             command = None
         if command == "status":
             self._send(connection, {"event": "result", "ok": True, **self._status()})
+        elif command == "reset":
+            self._send(connection, {"event": "result", "ok": True, "message": self._reset()})
         elif command == "upgrade":
             self._upgrade(lambda answer: self._send(connection, answer))
         else:
@@ -129,21 +126,3 @@ def ask(path: str, command: str, timeout_s: float) -> Iterator[dict[str, Any]]:
         except OSError as error:
             raise ControlSocketError(f"no keeper at {path}: {error.strerror}") from None
     raise ControlSocketError("the keeper ended, or has too many connections")
-
-
-def _check_free(path: str) -> None:
-    """Remove a socket at `path` that no process serves. Raises ControlSocketError if there is anything else."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ControlSocketError(f"{path} exists and is not a socket")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1)
-            probe.connect(path)
-    except FileNotFoundError:
-        return
-    except ConnectionRefusedError:
-        os.unlink(path)
-        return
-    except OSError as error:
-        raise ControlSocketError(f"{path}: {error.strerror or error}") from None
-    raise ControlSocketError(f"another daemon is running with this socket: its keeper listens at {path}")

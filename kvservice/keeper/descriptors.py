@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 
 # A daemon stores about fifteen: the memory files, the pool of a GPU, and its listening sockets.
@@ -34,7 +35,17 @@ class DescriptorStore:
         if (descriptor := self._kept.pop(name, None)) is not None:
             os.close(descriptor)
 
-    def discard(self) -> None:
-        """Close all descriptors."""
-        for name in [*self._kept]:
-            self.remove(name)
+    @property
+    def has_state(self) -> bool:
+        """Whether there is more than listening sockets."""
+        return any(not _is_socket(descriptor) for descriptor in self._kept.values())
+
+    def discard_state(self) -> None:
+        """Close all descriptors but those of sockets: an address that is let go of can be taken by others."""
+        for name, descriptor in [*self._kept.items()]:
+            if not _is_socket(descriptor):
+                self.remove(name)
+
+
+def _is_socket(descriptor: int) -> bool:
+    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)

@@ -23,13 +23,19 @@ from kvservice.keeper.upgrade import Report, Upgrade, Upgraded, UpgradePhase
 
 # Exit statuses of the daemon. After a device fault the content of the pool is lost.
 DEVICE_FAULT = 70
-# The daemon exits with these if it refuses its command line or its configuration, as it would again.
+# The daemon exits with these if it refuses its command line or its configuration, as it would again. A keeper that
+# holds state waits until that is mended.
 NEVER_RESTARTED = (2, 78)
 # The time that a draining daemon may take beyond its own limit before it is killed.
 DRAIN_MARGIN_S = 10.0
 # The time until the next attempt to start a process for which there was no memory.
 RETRY_S = 1.0
+# The time between attempts once the daemon has failed too often, while the keeper holds its state.
+HELD_RETRY_S = 10.0
 MAX_VERSION_CHARACTERS = 64
+MAX_STATUS_CHARACTERS = 500
+# The latest processes that never served, of which the next one is told.
+MAX_ENDED_EARLY = 100
 
 
 class ChildProcesses(Protocol):
@@ -51,6 +57,8 @@ class _Daemon:
     pid: int
     ready_at: float | None = None
     version: str = "unknown"
+    # What it says about itself.
+    status: str = ""
     hands_over: bool = False
 
     def served_s(self, now: float) -> float | None:
@@ -79,7 +87,9 @@ class Keeper:
         self._start_at: float | None = None
         self._num_starts = 0
         self._has_served = False
-        self._stopping = False
+        self._stopping = self._resetting = False
+        # What the last process said before its end.
+        self._last_status = ""
         # The end of the last process that served: how and when it was.
         self._ended: dict[str, str] = {}
         # How processes ended that never served, since the last one that did.
@@ -127,6 +137,20 @@ class Keeper:
         else:
             self._processes.signal(self._daemon.pid, signal.SIGTERM)
 
+    def reset(self) -> str:
+        """Let go of the state, and start the daemon empty. Its process, if there is one, is killed. Returns what
+        happens, in words."""
+        if self._stopping:
+            return "the daemon is stopping"
+        self._log.warning("reset: the state is let go of, all sessions and K/V are lost")
+        self._fail("the daemon is reset")
+        if self._daemon is None:
+            self._begin_anew()
+            return "the daemon starts empty"
+        self._resetting = True
+        self._processes.signal(self._daemon.pid, signal.SIGKILL)
+        return "the daemon's process is killed, and the next one starts empty"
+
     def upgrade(self, report: Report) -> None:
         """Have a new process take over from the daemon. `report` gets the progress and the result."""
         reason = self._no_upgrade()
@@ -151,6 +175,8 @@ class Keeper:
         return {
             "pid": None if self._daemon is None else self._daemon.pid,
             "ready": self._daemon is not None and self._daemon.ready_at is not None,
+            "status": self._last_status if self._daemon is None else self._daemon.status,
+            "starts_in_s": None if self._start_at is None else max(0.0, self._start_at - self._clock()),
             "version": None if self._daemon is None else self._daemon.version,
             "restarts": max(0, self._num_starts - 1),
             "descriptors": sorted(self._store.kept),
@@ -193,6 +219,7 @@ class Keeper:
         notification.close()
         if version := values.get(VERSION):
             process.version = version[:MAX_VERSION_CHARACTERS]
+        process.status = values.get("STATUS", process.status)[:MAX_STATUS_CHARACTERS]
         if process is self._standby:
             if STANDBY_SAYS in values:
                 self._standby_says(values[STANDBY_SAYS])
@@ -224,15 +251,20 @@ class Keeper:
     # ---- ends
 
     def _daemon_ended(self, daemon: _Daemon, ending: Ending) -> None:
+        self._last_status = daemon.status
         if ending.exit_status == DEVICE_FAULT:
-            self._store.discard()
+            self._store.discard_state()
         if self._stopping:
             self.exit_status = ending.exit_status
+            return
+        if self._resetting:
+            self._begin_anew()
             return
         in_order = ending.exit_status == 0 and daemon.hands_over
         how = "upgrade" if in_order else str(ending)
         if daemon.ready_at is None:
             self._ended_early.append(how)
+            del self._ended_early[:-MAX_ENDED_EARLY]
         else:
             self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
         if self._upgrade is not None and self._upgrade.phase is UpgradePhase.DRAINING:
@@ -249,21 +281,35 @@ class Keeper:
 
     def _is_final(self, ending: Ending) -> bool:
         """Return whether the daemon ended because it was asked to, or because it cannot run as it is configured."""
+        if ending.exit_status == 0:
+            return True
         at_first_start = not self._has_served and not ending.signal and ending.exit_status != DEVICE_FAULT
-        return ending.exit_status == 0 or ending.exit_status in NEVER_RESTARTED or at_first_start
+        return at_first_start or (ending.exit_status in NEVER_RESTARTED and not self._store.has_state)
 
     def _restart(self, daemon: _Daemon, ending: Ending) -> None:
         now = self._clock()
         try:
             delay_s = self._restarts.delay_s(ending, daemon.served_s(now))
         except CrashLoopError as error:
-            self._log.error(f"gives up: {error}")
-            self.exit_status = ending.exit_status
-            return
+            if not self._store.has_state:
+                self._log.error(f"gives up: {error}")
+                self.exit_status = ending.exit_status
+                return
+            delay_s = HELD_RETRY_S
+            self._log.error(
+                f"{error}; its state stays held. `kvservice reset` lets go of it, and starts an empty daemon"
+            )
         lost = "; the device failed, so nothing is kept" if ending.exit_status == DEVICE_FAULT else ""
         when = f"in {delay_s:g} s" if delay_s else "now"
         self._log.warning(f"the daemon (process {daemon.pid}) ended: {ending}{lost}; it starts again {when}")
         self._start_at = now + delay_s
+
+    def _begin_anew(self) -> None:
+        """Start the daemon without the state of the one before."""
+        self._resetting = False
+        self._store.discard_state()
+        self._restarts = Restarts()
+        self._start_at = self._clock()
 
     # ---- upgrades
 
@@ -273,6 +319,8 @@ class Keeper:
             return f"an upgrade is in progress: {self._upgrade.phase.value}"
         if self._stopping:
             return "the daemon is stopping"
+        if self._resetting:
+            return "the daemon is being reset"
         if self._daemon is None or self._daemon.ready_at is None:
             return "the daemon is starting"
         return ""

@@ -40,8 +40,9 @@ class Loop:
         self._keeper = Keeper(settings, self._processes, environ, time.monotonic, self._log)
         self._control: ControlSocket | None = None
         if settings.control_path:
+            keeper = self._keeper
             self._control = ControlSocket(
-                settings.control_path, self._selector, self._keeper.status, self._keeper.upgrade
+                settings.control_path, self._selector, keeper.status, keeper.upgrade, keeper.reset
             )
 
     def run(self) -> int:

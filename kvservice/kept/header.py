@@ -20,8 +20,8 @@ _NUM_BYTES: Final = 64 << 10
 _TEXT_AT: Final = 4096
 # Words of the first page. The magic and the version have these places in all versions.
 _MAGIC_AT, _VERSION_AT, _READY, _CLEAN, _FAULTED, _ATTEMPTS, _TEXT_BYTES, _NUM_WORDS = range(8)
-# Take-overs of a state that may fail before it is given up.
-MAX_ATTEMPTS: Final = 2
+# Take-overs of a state that may fail by themselves before it is given up.
+MAX_ATTEMPTS: Final = 5
 
 
 class StateHeader:
@@ -58,14 +58,21 @@ class StateHeader:
         if self._words[_FAULTED]:
             return "the device failed"
         if self._words[_ATTEMPTS] >= MAX_ATTEMPTS:
-            return "the take-over failed twice"
+            return f"the take-over failed {MAX_ATTEMPTS} times"
         try:
             before = dict(json.loads(self._memory[_TEXT_AT : _TEXT_AT + int(self._words[_TEXT_BYTES])]))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             return "its identity is unreadable"
         now = json.loads(json.dumps(dict(identity)))
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         return "; ".join(f"{name} was {before.get(name)}, is {now.get(name)}" for name in names)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the header itself is damaged, or the state has ended each process that took it over."""
+        if int(self._words[_MAGIC_AT]) != _MAGIC:
+            return True
+        return int(self._words[_VERSION_AT]) == STATE_VERSION and bool(self._words[_ATTEMPTS] >= MAX_ATTEMPTS)
 
     @property
     def is_ready(self) -> bool:
@@ -77,9 +84,11 @@ class StateHeader:
         """Whether the process that wrote the state ended in order."""
         return bool(self._words[_CLEAN])
 
-    def begin(self) -> None:
-        """Count a take-over that has not ended."""
-        self._words[_ATTEMPTS] += np.uint64(1)
+    def begin(self, *, was_killed: bool) -> None:
+        """Count a take-over that has not ended. With `was_killed` the one before does not count: it did not fail by
+        itself."""
+        counted = int(self._words[_ATTEMPTS])
+        self._words[_ATTEMPTS] = counted + 1 - min(was_killed, counted)
 
     def ready(self) -> None:
         """Say that the state is complete, and belongs to a running process."""

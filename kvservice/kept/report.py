@@ -67,7 +67,7 @@ class RestartReport:
     `is_kept`: whether a keeper or systemd keeps the memory. `ended`: how the process before ended ("signal 9",
     "status 1", "upgrade"), empty if that is unknown or this is the first process. `reason`: why the state was refused.
     `down_s`: seconds from that end to the start of serving. `take_over_s`: the part of it that opened and checked the
-    state.
+    state. `missing`: the addresses that could not be opened, and why.
     """
 
     outcome: str = FIRST_START
@@ -80,6 +80,7 @@ class RestartReport:
     kept: KeptCounts = field(default_factory=KeptCounts)
     lost: LostCounts = field(default_factory=LostCounts)
     totals: RestartTotals = field(default_factory=RestartTotals)
+    missing: str = ""
 
     @property
     def cause(self) -> str:
@@ -91,7 +92,8 @@ class RestartReport:
         """The cause of the restart and what became of the state, in words."""
         if not self.cause:
             return "" if self.is_kept else "nothing is kept: the memory ends with the process of the daemon"
-        return f"after {self.ended or 'a crash'}: {self._take_over}"
+        missing = f"; not open at the start: {self.missing}" if self.missing else ""
+        return f"after {self.ended or 'a crash'}: {self._take_over}{missing}"
 
     @property
     def _take_over(self) -> str:
@@ -140,9 +142,13 @@ def count_restart(
 
 
 def _read_totals(stored: bytes) -> RestartTotals:
-    """Return the stored totals. Counts that another version did not store are 0."""
-    counts = json.loads(stored)
-    return RestartTotals(**{name: counts.get(name, 0) for name in asdict(RestartTotals())})
+    """Return the stored totals. Counts that another version did not store, or that are damaged, are 0."""
+    try:
+        counts = dict(json.loads(stored))
+    except (TypeError, ValueError, RecursionError):
+        counts = {}
+    numbers = {name: counts.get(name, 0) for name in asdict(RestartTotals())}
+    return RestartTotals(**{name: number if isinstance(number, int) else 0 for name, number in numbers.items()})
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 from kvservice.kept.arrays import KeptArrays
@@ -21,6 +22,10 @@ PREFIX: Final = "kvservice.state."
 _HEADER, _TABLE, _SHARED, _PRIVATE = "header", "table", "arrays", "private"
 # The size of a descriptor that is no memory file.
 _NO_SIZE: Final = -1
+# Names of descriptors of a damaged state, which is set aside.
+ASIDE: Final = "kvservice.damaged."
+# The limit on the memory of what is set aside: its largest files, the K/V themselves, are let go of.
+ASIDE_BYTES: Final = 256 << 20
 
 
 class Facts(MutableMapping[str, Any]):
@@ -81,24 +86,45 @@ class KeptState:
         self.arrays = KeptArrays(shared, private)
         own = {_HEADER: header.fd, _TABLE: table.fd, _SHARED: shared.fd, _PRIVATE: private.fd}
         self._new: dict[str, int] = {} if self.taken else own
+        self._aside = _Aside({})
         self._is_ready = False
 
     @classmethod
-    def open(cls, files: KeptFiles, identity: Mapping[str, Any]) -> KeptState:
+    def open(cls, files: KeptFiles, identity: Mapping[str, Any], *, was_killed: bool = False) -> KeptState:
         """Take over the state in `files`, or create one. `identity` has values of JSON by name, all that decides the
         meaning of the bytes: a state with another identity is refused and dropped, and `refused` names the differences.
+        A damaged one is refused too, and set aside. `was_killed`: the process before was killed, if it never served.
+
+        Raises OSError and MemoryError, which are no fault of the state: it stays for the next start.
         """
+        for name in files.names():
+            if name.startswith(ASIDE):  # for a person, not for this process
+                os.close(files.take(name) or -1)
         names = _names(files)
         refused = ""
+        aside = _Aside.of(files, names)
         try:
             header = _header(files.take(PREFIX + _HEADER))
             if header is not None and not (refused := header.refusal(identity)):
-                header.begin()
-                table = KeptTable(_required(files.take(PREFIX + _TABLE), _TABLE))
-                return cls(files, header, table, _record(files, table))
-        except KeptStateError as error:
-            refused = str(error)
+                header.begin(was_killed=was_killed)
+                try:
+                    table = KeptTable(_required(files.take(PREFIX + _TABLE), _TABLE))
+                    state = cls(files, header, table, _record(files, table))
+                except (OSError, MemoryError):
+                    header.end_attempt()
+                    raise
+                state._aside = aside
+                return state
+            is_damaged = header is not None and header.is_damaged
+        except (OSError, MemoryError):
+            aside.close()
+            raise
+        except Exception as error:  # damage may break anything
+            is_damaged, refused = True, str(error) or type(error).__name__
         files.discard(names)
+        if is_damaged:
+            aside.put(files)
+        aside.close()
         state = cls(files, StateHeader.create(identity), KeptTable(), {})
         state.refused = refused
         return state
@@ -114,7 +140,7 @@ class KeptState:
         fd = files.peek(PREFIX + _HEADER)
         try:
             header = _header(None if fd is None else os.dup(fd))
-        except KeptStateError as error:
+        except (KeptStateError, OSError) as error:
             return str(error)
         return "there is none" if header is None else header.refusal(identity)
 
@@ -151,6 +177,7 @@ class KeptState:
             self._hand_over(name)
         self._record_files()
         self._header.ready()
+        self._aside.close()
         self._files.discard(_names(self._files))
 
     def end_attempt(self) -> None:
@@ -166,8 +193,10 @@ class KeptState:
         self._header.mark_faulted()
 
     def discard(self) -> None:
-        """Let the keeper drop all files."""
-        self._files.discard([PREFIX + name for name in self._sizes])
+        """Let the keeper drop all files of a damaged state, but set aside what tells of the damage."""
+        self._files.discard({PREFIX + name for name in (*self._sizes, *self._earlier)})
+        self._aside.put(self._files)
+        self._aside.close()
 
     def _take(self, name: str, num_bytes: int) -> int | None:
         fd = self._files.take(PREFIX + name)
@@ -202,6 +231,36 @@ class KeptState:
     def _record_files(self) -> None:
         arrays = {_SHARED: self.arrays.shared.manifest, _PRIVATE: self.arrays.private.manifest}
         self.table.section(Section.FILES)[0] = json.dumps({"sizes": self._sizes, **arrays}).encode()
+
+
+class _Aside:
+    """The small files of a state, for whoever looks for the damage. It owns its descriptors."""
+
+    def __init__(self, descriptors: dict[str, int]) -> None:
+        self._descriptors = descriptors
+
+    @classmethod
+    def of(cls, files: KeptFiles, names: Iterable[str]) -> _Aside:
+        sizes = {}
+        for name in names:
+            fd = files.peek(name)
+            if fd is not None and stat.S_ISREG((found := os.fstat(fd)).st_mode):
+                sizes[name] = found.st_blocks * 512
+        kept, room = {}, ASIDE_BYTES
+        for name, num_bytes in sorted(sizes.items(), key=lambda one: one[1]):
+            if (room := room - num_bytes) >= 0:
+                kept[name] = os.dup(files.peek(name) or -1)
+        return cls(kept)
+
+    def put(self, files: KeptFiles) -> None:
+        """Have the keeper keep the files, in place of those of an earlier damaged state."""
+        files.discard([ASIDE + name.removeprefix(PREFIX) for name in self._descriptors])
+        for name, fd in self._descriptors.items():
+            files.put(ASIDE + name.removeprefix(PREFIX), fd)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
 def _names(files: KeptFiles) -> list[str]:

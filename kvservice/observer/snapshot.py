@@ -63,7 +63,8 @@ def _pool(latest: Reading) -> dict[str, Any]:
 
 
 def _restart(report: RestartReport) -> dict[str, Any]:
-    return {name: value for name, value in report.to_json().items() if name != "totals"} | {"summary": report.summary}
+    shown = {name: value for name, value in report.to_json().items() if name not in ("totals", "missing")}
+    return shown | {"summary": report.summary}
 
 
 def _store(latest: Reading, history: History) -> dict[str, Any]:

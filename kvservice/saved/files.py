@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -103,15 +104,9 @@ class SavedFiles:
         self._wall = wall
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
-        # It can be called twice: a closed descriptor may already be that of another file.
-        self.close = weakref.finalize(self, os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise
-        self._lock = os.fstat(lock)
+        self._found = os.stat(folder)
+        self._locking = threading.Lock()
+        self._lock_folder()
         self._entries: dict[str, FileEntry] = {}
         # Files that were not there at the last look.
         self._missing: Set[str] = frozenset()
@@ -182,9 +177,30 @@ class SavedFiles:
 
     def check_folder(self) -> None:
         """Raise OSError if the folder is not there, or is not the one that this daemon has locked: its disk was taken
-        away, or something else is in its place."""
-        if not os.path.samestat(os.stat(self.folder / "lock"), self._lock):
+        away, or something else is in its place. A lock that was removed with the files is taken again."""
+        if not os.path.samestat(os.stat(self.folder), self._found):
             raise OSError(errno.ESTALE, "it is not the folder that the daemon found at its start", str(self.folder))
+        with self._locking:
+            try:
+                there = os.stat(self.folder / "lock")
+            except FileNotFoundError:
+                self.close()
+                self._lock_folder()
+                return
+        if not os.path.samestat(there, self._lock):
+            raise OSError(errno.ESTALE, "another process has locked it", str(self.folder))
+
+    def _lock_folder(self) -> None:
+        """Keep other daemons out of the folder. Only the daemon's user can open the lock. Raises OSError."""
+        lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT)
+        # It can be called twice: a closed descriptor may already be that of another file.
+        self.close = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise
+        self._lock = os.fstat(lock)
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for a file in progress. Raises QuotaExceededError."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvservice.blocks import BlockManager, KeptMaps, Slices
 from kvservice.blocks.sequences import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
@@ -18,8 +20,10 @@ from kvservice.blocks.slices import finish
 from kvservice.config import GIB, ServeConfig
 from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
-from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
-from kvservice.kept import KeptFiles, KeptState, Section
+from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
+from kvservice.keeper.private_paths import private_folder
+from kvservice.keeper.restarts import is_from_outside
+from kvservice.kept import KeptFiles, KeptState, KeptStateError, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.saved import SavedFiles, SessionFiles
 from kvservice.server.loop import Clock
@@ -27,9 +31,11 @@ from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.sessions.session import SessionMemory
 from kvservice.server.tiering.store import ServerStore, open_store
-from kvservice.server.tiering.tiers import private_folder
 
 logger = logging.getLogger(__name__)
+
+# The variable in which the keeper says how the latest processes ended that never served.
+ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
 
 
 def state_identity(config: ServeConfig) -> dict[str, Any]:
@@ -84,6 +90,17 @@ class Core:
     saved: SavedSessions
     report: RestartReport
 
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """A part of the start, after the state was taken over or created. If it fails for a reason that another start
+        may not have, that does not count against the state."""
+        try:
+            yield
+        except Exception as error:
+            if _lacks_something(error):
+                self.kept.end_attempt()
+            raise
+
     def check_in_slices(self) -> Slices[bool]:
         """Check all bookkeeping. Returns whether the pass was complete. Raises InternalError."""
         return _check_in_slices(self.engine, self.store)
@@ -103,22 +120,23 @@ def open_core(
     wall: Callable[[], float] = time.time,
 ) -> Core:
     """Take over the state in `files`, or begin with an empty one if there is none, if it belongs to another
-    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop. `wall` returns
-    seconds since 1970.
+    configuration, or if it is corrupt. A state that is refused is dropped, and what tells of its damage is set aside.
+    Called in the event loop. `wall` returns seconds since 1970.
 
     Raises InvalidArgumentError, ResourceExhaustedError, OSError and MemoryError if the daemon cannot start with its
-    configuration; a state that was there stays for the next start.
+    configuration, or lacks something; a state that was there stays for the next start.
     """
     identity = state_identity(config)
-    kept = KeptState.open(files, identity)
+    was_killed = is_from_outside(environ.get(ENDED_EARLY, "").rpartition(",")[2])
+    kept = KeptState.open(files, identity, was_killed=was_killed)
     refused = kept.refused
     if kept.taken:
         try:
             return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock, wall)
-        except (InvalidArgumentError, ResourceExhaustedError, OSError, MemoryError):
-            kept.end_attempt()  # the next start may succeed
-            raise
         except Exception as error:  # corrupt state may break anything
+            if _lacks_something(error):
+                kept.end_attempt()
+                raise
             refused = f"it is corrupt: {error or type(error).__name__}"
             logger.exception("the state of the process before cannot be taken over")
         kept.discard()
@@ -128,6 +146,16 @@ def open_core(
     if refused:
         logger.warning("the state of the process before is refused, all sessions and K/V are lost: %s", refused)
     return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock, wall)
+
+
+def _lacks_something(error: Exception) -> bool:
+    """Return whether a start failed for a reason outside of the state: memory, descriptors, a disk, an option."""
+    if isinstance(error, KVServiceError):
+        option = error.field.partition(",")[0]
+        return isinstance(error, ResourceExhaustedError) or option in ServeConfig.model_fields
+    if isinstance(error, OSError):
+        return error.errno not in (errno.EINVAL, errno.ENXIO, errno.EOVERFLOW)
+    return isinstance(error, MemoryError)
 
 
 def _report(
@@ -159,15 +187,17 @@ def _open(
         sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks)
         saved = SavedSessions(config, engine.manager, sessions, files)
         if kept.taken:
-            counts, lost = _recover(kept, engine.manager, sessions)
-            finish(_check_in_slices(engine, store))
-            if store is not None:
-                own = {one.session_id: one.store for one in sessions if one.store is not None}
-                counts = replace(counts, store_blocks=store.recover(own).blocks)
+            try:
+                counts, lost = _recover(kept, engine.manager, sessions)
+                finish(_check_in_slices(engine, store))
+                if store is not None:
+                    own = {one.session_id: one.store for one in sessions if one.store is not None}
+                    counts = replace(counts, store_blocks=store.recover(own).blocks)
+            except KVServiceError as error:  # of the state, whatever option the error names
+                raise KeptStateError(str(error)) from error
             # systemd does not say how the process before ended, but the state does.
             ended = report.ended or (UPGRADE if kept.clean else "")
             report = replace(report, kept=counts, lost=lost, ended=ended)
-            kept.end_attempt()
     except BaseException:
         if files is not None:
             files.close()

@@ -23,9 +23,10 @@ from kvservice.config import ServeConfig
 from kvservice.devices import prepare_device
 from kvservice.errors import KVServiceError, RestartingError
 from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
+from kvservice.keeper.private_paths import remove_own
 from kvservice.keeper.standby import Standby
 from kvservice.kept import KeptFiles, KeptState, Section
-from kvservice.kept.report import REFUSED, RestartReport, count_restart
+from kvservice.kept.report import FIRST_START, REFUSED, RestartReport, count_restart
 from kvservice.server.calls.admin import AdminCalls
 from kvservice.server.calls.attention import AttentionCalls
 from kvservice.server.calls.blocks import BlockCalls
@@ -33,7 +34,7 @@ from kvservice.server.calls.events import EventStreams
 from kvservice.server.calls.memory import HostCalls, RegionCalls, TransferCalls
 from kvservice.server.calls.scheduler import SchedulerCalls
 from kvservice.server.calls.store import StoreCalls, StoreCopyCalls
-from kvservice.server.core import open_core, state_identity
+from kvservice.server.core import ENDED_EARLY, Core, open_core, state_identity
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
@@ -48,7 +49,6 @@ from kvservice.server.rpc.listening import (
     listen_http,
     listen_tcp,
     listen_unix,
-    open_unix_socket,
     raise_file_limit,
     with_port,
 )
@@ -67,13 +67,14 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
 EXIT_REFUSED = 1
+# The time between attempts to listen on an address that this process could not have.
+LISTEN_AGAIN_S: Final = 1.0
 # The time that a daemon which hands over waits for the next layer of a step.
 HAND_OVER_STALL_S: Final = 0.25
 # Variables in which the keeper says how often it has restarted the daemon, and when the process before ended, in
 # seconds of the monotonic clock.
 RESTARTS: Final = "KVSERVICE_RESTARTS"
 ENDED_AT: Final = "KVSERVICE_ENDED_AT"
-ENDED_EARLY: Final = "KVSERVICE_ENDED_EARLY"
 # The field of /proc/PID/stat with the start of the process, counted after the name of its program.
 _START_FIELD: Final = 19
 
@@ -99,13 +100,27 @@ class KVServer:
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self._manager = manager
         self._kept_sockets = KeptSockets(files)
-        self.core = core = open_core(config, files, clock=clock, wall=wall)
+        self._tracer = _open_tracer(config)
+        self.core = open_core(config, files, clock=clock, wall=wall)
+        with self.core.starting():
+            self._assemble(self.core, clock)
+        self._started_s = started_s
+        self._servers: list[grpc.aio.Server] = []
+        self._slots: list[Slots] = []
+        # The paths of the unix sockets.
+        self._paths: dict[str, os.stat_result] = {}
+        # Why an address is not open, by option.
+        self._not_open: dict[str, ConfigError] = {}
+        self._stop = asyncio.Event()
+
+    def _assemble(self, core: Core, clock: Clock | None) -> None:
+        """Make the parts that work on the state, and tell of it."""
+        config = self._config
         self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
         blocks = None if self.store is None else self.store.blocks
         # The tiers below the block store, or None.
         self.chain = None if self.store is None else self.store.chain
         arrays = core.kept.arrays
-        self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
         self.pool_tier = tier = open_pool_tier(config, self.engine, self.store, clock)
@@ -131,7 +146,11 @@ class KVServer:
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
-        self._health = Health(lambda: note_of(tiers.tiers(), core.saved.note, self.sessions.transfers.note))
+        self._health = Health(
+            lambda: note_of(
+                tiers.tiers(), core.saved.note, self.sessions.transfers.note, *map(str, self._not_open.values())
+            )
+        )
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
@@ -151,9 +170,6 @@ class KVServer:
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes
         reported = configuration(config, self.device, store_bytes, arrays.shared, METHODS)
         self.observing = Observing(arrays.shared, reported, stats.write, self.engine.manager.block_hash)
-        self._started_s = started_s
-        self._slots: list[Slots] = []
-        self._stop = asyncio.Event()
 
     async def serve(self) -> int:
         """Serve until SIGTERM, SIGINT, SIGUSR1 or a device fault. Returns the exit status."""
@@ -162,17 +178,15 @@ class KVServer:
         self._handle_signals(loop)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
-            servers = self._listen(cleanup)
-            if self._config.http_address:
-                self._serve_http(listen_http(self._config.http_address, self._kept_sockets, cleanup))
+            with self.core.starting():
+                self._listen(cleanup)
             self._kept_sockets.drop_unused()
             self.core.kept.ready()
-            for server in servers:
+            for server in self._servers:
                 await server.start()
-            open_unix_socket(self._config)
             loop.add_reader(self.sessions.lanes.descriptor, self.sessions.lanes.commit_finished)
             tasks = (
-                self.sessions.fd_server.serve(),
+                self._listen_again(cleanup),
                 self.observing.run(),
                 self.credentials.keep_current(self._end_revoked),
                 *(slots.end_stalled() for slots in self._slots),
@@ -205,7 +219,8 @@ class KVServer:
             await self._stop.wait()
             if self.device.fault is None:
                 await self._drain()
-            await asyncio.gather(*(server.stop(grace=0.1 if self.dispatcher.restarting else 0.5) for server in servers))
+            grace_s = 0.1 if self.dispatcher.restarting else 0.5
+            await asyncio.gather(*(server.stop(grace=grace_s) for server in self._servers))
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
@@ -236,12 +251,13 @@ class KVServer:
         now = time.monotonic()
         # systemd does not say when the process before ended. It starts the next one at once.
         down_s = now - float(os.environ.get(ENDED_AT) or _process_start_s())
-        report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s)
+        missing = "; ".join(map(str, self._not_open.values()))
+        report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s, missing=missing)
         early = os.environ.get(ENDED_EARLY, "")
         section = self.core.kept.table.section(Section.RESTARTS)
         report = count_restart(section, report, early.split(",") if early else ())
         if report.summary:
-            lossless = report.outcome != REFUSED and not report.lost.sequences
+            lossless = report.outcome != REFUSED and not report.lost.sequences and not missing
             logger.log(logging.INFO if lossless else logging.WARNING, "%s", report.summary)
         return report
 
@@ -258,19 +274,76 @@ class KVServer:
         logger.info("stopped%s", ", the next process goes on" if self.dispatcher.restarting else "")
         return 0
 
-    def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:
-        """Return one gRPC server per address, not yet started. Raises ConfigError."""
-        config = self._config
-        servers = []
-        if config.unix_socket:
-            servers.append(self._server(LocalCallers()))
-            listen_unix(servers[-1], config, self.sessions.fd_server, self._kept_sockets, cleanup)
-            self._connections.add_unix(config.unix_socket)
-        if config.tcp_address:
-            servers.append(self._server(self._remote_callers))
-            credentials, kept = self.credentials.for_server(), self._kept_sockets
-            self._connections.add_tcp(listen_tcp(servers[-1], config.tcp_address, credentials, kept, cleanup))
-        return servers
+    def _listen(self, cleanup: contextlib.ExitStack) -> None:
+        """Open the addresses. One that a later process of the daemon cannot have is tried again, because the state is
+        worth more. Raises ConfigError in the first process."""
+        cleanup.callback(self._leave_paths)
+        for option in ("unix_socket", "tcp_address", "http_address"):
+            if getattr(self._config, option):
+                try:
+                    self._open(option, cleanup)
+                except ConfigError as error:
+                    if not self._follows_another:
+                        raise
+                    self._not_open[option] = error
+                    logger.error("%s; it is tried again each %g s", error, LISTEN_AGAIN_S)
+
+    @property
+    def _follows_another(self) -> bool:
+        """Whether there was a process of this daemon before."""
+        return self.core.report.outcome != FIRST_START or os.environ.get(RESTARTS, "0") != "0"
+
+    def _open(self, option: str, cleanup: contextlib.ExitStack) -> None:
+        """Listen on the address of an option. Raises ConfigError."""
+        config, kept = self._config, self._kept_sockets
+        if option == "http_address":
+            self._serve_http(listen_http(config.http_address, kept, cleanup))
+            return
+        num_slots = len(self._slots)
+        try:
+            if option == "unix_socket":
+                server = self._server(LocalCallers())
+                bound = listen_unix(server, config, self.sessions.fd_server, kept, cleanup)
+                self._connections.add_unix(config.unix_socket, bound)
+                paths = filter(None, (config.unix_socket, config.fd_socket))
+                self._paths = {path: os.lstat(path) for path in paths}
+            else:
+                server = self._server(self._remote_callers)
+                credentials = self.credentials.for_server()
+                self._connections.add_tcp(listen_tcp(server, config.tcp_address, credentials, kept, cleanup))
+        except ConfigError:
+            del self._slots[num_slots:]
+            raise
+        self._servers.append(server)
+
+    async def _listen_again(self, cleanup: contextlib.ExitStack) -> None:
+        """Serve the fd-passing socket, and first open the addresses that this process could not have at its start."""
+        stalled: list[asyncio.Task[None]] = []
+        try:
+            while self._not_open:
+                await asyncio.sleep(LISTEN_AGAIN_S)
+                for option in [*self._not_open]:
+                    num_servers = len(self._servers)
+                    with contextlib.suppress(ConfigError):
+                        self._open(option, cleanup)
+                        del self._not_open[option]
+                        for server in self._servers[num_servers:]:
+                            await server.start()
+                            stalled.append(asyncio.create_task(self._slots[-1].end_stalled()))
+                        logger.warning("%s is open now: %s", option, getattr(self._config, option))
+            await self.sessions.fd_server.serve()
+        finally:
+            for task in stalled:
+                task.cancel()
+
+    def _leave_paths(self) -> None:
+        """Remove the paths of the unix sockets, unless a process of this daemon follows."""
+        follows = self.dispatcher.restarting
+        if self._manager is not None:
+            follows |= self.device.fault is not None or (self._follows_another and not self._stop.is_set())
+        for path, made in self._paths.items():
+            if not follows:
+                remove_own(path, made)
 
     def _serve_http(self, listening: socket.socket) -> None:
         self.observing.serve_http(listening)
@@ -283,7 +356,7 @@ class KVServer:
         self._slots.append(slots)
         server = grpc.aio.server(
             interceptors=callers.interceptors,
-            options=server_options(config),
+            options=server_options(config, is_reserved=self._kept_sockets.is_kept),
             maximum_concurrent_rpcs=max_rpcs(config),
         )
         limits = config.request_limits
@@ -373,7 +446,13 @@ def run(config: ServeConfig) -> int:
         except StandbyEndedError as error:
             logger.error("%s", error)
             return EXIT_REFUSED
-    return uvloop.run(_main(config, taken, manager))
+    try:
+        return uvloop.run(_main(config, taken, manager))
+    except Exception as error:
+        if manager is not None:
+            with contextlib.suppress(OSError, ValueError):
+                manager.send(f"STATUS=cannot start: {' '.join(str(error).split())}")
+        raise
 
 
 class Drain:

@@ -27,14 +27,14 @@ class SharedArrays:
     """The writer's arrays. The kernel allocates their memory on first use.
 
     `fd` and `earlier` are the file and the manifest of an earlier process, whose arrays `kept` returns. `manifest`
-    lists the arrays of this process only.
+    lists the arrays of this process only. A manifest that does not fit its file raises ValueError.
     """
 
     def __init__(self, name: str = "kvservice-telemetry", fd: int | None = None, earlier: Manifest = ()) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC) if fd is None else fd
         self.manifest: list[ManifestEntry] = []
-        self._earlier = {entry[0]: entry for entry in earlier}
         self._num_bytes = os.fstat(self.fd).st_size
+        self._earlier = {entry[0]: entry for entry in earlier if _checked(entry, self._num_bytes)}
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -93,3 +93,15 @@ def open_arrays(fd: int, manifest: Manifest) -> Arrays:
 
 def _num_bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+def _checked(entry: ManifestEntry, file_bytes: int) -> bool:
+    """Return True, or raise ValueError if an earlier process cannot have written this entry."""
+    name, kind, shape, offset = entry
+    try:
+        end = offset + _num_bytes(shape, np.dtype(kind))
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if offset < 0 or offset % mmap.ALLOCATIONGRANULARITY or end > file_bytes or any(size < 0 for size in shape):
+        raise ValueError(f"{name} of shape {list(shape)} at {offset} is not in its file of {file_bytes} bytes")
+    return True

@@ -111,16 +111,65 @@ def test_a_daemon_that_somebody_kills_again_and_again_has_not_crashed(rig: Keepe
     assert crash(rig, 303, 0.5) == 1
 
 
-def test_one_that_is_killed_at_its_start_has(rig: KeeperRig) -> None:
-    """The kernel also sends SIGKILL to a process that needs more memory than there is."""
+def test_one_that_is_killed_at_its_start_has_not_either(rig: KeeperRig) -> None:
+    """The kernel also sends SIGKILL to a process that needs more memory than there is: the next one waits."""
     rig.serving()
     crash(rig, 1, 0.5, signal=9)
-    for pid in range(2, 7):
-        assert rig.keeper.exit_status is None
-        rig.ends(pid, signal=9)
+    waits = []
+    for pid in range(2, 9):
+        rig.ends(pid, signal=9 if pid % 2 else 15)
+        waits.append(rig.keeper.wait_s())
+        rig.passes(waits[-1] or 0.0)
+    assert waits == [0, 1, 2, 4, 4, 4, 4]
+    assert rig.keeper.exit_status is None
+    assert crash(rig, 9, 0.5, signal=9) == 0
+    rig.ends(10, signal=9)
+    assert rig.keeper.wait_s() == 0
+
+
+def test_a_keeper_that_holds_state_never_gives_up(rig: KeeperRig) -> None:
+    """It goes on trying, slowly, and says what to do. Addresses are no state."""
+    rig.serving()
+    rig.stores(1, "pool")
+    address = rig.stores_socket(1, "http")
+    rig.ends(1, signal=9)
+    waits = []
+    for pid in range(2, 10):
         rig.passes(rig.keeper.wait_s() or 0.0)
-    assert rig.keeper.exit_status == 137
-    assert "signal 9 at its start" in rig.lines[-1]
+        assert rig.children.all[pid].taken == ("pool", "http")
+        rig.says(pid, f"STATUS=lacks {pid}")
+        rig.ends(pid, status=2 if pid % 2 else 1)
+        waits.append(rig.keeper.wait_s())
+    assert waits == [0, 1, 2, 4, 10, 10, 10, 10]
+    assert "; its state stays held. `kvservice reset` lets go of it" in rig.lines[-2]
+    status = rig.keeper.status()
+    assert (status["status"], status["starts_in_s"]) == ("lacks 9", 10.0)
+    assert rig.keeper.reset() == "the daemon starts empty"
+    rig.passes(0)
+    assert rig.children.all[10].taken == ("http",)
+    assert is_open(address)
+    for pid in range(10, 15):
+        assert rig.keeper.exit_status is None
+        rig.ends(pid, status=1)
+        rig.passes(rig.keeper.wait_s() or 0.0)
+    assert rig.keeper.exit_status == 1
+
+
+def test_a_reset_kills_the_daemon_and_is_no_crash(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.stores(1, "pool")
+    rig.upgrade()
+    assert "is killed" in rig.keeper.reset()
+    assert result(rig) == "the daemon is reset"
+    assert (rig.children.all[1].signals, rig.children.all[2].signals) == ([signal.SIGKILL], [signal.SIGKILL])
+    rig.upgrade()
+    assert result(rig) == "the daemon is being reset"
+    rig.ends(2, signal=9)
+    rig.ends(1, signal=9)
+    rig.passes(0)
+    assert rig.children.all[3].taken == ()
+    rig.keeper.stop()
+    assert rig.keeper.reset() == "the daemon is stopping"
 
 
 def test_an_ending_is_a_status_or_a_signal() -> None:
@@ -177,13 +226,15 @@ def test_a_handover_that_nobody_asked_the_keeper_for_is_a_restart(rig: KeeperRig
     assert rig.children.all[2].environ["KVSERVICE_ENDED"] == "upgrade"
 
 
-def test_a_device_fault_discards_what_is_kept(rig: KeeperRig) -> None:
+def test_a_device_fault_discards_the_state_and_no_address(rig: KeeperRig) -> None:
     rig.serving()
     pool = rig.stores(1, "pool")
+    address = rig.stores_socket(1, "http")
     rig.ends(1, status=70)
     assert not is_open(pool)
+    assert is_open(address)
     rig.passes(0)
-    assert rig.children.all[2].taken == ()
+    assert rig.children.all[2].taken == ("http",)
 
 
 def test_without_memory_for_a_process_it_tries_again(rig: KeeperRig) -> None:

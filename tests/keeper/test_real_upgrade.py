@@ -123,6 +123,24 @@ def test_a_client_that_leaves_does_not_stop_the_upgrade(tmp_path: Path) -> None:
         assert keeper.status()["pid"] == new["pid"]
 
 
+def test_a_reset_starts_an_empty_daemon_and_asks_before(tmp_path: Path) -> None:
+    with SmallKeeper(tmp_path, {"0": OLD, "2": ["send STATUS=waits for a disk", "hang"]}) as keeper:
+        first = keeper.started()
+        refused = CliRunner().invoke(main, ["reset", "--unix-socket", socket_of(keeper)], input="n\n")
+        assert refused.exit_code == 1
+        assert keeper.status()["pid"] == first["pid"]
+        done = CliRunner().invoke(main, ["reset", "--unix-socket", socket_of(keeper), "--yes"])
+        assert done.output == "the daemon's process is killed, and the next one starts empty\n"
+        second = keeper.started()
+        assert second["taken"] == {}
+        os.kill(second["pid"], signal.SIGKILL)
+        keeper.event("start")
+        waiting.until(lambda: keeper.status()["status"] == "waits for a disk")
+        health = CliRunner().invoke(main, ["health", "--address", f"unix:{socket_of(keeper)}"])
+        assert health.exit_code == 1
+        assert health.stderr == "Error: not serving: the daemon is starting: waits for a disk\n"
+
+
 # ---- the control socket
 
 
@@ -179,10 +197,8 @@ def test_a_second_keeper_of_the_same_socket_is_refused(tmp_path: Path) -> None:
         (tmp_path / "second").mkdir()
         with SmallKeeper(tmp_path / "second", {}, control_path=first.control_path) as second:
             assert second.process.wait(60) == 1
-            assert second.log == (
-                "Error: unix_socket: another daemon is running with this socket: its keeper listens at "
-                f"{first.control_path}\n"
-            )
+            where = f"cannot listen on {first.control_path}"
+            assert second.log == f"Error: unix_socket: {where}: it is served by another process\n"
         assert first.status()["ready"]
 
 

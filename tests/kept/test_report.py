@@ -62,7 +62,7 @@ def test_totals_go_on_over_restarts() -> None:
     section: dict[int, bytes] = {}
     assert count_restart(section, RestartReport(is_kept=True)).totals == RestartTotals()
     count_restart(section, TAKEN)
-    count_restart(section, RestartReport(REFUSED, ended="signal 9", reason="the take-over failed twice"))
+    count_restart(section, RestartReport(REFUSED, ended="signal 9", reason="the take-over failed 5 times"))
     last = count_restart(section, RestartReport(TAKEN_OVER, ended="upgrade", lost=LostCounts(sequences=4)))
     assert last.totals == RestartTotals(signal=2, upgrade=1, lost_sequences=5)
     assert last.num_restarts == 3

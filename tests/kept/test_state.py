@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from kvservice.kept import KeptState, KeptStateError, Section
 IDENTITY = {"num_layers": 4, "block_size": 16, "dtype": "bfloat16"}
 NUM_BYTES = 3 * mmap.PAGESIZE
 # What the names of the state's descriptors begin with, and how many take-overs may fail.
-PREFIX, MAX_ATTEMPTS = "kvservice.state.", 2
+PREFIX, MAX_ATTEMPTS = "kvservice.state.", 5
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_take_over_that_is_killed_at_any_line_leaves_all(keeper: HeldFiles) ->
         copy.close()
 
 
-def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> None:
+def test_after_five_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> None:
     """Starts that fail for another reason do not count, and a take-over that succeeds begins the count again."""
     serving(keeper)
     for _ in range(MAX_ATTEMPTS + 2):
@@ -139,7 +140,55 @@ def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> N
         state.ready()
     for _ in range(MAX_ATTEMPTS):
         assert started(keeper).taken
-    assert_new(started(keeper), keeper, "the take-over failed twice")
+    assert_new(started(keeper), keeper, "the take-over failed 5 times")
+
+
+def test_take_overs_that_were_killed_do_not_count(keeper: HeldFiles) -> None:
+    """They were killed from outside. One that is not known to have been killed counts."""
+    serving(keeper)
+    for _ in range(3 * MAX_ATTEMPTS):
+        assert KeptState.open(keeper.start(), IDENTITY, was_killed=True).taken
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert started(keeper).taken
+    assert not started(keeper).taken
+
+
+def test_a_start_without_memory_does_not_count_either(keeper: HeldFiles) -> None:
+    serving(keeper)
+    failing = OSError(errno.ENOMEM, "no memory")
+    for _ in range(2 * MAX_ATTEMPTS):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("kvservice.kept.state.KeptTable", Raising(failing))
+            with pytest.raises(OSError, match="no memory"):
+                started(keeper)
+    assert_taken_over(started(keeper))
+
+
+class Raising:
+    """Raises an error when it is called."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        raise self.error
+
+
+def test_a_damaged_state_is_set_aside_until_the_next_one(keeper: HeldFiles) -> None:
+    """Its bytes are there for whoever looks for the damage. One of another configuration is not damaged."""
+    aside = ["arrays", "header", "index", "pool", "private", "table"]
+    for damage in (b"first", b"other"):
+        serving(keeper)
+        os.pwrite(keeper.held[f"{PREFIX}table"], damage, 0)
+        assert_new(started(keeper), keeper, "the table has another format")
+        assert sorted(keeper.held) == [f"kvservice.damaged.{name}" for name in aside]
+        assert os.pread(keeper.held["kvservice.damaged.table"], 5, 0) == damage
+    for fd in keeper.held.values():
+        os.close(fd)
+    keeper.held.clear()
+    serving(keeper)
+    started(keeper, num_layers=3)
+    assert not keeper.held
 
 
 def test_another_identity_is_refused_naming_each_item(keeper: HeldFiles) -> None:

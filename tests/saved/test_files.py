@@ -12,7 +12,7 @@ import pytest
 from each_row import each_row
 from odd_entries import ODD_ENTRIES, make_odd_entry
 from saved_rig import Reboot
-from sleeping import detach
+from sleeping import detach, resume
 
 from kvservice.saved import SavedFiles
 
@@ -118,3 +118,31 @@ def test_a_file_that_cannot_be_read_stays_and_the_daemon_starts(
     files = SavedFiles(folder, 1 << 20)
     assert (files.num_sessions, files.num_errors) == (2, 0)
     files.close()
+
+
+def test_a_removed_lock_is_taken_again(reboot: Reboot, tmp_path: Path) -> None:
+    """`rm sessions/*` takes the lock too. What is saved later is there, and no other daemon gets the folder."""
+
+    async def scenario() -> None:
+        life = reboot()
+        await detach(life, life.open())
+        for path in (tmp_path / "disk" / "sessions").iterdir():
+            path.unlink()
+        session = life.open()
+        await detach(life, session)
+        with pytest.raises(BlockingIOError):
+            SavedFiles(tmp_path / "disk" / "sessions", 1 << 20)
+        await resume(life, session.token)
+
+    asyncio.run(scenario())
+
+
+def test_a_lock_that_another_process_took_meanwhile_is_its_own(folder: Path) -> None:
+    first = SavedFiles(folder, 1 << 20)
+    (folder / "lock").unlink()
+    second = SavedFiles(folder, 1 << 20)
+    with pytest.raises(OSError, match="another process has locked it"):
+        first.check_folder()
+    second.check_folder()
+    first.close()
+    second.close()

@@ -7,6 +7,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +21,10 @@ from each_row import each_row
 from footprint import children
 from small_pool import SMALL_POOL
 
+from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.cli import main
 from kvservice.client import KVClient
+from kvservice.health import ask, check
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
 from kvservice.server.rpc.listening import (
@@ -134,11 +139,12 @@ def test_without_a_keeper_nothing_is_kept() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
-def bound_like_grpc(port: int) -> socket.socket:
-    """Return a socket that listens on the port as gRPC does with grpc.so_reuseport=0. Raises OSError."""
+def bound_like_grpc(port: int, *, reuse_port: bool = True) -> socket.socket:
+    """Return a socket that listens on the port as gRPC does with this value of grpc.so_reuseport. Raises OSError."""
     listening = socket.socket()
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
         listening.bind(("127.0.0.1", port))
         listening.listen()
     except OSError:
@@ -152,15 +158,18 @@ def test_a_reserved_port_is_free_for_grpc_and_for_one_daemon_only(keeper: FakeKe
         port = reserve_port("127.0.0.1:0", kept, cleanup)
         with bound_like_grpc(port):
             with pytest.raises(OSError, match="in use"):
-                bound_like_grpc(port)
+                bound_like_grpc(port, reuse_port=False)
             second = KeptSockets(KeptFiles({}, FakeKeeper()))
             with pytest.raises(ConfigError, match="tcp_address: cannot listen on"):
                 reserve_port(f"127.0.0.1:{port}", second, cleanup)
-    # Between two processes nobody listens there, and the kernel gives the port to nobody who asks for any.
+    # Between two processes nobody listens there, and nobody can.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=60)
-    with pytest.raises(OSError, match="in use"), socket.socket() as other:
-        other.bind(("127.0.0.1", port))
+    with pytest.raises(OSError, match="in use"):
+        bound_like_grpc(port, reuse_port=False)
+    second = KeptSockets(KeptFiles({}, FakeKeeper()))
+    with contextlib.ExitStack() as cleanup, pytest.raises(ConfigError, match="tcp_address: cannot listen on"):
+        reserve_port(f"127.0.0.1:{port}", second, cleanup)
     with keeper.process() as (kept, cleanup):
         assert reserve_port("127.0.0.1:0", kept, cleanup) == port
         bound_like_grpc(port).close()
@@ -190,7 +199,61 @@ def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper,
         cleanup.enter_context(fd_listener(tmp_path / "a.fds", 0o600, kept))
     with keeper.process() as (kept, cleanup):
         listening = cleanup.enter_context(fd_listener(tmp_path / "b.fds", 0o600, kept))
-        assert listening.getsockname() == str(tmp_path / "b.fds")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "b.fds"))
+            listening.accept()[0].close()
+
+
+# As another user, tries to bind a port in every way, again and again. Prints a way that has worked.
+HIJACK = """
+import itertools, os, socket, sys, time
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+port = int(sys.argv[1])
+print("ready", flush=True)
+ways = itertools.product((0, 1), (0, 1), ("127.0.0.1", "0.0.0.0", "::", "::ffff:127.0.0.1"))
+for address, port_too, host in itertools.cycle(list(ways)):
+    time.sleep(0.0005)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, address)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, port_too)
+        try:
+            other.bind((host, port))
+        except OSError:
+            continue
+        print("taken by", address, port_too, host, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def hijacking(port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run HIJACK."""
+    command = [sys.executable, "-S", "-c", HIJACK, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def watching(*paths: Path) -> Iterator[list[Path]]:
+    """Look for the paths all the time, and yield a list of those that were not there once."""
+    missed: list[Path] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            missed.extend(path for path in paths if not path.exists())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield missed
+    finally:
+        over.set()
+        thread.join()
 
 
 # ---- a daemon
@@ -211,10 +274,12 @@ def ports_of(daemon: Daemon) -> list[tuple[str, str]]:
 def test_a_killed_daemon_and_an_upgraded_one_keep_the_sockets_and_a_stopped_one_leaves_none(tmp_path: Path) -> None:
     addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
     path = tmp_path / "k.sock"
-    with Daemon(**SMALL_POOL | addresses, keeper=True, unix_socket=path) as daemon:
+    with Daemon(**SMALL_POOL | addresses, keeper=True, unix_socket=path) as daemon, contextlib.ExitStack() as beside:
         assert {file.name for file in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.keeper"}
         ((http_port, grpc_port),) = ports_of(daemon)
         first = daemon.daemon_pid()
+        hijacker = beside.enter_context(hijacking(int(grpc_port))) if os.geteuid() == 0 else None
+        watched = beside.enter_context(watching(path, tmp_path / "k.sock.fds"))
         # The observer answers HTTP. A stopped daemon starts no other one.
         os.kill(first, signal.SIGSTOP)
         for observer in children(first):
@@ -233,5 +298,36 @@ def test_a_killed_daemon_and_an_upgraded_one_keep_the_sockets_and_a_stopped_one_
             waiting.until(lambda: len(ports_of(daemon)) == 3)
             assert client.ping(b"new") == b"new"
         assert set(ports_of(daemon)) == {(http_port, grpc_port)}
+        assert not watched, "the paths are never free"
+        if hijacker is not None:
+            hijacker.kill()
+            assert hijacker.stdout is not None
+            assert hijacker.stdout.read() == "", "no other user gets the port"
         assert daemon.stop() == 0
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_path_that_something_else_has_costs_the_next_process_that_path_alone(tmp_path: Path, free_port: int) -> None:
+    path = tmp_path / "k.sock"
+    tcp = f"127.0.0.1:{free_port}"
+    with (
+        Daemon(**SMALL_POOL | {"tcp_address": tcp, "session_grace_s": 600}, keeper=True, unix_socket=path) as daemon,
+        KVClient(tcp, reconnect_wait_s=waiting.PATIENCE_S) as client,
+    ):
+        kv = client.session()
+        sequence = kv.allocate([1, 2, 3])
+        path.unlink()
+        path.write_text("of somebody else")
+        os.kill(daemon.daemon_pid(), signal.SIGKILL)
+        assert kv.describe([sequence])[0].length == 3
+        reason = f"unix_socket: cannot listen on {path}: it exists and is not a socket"
+        waiting.until(lambda: reason in ask(tcp, 5.0, NO_CREDENTIALS).note)
+        assert f"ERROR kvservice.server.daemon: {reason}; it is tried again" in daemon.log.read_text()
+        assert f"not open at the start: {reason}" in daemon.log.read_text()
+        assert path.read_text() == "of somebody else"
+        path.unlink()
+        waiting.until(lambda: check(daemon.address, timeout_s=0.5))
+        assert ask(tcp, 5.0, NO_CREDENTIALS).note == ""
+        with KVClient(daemon.address) as local, local.session() as another:
+            assert another.transport == "lane"
+        assert kv.describe([sequence])[0].length == 3

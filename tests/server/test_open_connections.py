@@ -44,7 +44,7 @@ def test_connections_to_a_unix_socket_are_counted(tmp_path: Path) -> None:
 
 def test_the_log_says_once_that_an_address_is_full(caplog: pytest.LogCaptureFixture) -> None:
     watch = ConnectionWatch(2)
-    watch.add_unix("k.sock")
+    watch.add_unix("k.sock", "k.sock")
     watch.add_tcp("127.0.0.1:1")
     for count in (1, 2, 3, 2, 1, 2):
         watch.note(count, 1)
@@ -61,7 +61,7 @@ def test_the_watch_counts_its_addresses(tmp_path: Path) -> None:
         unix.bind(path)
         unix.listen()
         address = f"127.0.0.1:{tcp.getsockname()[1]}"
-        watch.add_unix(path)
+        watch.add_unix(path, path)
         watch.add_tcp(address)
         with socket.create_connection(tcp.getsockname()):
             assert (watch.count(), watch.addresses) == ((0, 1), [path, address])

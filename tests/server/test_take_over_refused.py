@@ -177,6 +177,23 @@ def test_values_that_no_table_can_have_are_no_crash(start: Callable[..., Life]) 
     asyncio.run(scenario())
 
 
+def test_an_index_of_another_store_drops_the_state(start: Callable[..., Life], held: HeldFiles) -> None:
+    """An error of the state that names no option is none that another start could mend."""
+
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        life.kill()
+        os.pwrite(held.held["kvservice.state.store-index"], b"x" * 8, 0)
+        life = start()
+        assert (life.core.report.outcome, "of another store" in life.core.report.reason) == ("refused", True)
+        check_empty(life, session.token)
+        assert "kvservice.damaged.store-index" in held.held
+        life.kill()
+
+    asyncio.run(scenario())
+
+
 def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., Life]) -> None:
     async def scenario() -> None:
         life = start()

@@ -81,6 +81,12 @@ class KeeperRig:
         self.says(pid, "FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", descriptors=(descriptor,))
         return descriptor
 
+    def stores_socket(self, pid: int, name: str) -> int:
+        """Have a process store a listening socket, and return the keeper's descriptor of it."""
+        descriptor = socket.create_server(("127.0.0.1", 0)).detach()
+        self.says(pid, "FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", descriptors=(descriptor,))
+        return descriptor
+
     def ends(self, pid: int, status: int = 0, signal: int = 0) -> None:
         self.keeper.ended(pid, Ending(128 + signal if signal else status, signal))
 

@@ -22,7 +22,6 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from kvservice.config import ServeConfig
@@ -150,9 +149,9 @@ class FdServer:
         for token in [token for token, offer in self._offers.items() if offer.owner is owner]:
             self.withdraw(token)
 
-    def listen(self, listener: socket.socket, path: Path) -> None:
-        """Serve a non-blocking listening socket, which this object owns from now on. `close` removes its path."""
-        self._listener, self._path = listener, path
+    def listen(self, listener: socket.socket) -> None:
+        """Serve a non-blocking listening socket, which this object owns from now on."""
+        self._listener = listener
 
     async def serve(self) -> None:
         """Serve connections until cancelled."""
@@ -222,7 +221,6 @@ class FdServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-            self._path.unlink(missing_ok=True)
         for token in list(self._offers):
             self.withdraw(token)
         self._spare.close()

@@ -487,8 +487,6 @@ def _refusal(error: KVServiceError) -> Handler:
 # ---- limits on connections, and other channel arguments of the servers; gRPC ignores unknown names
 
 CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A second daemon on the same port must fail, not share it.
-    ("grpc.so_reuseport", 0),
     # A connection is closed after this time if its client sends nothing or does not complete the TLS handshake.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -501,8 +499,9 @@ CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options(config: ServeConfig) -> list[tuple[str, int]]:
-    """Return all channel arguments of a server of the daemon."""
+def server_options(config: ServeConfig, *, is_reserved: bool = False) -> list[tuple[str, int]]:
+    """Return all channel arguments of a server of the daemon. `is_reserved`: the daemon holds another socket that is
+    bound to the server's port (kvservice.server.rpc.listening)."""
     # The limit on RPCs that have arrived but that the event loop has not accepted yet; further RPCs are cancelled. Each
     # can hold 600 KB of metadata, and by default gRPC lets 3000 wait.
     waiting = max_rpcs(config)
@@ -515,4 +514,6 @@ def server_options(config: ServeConfig) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", waiting),
         *keepalive_options(config.client_timeout_s),
         *CONNECTION_OPTIONS,
+        # A second daemon on the same port must fail, not share it. The reservation sees to that, too.
+        ("grpc.so_reuseport", int(is_reserved)),
     ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import resource
 import socket
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import grpc
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, reason_of
+from kvservice.keeper.private_paths import beside, check_unused, listen_at, put_in_place
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
@@ -86,14 +87,15 @@ def _is_kept(descriptor: int | None, address: str) -> bool:
 
 def listen_unix(
     server: grpc.aio.Server, config: ServeConfig, fd_server: FdServer, kept: KeptSockets, cleanup: contextlib.ExitStack
-) -> None:
-    """Bind the unix socket and the fd-passing socket, if there is one, before the server starts. Raises ConfigError."""
+) -> str:
+    """Bind the unix socket and the fd-passing socket, if there is one, before the server starts. Their paths stay, for
+    the next process. Returns the path to which the unix socket was bound before it was moved. Raises ConfigError."""
     _check_path_lengths(config)
-    _bind_unix(server, Path(config.unix_socket), cleanup)
+    mode = int(config.unix_socket_mode, 8)
     if config.fd_socket:
-        path = Path(config.fd_socket)
         cleanup.callback(fd_server.close)
-        fd_server.listen(fd_listener(path, int(config.unix_socket_mode, 8), kept), path)
+        fd_server.listen(fd_listener(Path(config.fd_socket), mode, kept))
+    return _bind_unix(server, config.unix_socket, mode)
 
 
 def listen_tcp(
@@ -115,12 +117,6 @@ def with_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def open_unix_socket(config: ServeConfig) -> None:
-    """Set the configured file mode of the unix socket, after the server has started."""
-    if config.unix_socket:
-        os.chmod(config.unix_socket, int(config.unix_socket_mode, 8))
-
-
 def listen_http(address: str, kept: KeptSockets, cleanup: contextlib.ExitStack) -> socket.socket:
     """Return a socket that listens on host:port. Raises ConfigError."""
     listening = kept.take(HTTP, lambda found: is_bound_to(found, *_host_and_port(address)))
@@ -133,17 +129,59 @@ def listen_http(address: str, kept: KeptSockets, cleanup: contextlib.ExitStack) 
 
 
 def reserve_port(address: str, kept: KeptSockets, cleanup: contextlib.ExitStack) -> int:
-    """Bind a socket that never listens to host:port, and return the port. Raises ConfigError.
+    """Bind a socket that accepts nothing to host:port, and return the port. If the host is a name of several addresses,
+    each is bound. Raises ConfigError if any other process has the port."""
+    host, port = _host_and_port(address)
+    for number, (family, numeric) in enumerate(_addresses(host, "tcp_address")):
+        name = f"{GRPC_PORT}.{number}" if number else GRPC_PORT
+        reserving = kept.take(name, functools.partial(is_bound_to, host=numeric, port=port))
+        if reserving is None:
+            try:
+                reserving = _reserve(family, numeric, port)
+            except OSError as error:
+                raise ConfigError(f"cannot listen on {address}: {error.strerror}", field="tcp_address") from None
+            kept.put(name, reserving)
+        cleanup.callback(reserving.close)
+        port = int(reserving.getsockname()[1])
+    return port
 
-    It has SO_REUSEADDR, as gRPC's socket does: Linux then lets gRPC bind the same port and listen there, but no second
-    daemon afterwards.
+
+def _reserve(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    """Return a socket that holds host:port, beside which sockets of the daemon's user with SO_REUSEPORT, as gRPC's, can
+    listen, and those of no other user. Raises OSError if any other socket holds the port.
+
+    Without SO_REUSEADDR, connections of an earlier daemon would keep it from binding for a minute; with it, others
+    could bind the port while nobody listens. So it has the option while it listens itself, which only one socket can,
+    and not afterwards.
     """
-    reserving = kept.take(GRPC_PORT, lambda found: is_bound_to(found, *_host_and_port(address)))
-    if reserving is None:
-        reserving = _bound(address, "tcp_address")
-        kept.put(GRPC_PORT, reserving)
-    cleanup.callback(reserving.close)
-    return int(reserving.getsockname()[1])
+    reserving = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            reserving.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
+        reserving.bind((host, port))
+        if port:
+            reserving.listen()
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if port:
+            reserving.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        reserving.close()
+        raise
+    return reserving
+
+
+def _addresses(host: str, field: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses on which gRPC listens for a host. Raises ConfigError."""
+    if host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():
+        return [(socket.AF_INET6, "::")]
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}", field=field) from None
+    usable = socket.has_dualstack_ipv6()
+    return [(family, str(address[0])) for family, *_, address in found if family == socket.AF_INET or usable]
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -164,51 +202,55 @@ def _bound(address: str, field: str) -> socket.socket:
     return found
 
 
-def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStack) -> None:
-    _check_socket_free(path)
+def _bind_unix(server: grpc.aio.Server, path: str, mode: int) -> str:
+    """Bind a path in the same folder, and move the socket to its path. Returns the first path. Raises ConfigError."""
+    made = beside(path)
     # Other users must not be able to connect before the mode is set.
     umask = os.umask(0o177)
     try:
-        _bind(server, f"unix:{path}", "unix_socket")
+        check_unused(path)
+        _bind(server, f"unix:{made}", "unix_socket")
+        os.chmod(made, mode)
+        put_in_place(made, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(made)
+        raise _no_path(path, error) from None
     finally:
         os.umask(umask)
-    cleanup.callback(path.unlink, missing_ok=True)
+    return made
+
+
+def _no_path(path: str, error: OSError) -> ConfigError:
+    folder = Path(path).parent
+    reason = reason_of(error) if folder.is_dir() else f"{folder} is not a directory"
+    return ConfigError(f"cannot listen on {path}: {reason}", field="unix_socket")
 
 
 def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
     """Return the socket that listens at the path of the fd-passing socket. Raises ConfigError.
 
-    The socket of an earlier process is right if its path is still there. The path belongs to this daemon, as the path
-    of the gRPC socket does, which no other process serves.
+    The socket of an earlier process is right if this user's socket is still at its path. The path belongs to this
+    daemon, as the path of the gRPC socket does, which no other process serves.
     """
-    listening = kept.take(FD_PASSING, lambda found: found.getsockname() == str(path) and path.is_socket())
+    listening = kept.take(FD_PASSING, lambda found: _is_at(found, path))
     try:
         if listening is None:
-            _check_socket_free(path)
-            listening = _bound_unix(path)
+            listening = listen_at(str(path), BACKLOG, mode)
             kept.put(FD_PASSING, listening)
         os.chmod(path, mode)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {path}: {reason_of(error)}", field="unix_socket") from None
+        raise _no_path(str(path), error) from None
     listening.setblocking(False)
     return listening
 
 
-def _bound_unix(path: Path) -> socket.socket:
-    """Return a socket that listens at a path that no process serves, to which only this user can connect. Raises
-    OSError."""
-    path.unlink(missing_ok=True)
-    listening = socket.socket(socket.AF_UNIX)
-    umask = os.umask(0o177)
-    try:
-        listening.bind(str(path))
-        listening.listen(BACKLOG)
-    except OSError:
-        listening.close()
-        raise
-    finally:
-        os.umask(umask)
-    return listening
+def _is_at(listening: socket.socket, path: Path) -> bool:
+    """Return whether the socket was bound beside this path, or there, and a socket of this user is there."""
+    bound = Path(listening.getsockname())
+    if bound.parent != path.parent or not (bound.name.startswith((path.name, "."))):
+        return False
+    return path.is_socket() and os.lstat(path).st_uid == os.geteuid()
 
 
 def _check_path_lengths(config: ServeConfig) -> None:
@@ -218,20 +260,6 @@ def _check_path_lengths(config: ServeConfig) -> None:
                 f"{path} has {length} bytes: the path of a socket has at most {MAX_SOCKET_PATH_BYTES}",
                 field="unix_socket",
             )
-
-
-def _check_socket_free(path: Path) -> None:
-    """Raise ConfigError if the path cannot be used. gRPC replaces a socket file that no process serves, so a socket
-    that is served must be detected here."""
-    if not path.exists():
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path.parent} is not a directory", field="unix_socket")
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"{path} exists and is not a socket", field="unix_socket")
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.connect(str(path))
-        raise ConfigError(f"{path} is served by another process", field="unix_socket")
 
 
 def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -262,8 +290,8 @@ def _reason(address: str) -> str:
 # ---- listening sockets that outlive the daemon's process: its keeper has duplicates of them
 #
 # A connection that is made while no process serves waits in the queue of such a socket until the next process accepts
-# it. gRPC cannot be given a socket, so the keeper only has one that is bound to gRPC's TCP port and never listens. It
-# makes sure that port 0 stands for the same port in the next process.
+# it. gRPC cannot be given a socket, so the keeper only has one that is bound to gRPC's TCP port and accepts nothing. It
+# keeps every other user from the port while no process serves, and port 0 stands for the same port in the next process.
 
 HTTP = "kvservice.http"
 FD_PASSING = "kvservice.fds"
@@ -273,6 +301,7 @@ GRPC_PORT = "kvservice.grpc"
 class KeptSockets:
     def __init__(self, files: KeptFiles) -> None:
         self._files = files
+        self._held: dict[str, socket.socket] = {}
 
     @property
     def is_kept(self) -> bool:
@@ -280,12 +309,16 @@ class KeptSockets:
         return self._files.is_kept
 
     def take(self, name: str, is_right: Callable[[socket.socket], bool]) -> socket.socket | None:
-        """Return the socket of an earlier process, or None if there is none or it is not the right one."""
+        """Return the socket that this process has opened before, or one of an earlier process; or None if there is none
+        or it is not the right one."""
+        if name in self._held:
+            return self._held[name]
         fd = self._files.take(name)
         if fd is None:
             return None
         kept = socket.socket(fileno=fd)
         if is_right(kept):
+            self._held[name] = kept
             return kept
         kept.close()
         return None
@@ -293,15 +326,21 @@ class KeptSockets:
     def put(self, name: str, opened: socket.socket) -> None:
         """Have the keeper keep the socket, in place of the one of this name."""
         self._files.put(name, opened.fileno())
+        self._held[name] = opened
 
     def drop_unused(self) -> None:
         """Close sockets of an earlier process that this one has not taken, because its configuration is another one.
         Clients would wait for an answer there."""
-        self._files.discard(self._files.names() & {HTTP, FD_PASSING, GRPC_PORT})
+        names = self._files.names()
+        self._files.discard(name for name in names if name in (HTTP, FD_PASSING) or name.startswith(GRPC_PORT))
 
 
 def is_bound_to(opened: socket.socket, host: str, port: int) -> bool:
     """Return whether the socket is bound to this address. Port 0 is every port."""
+    if host == "0.0.0.0" and opened.family == socket.AF_INET6:
+        if opened.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
+            return False
+        host = "::"
     try:
         found = socket.getaddrinfo(host, port, opened.family, socket.SOCK_STREAM)
     except socket.gaierror:

@@ -212,12 +212,13 @@ class ConnectionWatch:
     def __init__(self, limit: int) -> None:
         self.num_unix = self.num_tcp = 0
         self._limit = limit
-        self._unix_socket = self._tcp_address = ""
+        self._unix_socket = self._unix_bound = self._tcp_address = ""
         self._full: set[str] = set()
         self._log = LogBudget(logger)
 
-    def add_unix(self, path: str) -> None:
-        self._unix_socket = path
+    def add_unix(self, path: str, bound: str) -> None:
+        """`bound` is the path to which the socket was bound, before it was moved to `path`."""
+        self._unix_socket, self._unix_bound = path, bound
 
     def add_tcp(self, address: str) -> None:
         """`address` is host:port."""
@@ -235,7 +236,7 @@ class ConnectionWatch:
 
     def count(self) -> tuple[int, int]:
         """Return the number of connections on the unix socket and over TCP. Reads tables that can be long."""
-        num_unix = count_unix(self._unix_socket) if self._unix_socket else 0
+        num_unix = count_unix(self._unix_bound) if self._unix_socket else 0
         num_tcp = count_tcp(int(self._tcp_address.rpartition(":")[2])) if self._tcp_address else 0
         return num_unix, num_tcp
 

@@ -1,0 +1,100 @@
+"""Paths that are the daemon's alone. Folders whose content it trusts: it writes to the files that it finds there, and
+clients get their bytes. Unix sockets at paths that are never free: a socket is made beside its path, and a rename puts
+it in the place of the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
+
+_PROBE_S = 1.0
+
+
+def private_folder(path: Path) -> Path:
+    """Create a folder that only the daemon's user can change, or check one that is there.
+
+    Raises OSError for a link, for the folder of another user, and for one that others can write to: they could have
+    put links or forged files there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is no directory", str(path))
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to the daemon's", str(path))
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users can write to it", str(path))
+    return path
+
+
+def beside(path: str) -> str:
+    """Return a path in the same folder, for a socket that `put_in_place` then moves."""
+    folder, name = os.path.split(path)
+    found = os.path.join(folder, f"{name}.{os.urandom(4).hex()}")
+    if len(os.fsencode(found)) <= MAX_SOCKET_PATH_BYTES:
+        return found
+    return os.path.join(folder, f".{os.urandom(2).hex()}")
+
+
+def put_in_place(made: str, path: str) -> os.stat_result:
+    """Move a socket to its path, in place of a socket there that no process serves. Returns its status, by which
+    `remove_own` knows it. Raises OSError."""
+    found = os.lstat(made)
+    try:
+        os.link(made, path, follow_symlinks=False)
+        os.unlink(made)
+    except FileExistsError:
+        check_unused(path)
+        os.rename(made, path)
+    except PermissionError:  # a file system without links
+        check_unused(path)
+        os.rename(made, path)
+    return found
+
+
+def check_unused(path: str) -> None:
+    """Raise OSError if there is anything at the path but a socket that no process serves."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "it exists and is not a socket", path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_S)
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    raise OSError(errno.EADDRINUSE, "it is served by another process", path)
+
+
+def listen_at(path: str, backlog: int, mode: int = 0o600) -> socket.socket:
+    """Return a socket that listens at the path. Nobody can connect before it has its mode. Raises OSError."""
+    made = beside(path)
+    listening = socket.socket(socket.AF_UNIX)
+    umask = os.umask(0o177)
+    try:
+        listening.bind(made)
+        listening.listen(backlog)
+        os.chmod(made, mode)
+        put_in_place(made, path)
+    except OSError:
+        listening.close()
+        with contextlib.suppress(OSError):
+            os.unlink(made)
+        raise
+    finally:
+        os.umask(umask)
+    return listening
+
+
+def remove_own(path: str, made: os.stat_result) -> None:
+    """Remove a socket that `put_in_place` has moved there, unless something else is in its place."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(path), made):
+            os.unlink(path)
