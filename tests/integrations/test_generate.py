@@ -19,14 +19,16 @@ from kvservice.integrations.transformers import KVServiceCache
 def computed_shapes(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
     """Record the rows and columns that each call of the model computes."""
     shapes: list[tuple[int, ...]] = []
-    embeddings = model.get_input_embeddings()
+    weight, embedding = model.get_input_embeddings().weight, torch.nn.functional.embedding
 
-    def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(input_ids.shape))
-        return type(embeddings).forward(embeddings, input_ids)
+    def recording(input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if arguments[0] is weight:
+            shapes.append(tuple(input_ids.shape))
+        return embedding(input_ids, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(embeddings, "forward", forward)  # no hook, because hooks make the K/V private
+        # Neither a hook nor a method of the model, because these make the K/V private.
+        patched.setattr(torch.nn.functional, "embedding", recording)
         yield shapes
 
 

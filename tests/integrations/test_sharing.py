@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import subprocess
 import sys
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -344,11 +347,140 @@ def test_a_change_that_raises_no_version_is_noticed_before_a_prompt(llama) -> No
     assert model_keys(llama.model) == changed
 
 
-def test_an_unnoticed_change_is_seen_after_install(llama) -> None:
-    llama.model.model.layers[0].self_attn.scales = [1.0, 2.0]
+# A model class as users write them, in a module of its own.
+STEERED = """
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+SCALES = {"scale": 2.0}
+
+def scaled(states):  # a helper
+    return states * SCALES["scale"]
+
+class Steered(LlamaMLP):
+    shift = 0.5
+
+    def forward(self, hidden):
+        return scaled(super().forward(hidden)) + self.shift
+"""
+
+
+def loaded(source: str) -> types.ModuleType:
+    module = types.ModuleType("steered_model")
+    exec(source, vars(module))
+    return module
+
+
+def steer(model: Any, module: types.ModuleType) -> None:
+    """Let the first layer have an MLP of the module's class."""
+    model.model.layers[0].mlp.__class__ = module.Steered
+
+
+def patch_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    scale = -5.0
+    mlp.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden) * scale, mlp)
+
+
+def put_an_attribute(model: Any) -> None:
+    model.model.layers[0].mlp._scales = [1.0, {"two": (2.0,)}]
+
+
+def change_an_attribute_in_place(model: Any) -> None:
+    model.model.layers[0].mlp._scales[1]["two"] = (3.0,)
+
+
+def test_code_and_attributes_of_modules_are_part_of_the_key(make_pair) -> None:
+    """Each change is noticed in the running process, and what was computed before it is found again after its end."""
+    pair = make_pair("llama")
+    kv, module = pair.new_session(), loaded(STEERED)
+    kinds = [type(model.model.layers[0].mlp) for model in (pair.model, pair.reference)]
+
+    def without_anything(model: Any) -> None:
+        vars(model.model.layers[0].mlp).pop("forward", None)
+        vars(model.model.layers[0].mlp).pop("_scales", None)
+        model.model.layers[0].mlp.__class__ = kinds[0]
+
+    changes: list[Callable[[Any], None]] = [
+        patch_forward,
+        without_anything,
+        put_an_attribute,
+        change_an_attribute_in_place,
+        without_anything,
+        lambda model: steer(model, module),
+        lambda _: module.SCALES.update(scale=-9.0),
+        lambda _: setattr(module.Steered, "shift", 7.0),
+        lambda _: setattr(module, "scaled", lambda states: states.flip(-1)),
+        lambda _: setattr(module.Steered, "forward", lambda self, hidden: kinds[0].forward(self, hidden) * -1),
+    ]
+    seen = [generate(pair.model, kv)]
+    with each_row() as row:
+        for number, change in enumerate(changes):
+            with row((number, change)):
+                change(pair.model)
+                change(pair.reference)
+                seen.append(generate(pair.model, kv))
+                assert num_found == [NUM_CACHED if change is without_anything else 0]
+                assert torch.equal(seen[-1], generate_alone(pair.reference))
+    assert len({tuple(tokens[0].tolist()) for tokens in seen}) > 4, "most changes have an effect"
+
+
+def test_a_class_that_is_edited_between_two_runs_has_another_key(llama) -> None:
+    edits = [
+        ("* SCALES", "/ SCALES"),
+        ('"scale": 2.0', '"scale": 3.0'),
+        ("shift = 0.5", "shift = 1.5"),
+        ("super().forward(hidden)", "super().forward(-hidden)"),
+    ]
+
+    def key_of(source: str) -> str:
+        steer(llama.model, loaded(source))
+        return str(model_keys(llama.model))
+
+    assert key_of(STEERED) == key_of(f"# A comment\n{STEERED}")
+    assert len({key_of(STEERED.replace(*edit)) for edit in [("", ""), *edits]}) == len(edits) + 1
+
+
+def test_patches_of_the_librarys_classes_are_part_of_the_key(llama, monkeypatch) -> None:
     before = model_keys(llama.model)
-    llama.model.model.layers[0].self_attn.scales[0] = 3.0
-    llama.model.model.layers[0].mlp.extra_repr = lambda: "other code"
-    assert model_keys(llama.model) == before
-    install(uninstall(llama.model))
-    assert model_keys(llama.model) != before
+    for kind in (type(llama.model.model.layers[0].mlp), nn.Linear, type(llama.model.model.norm)):
+        original: Any = kind.forward
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "forward", lambda self, hidden, original=original: original(self, hidden) * 2)
+            assert model_keys(llama.model) != before, kind
+        assert model_keys(llama.model) == before, kind
+
+
+class Vector:
+    """A control vector beside the model."""
+
+    def __init__(self) -> None:
+        self.direction = torch.ones(1)
+
+
+def test_values_that_cannot_be_known_are_not_shared(make_pair) -> None:
+    kv = make_pair("llama").new_session()
+    vector = Vector()
+
+    def patch(mlp: Any) -> None:
+        mlp.forward = lambda hidden: type(mlp).forward(mlp, hidden) + vector.direction
+
+    places: list[tuple[Callable[[Any], None], str]] = [
+        (patch, "Vector"),
+        (lambda mlp: setattr(mlp, "_control", vector), r"model\.layers\.0\.mlp\._control is a Vector"),
+        (lambda mlp: setattr(mlp, "controls", {"one": [torch.ones(1)]}), r"mlp\.controls is a Tensor"),
+        (lambda mlp: setattr(mlp, "hidden", [nn.Linear(2, 2)]), r"mlp\.hidden is a Linear"),
+    ]
+    with each_row() as row:
+        for put, reason in places:
+            pair = make_pair("llama")
+            with row(reason):
+                for _ in range(2):
+                    generate(pair.model, kv)
+                    put(pair.model.model.layers[0].mlp)
+                put(pair.reference.model.layers[0].mlp)
+                with KVServiceCache(kv) as cache:
+                    pair.model(PROMPT, **cached(cache))
+                    assert re.search(f"{reason}.*, whose values the key does not cover", cache.private_because)
+                assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
+                assert num_found == [0]

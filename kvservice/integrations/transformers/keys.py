@@ -1,12 +1,11 @@
 """Keys of the prefix cache for the model that computed the K/V.
 
-A model's key is a SHA-256 over its class and configuration, the library's version, its modules with their constants
-(numbers and strings such as an attention's scaling or a norm's epsilon), the state of its adapters, and its weights. It
-is the same in every process that loads the same model, so these processes share prefixes.
+A model's key is a SHA-256 over its configuration, the library's version, its modules with their code and attributes
+(see `code.py`), the state of its adapters, and its weights. It is the same in every process that loads the same model,
+so these processes share prefixes.
 Before each pass the key is checked: modules must contain the same modules and tensors, the configuration must equal a
 copy, PEFT's layers must have the same active, merged and disabled adapters and scalings, and the weights must be
-unchanged (see `weights.py`). Before a prompt's pass the constants of modules are compared too. Changes of code, and of
-other objects in modules, are not detected. After such a change, uninstall() the model and install() it again.
+unchanged (see `weights.py`). Before a prompt's pass all bytes of the weights, the code and the attributes are compared.
 
 The K/V of some models are never shared, because they depend on more; `ModelIdentity.private_because` gives the reason.
 """
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules import module as torch_modules
@@ -32,6 +30,7 @@ from transformers import PreTrainedModel
 from kvservice.client import Sequence
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers.arguments import library_model
+from kvservice.integrations.transformers.code import FINGERPRINT, Code
 from kvservice.integrations.transformers.weights import Weights, can_digest
 
 ExtraKeys = list[tuple[int, bytes]]
@@ -46,10 +45,6 @@ _NOT_OF_THE_MODEL = {
     "return_dict",
     "use_cache",
 }
-# Types of attributes that count as constants of a module.
-_PLAIN = {bool, int, float, str}
-# Attributes for the origin and the training of the model.
-_OF_THE_RUN = {"name_or_path", "training", "gradient_checkpointing"}
 _LENGTH_REASON = "rotary embeddings depend on the length of the longest sequence of a pass"
 _PRIVATE = b"private:"
 _END = object()
@@ -72,8 +67,11 @@ class ModelIdentity:
 class _Fingerprint:
     """The identity of one model, and the data that detects changes of it. Thread-safe.
 
-    It must not reference the model, which is its key in a WeakKeyDictionary.
+    It is an attribute of the model, since it references parts of it. A copy of the model gets none.
     """
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._lock = threading.Lock()
@@ -82,7 +80,7 @@ class _Fingerprint:
 
     def identity(self, model: PreTrainedModel, thorough: bool) -> ModelIdentity:
         with self._lock:
-            if not self._same_objects(model) or (thorough and _plain_attributes(model) != self._plain):
+            if not self._same_objects(model) or (thorough and not self._code.unchanged()):
                 self._walk(model)
             elif not self._weights.unchanged(thorough):
                 self._identity = self._identify()
@@ -96,16 +94,17 @@ class _Fingerprint:
         tables: list[list[dict[str, Any]]] = [[one._modules, one._parameters, one._buffers] for one in modules]
         self._tables = [table for table in chain.from_iterable(tables) if table]
         self._members = [*self._current_members()]
-        self._plain = _plain_attributes(model)
+        self._code = Code(model)
         self._config = copy.deepcopy(vars(model.config))
         self._adapters = [module for module in modules if hasattr(module, "_disable_adapters")]
         self._adapter_states = [_adapter_state(module) for module in self._adapters]
         self._hooks = [*_hook_tables(model)]
         self._depends_on_length = any(map(_depends_on_length, modules))
         self._private_because = _LENGTH_REASON if self._depends_on_length else next(_other_reasons(model), "")
+        self._private_because = self._private_because or self._code.unseen
         named = {} if self._private_because else {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._weights.track(named)
-        self._description = _describe(model, self._adapter_states, self._plain)
+        self._description = _describe(model, self._adapter_states) + self._code.digest
         self._identity = self._identify()
 
     def _identify(self) -> ModelIdentity:
@@ -124,21 +123,18 @@ class _Fingerprint:
         )
 
 
-_fingerprints: WeakKeyDictionary[PreTrainedModel, _Fingerprint] = WeakKeyDictionary()
-
-
 def identify(model: PreTrainedModel, thorough: bool = True) -> ModelIdentity:
-    """Return the model's current identity. `thorough` also detects changes of weights that do not raise their version;
-    it costs about as much as computing a token and is for passes that compute a prompt."""
-    fingerprint = _fingerprints.get(model)
+    """Return the model's current identity. `thorough` also detects changes of code, of attributes, and of weights that
+    do not raise their version; it costs about as much as computing a token and is for passes that compute a prompt."""
+    fingerprint: _Fingerprint | None = vars(model).get(FINGERPRINT)
     if fingerprint is None:
-        fingerprint = _fingerprints[model] = _Fingerprint(model)
+        fingerprint = vars(model)[FINGERPRINT] = _Fingerprint(model)
     return fingerprint.identity(model, thorough)
 
 
 def forget(model: PreTrainedModel) -> None:
     """Drop the recorded identity of a model, so that the next call computes it again."""
-    _fingerprints.pop(model, None)
+    vars(model).pop(FINGERPRINT, None)
 
 
 def model_keys(model: torch.nn.Module) -> ExtraKeys:
@@ -225,26 +221,11 @@ def _adapter_state(layer: Any) -> tuple[Any, ...]:
     )
 
 
-def _plain_attributes(model: PreTrainedModel) -> list[dict[str, object]]:
-    """Return the constants of each module: public attributes that are numbers or strings. Private ones are the
-    library's internal state."""
-    return [
-        {
-            name: value
-            for name, value in vars(module).items()
-            if type(value) in _PLAIN and name not in _OF_THE_RUN and not name.startswith("_")
-        }
-        for module in model.modules()
-    ]
-
-
-def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]], plain: list[dict[str, object]]) -> bytes:
-    """Return all parts of the key except the weights, encoded as JSON."""
-    kind = type(model)
+def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]]) -> bytes:
+    """Return all parts of the key except the weights and the code, encoded as JSON."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
-    named = zip(model.named_modules(), plain, strict=True)
-    modules = [(name, type(one).__qualname__, one.extra_repr(), values) for (name, one), values in named]
-    description = [f"{kind.__module__}.{kind.__qualname__}", config, modules, [repr(state) for state in adapter_states]]
+    modules = [(name, type(one).__qualname__, one.extra_repr()) for name, one in model.named_modules()]
+    description = [config, modules, [repr(state) for state in adapter_states]]
     return json.dumps(description, sort_keys=True, default=_plain).encode()
 
 
