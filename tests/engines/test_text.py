@@ -38,9 +38,7 @@ def finished(tokenizer: Tokenizer, clean_up: bool = False) -> PreTrainedTokenize
 def byte_level(clean_up: bool) -> PreTrainedTokenizerFast:
     """Characters have one to four tokens, and some tokens have parts of two characters."""
     letters = sorted(byte_tokenizer().get_vocab())
-    byte = byte_tokenizer().convert_ids_to_tokens
-    of_byte = {one: byte(byte_tokenizer().encode(chr(one))[-1]) for one in range(128)}
-    pieces = ["ðŁ", "ĻĤ", "ĤðŁ", "âĺ", "ï¿", "½", of_byte[ord(" ")] + "n", "the"]
+    pieces = ["ðŁ", "ĻĤ", "ĤðŁ", "âĺ", "ï¿", "½", "Ġn", "the"]
     tokenizer = Tokenizer(BPE(numbered([*letters, *(one for one in pieces if one not in letters)]), []))
     tokenizer.decoder = decoders.ByteLevel()
     return finished(tokenizer, clean_up)
@@ -131,7 +129,7 @@ def test_the_parts_of_random_tokens_are_the_whole() -> None:
 class Counting:
     """A tokenizer that counts the calls of decode, and the tokens in them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.calls = self.tokens = self.longest = 0
 
@@ -198,11 +196,11 @@ def says(small_daemon: Any) -> Callable[..., Any]:
 
 
 def test_a_character_that_the_prompt_begins_is_the_outputs(says) -> None:
-    tokenizer = byte_level(False)
+    tokenizer: Any = byte_level(False)
     prompt, output = tokenizer.convert_tokens_to_ids(["the", "ðŁ"]), tokenizer.convert_tokens_to_ids(["ĻĤ", "the"])
     found, _ = says(tokenizer, prompt, output)
     assert tokenizer.decode(prompt) + "|" + found.text == "the\ufffd|🙂the"
-    llama = sentencepiece(True)
+    llama: Any = sentencepiece(True)
     prompt, output = llama.convert_tokens_to_ids(["▁the", "<0xE2>"]), llama.convert_tokens_to_ids(["<0x98>", "<0x83>"])
     assert says(llama, prompt, [*output, *llama.convert_tokens_to_ids(["▁the"])])[0].text == "☃ the"
     never = llama.convert_tokens_to_ids(["▁the", "s"])
