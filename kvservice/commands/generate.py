@@ -77,20 +77,23 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--draft-tokens", type=click.IntRange(1), help="Its proposals a step.  [default: 4]")
 @click.option("--compiled", is_flag=True, help="Compile the model's layers, which takes about half a minute.")
 @click.option("--journal", type=click.Path(dir_okay=False), help="Go on after a restart, with --address: a file.")
+@click.option("--chat", is_flag=True, help="Lines are conversations, for the tokenizer's chat template.")
+@click.option("--special-tokens/--no-special-tokens", default=True, help="Whether texts get those of the tokenizer.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 @sampling_options
 @connection_options
-def generate(prompts: Any, as_json: bool, presented: Presented, **given: Any) -> None:
+def generate(prompts: Any, as_json: bool, chat: bool, special_tokens: bool, presented: Presented, **given: Any) -> None:
     """Generate for the prompts of a file.
 
-    A line is a text, or JSON: a string, a list of token ids, or an object with "prompt" and sampling parameters. On a
-    terminal, standard error shows the queues. With a journal of unfinished requests, the command finishes these, and
-    leaves the file of prompts alone.
+    A line is a text, or JSON: a string, a list of token ids, or an object with "prompt" and sampling parameters. With
+    --chat it is a user's message, or JSON: a list of messages with "role" and "content", or an object with "messages",
+    arguments of LLM.chat such as "tools", and sampling parameters. On a terminal, standard error shows the queues. With
+    a journal of unfinished requests, the command finishes these, and leaves the file of prompts alone.
     """
     with needs("transformers"):
         import kvservice.engines  # noqa: F401
     try:
-        lines = read_lines(prompts, _parameters(given))
+        lines = read_lines(prompts, _parameters(given), chat=chat, special_tokens=special_tokens)
         started_s = time.monotonic()
         with _engine(given, presented, lines) as llm, _view() as view:
             outputs = llm.finish_resumed(progress=view)

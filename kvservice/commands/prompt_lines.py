@@ -27,8 +27,8 @@ class PromptLine:
         return _error(self.number, reason)
 
 
-def read_lines(file: Iterable[str], options: dict[str, Any]) -> list[PromptLine]:
-    """Return the prompts of a file. Parameters in a line go before the options.
+def read_lines(file: Iterable[str], options: dict[str, Any], *, chat: bool, special_tokens: bool) -> list[PromptLine]:
+    """Return the prompts of a file, with `chat` its conversations. Parameters in a line go before the options.
 
     Raises ClickException with the number of the line.
     """
@@ -36,7 +36,9 @@ def read_lines(file: Iterable[str], options: dict[str, Any]) -> list[PromptLine]
         lines = [(number, line.rstrip("\n")) for number, line in enumerate(file, 1) if line.strip()]
     except UnicodeDecodeError:
         raise click.ClickException("the prompts are not UTF-8") from None
-    return [_parse(number, line, options) for number, line in lines]
+    if chat:
+        return [_parse_chat(number, line, options) for number, line in lines]
+    return [_parse(number, line, options, special_tokens) for number, line in lines]
 
 
 def check_lines(lines: Sequence[PromptLine], model: Any, tokenizer: Any) -> None:
@@ -51,20 +53,40 @@ def check_lines(lines: Sequence[PromptLine], model: Any, tokenizer: Any) -> None
             raise line.fail(error) from None
 
 
-def _parse(number: int, line: str, options: dict[str, Any]) -> PromptLine:
+def _parse(number: int, line: str, options: dict[str, Any], special_tokens: bool) -> PromptLine:
     from kvservice.engines import SamplingParams
+    from kvservice.engines.prompts import Verbatim
 
-    prompt, values = _values(number, line)
+    prompt, values = _values(number, line, "prompt")
     if not isinstance(prompt, str | list):
         raise _error(number, "the prompt must be a text or a list of token ids")
+    if isinstance(prompt, str) and not special_tokens:
+        prompt = Verbatim(prompt)
     try:
         return PromptLine(number, prompt, SamplingParams.of(options | values))
     except KVServiceError as error:
         raise _error(number, error) from None
 
 
-def _values(number: int, line: str) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt of a line, and its parameters."""
+def _parse_chat(number: int, line: str, options: dict[str, Any]) -> PromptLine:
+    from kvservice.engines import SamplingParams
+    from kvservice.engines.prompts import ChatArguments, conversations_of
+
+    messages, values = _values(number, line, "messages")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    arguments: Any = {name: values.pop(name) for name in ChatArguments.__annotations__ if name in values}
+    try:
+        conversations = conversations_of(messages, arguments)
+        if len(conversations) != 1:
+            raise _error(number, "a line has one conversation")
+        return PromptLine(number, conversations[0], SamplingParams.of(options | values))
+    except KVServiceError as error:
+        raise _error(number, error) from None
+
+
+def _values(number: int, line: str, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt of a line, which has this name in objects, and its parameters."""
     if line.lstrip()[0] not in '{["':
         return line, {}
     try:
@@ -73,9 +95,10 @@ def _values(number: int, line: str) -> tuple[Any, dict[str, Any]]:
         raise _error(number, f"no JSON: {error}") from None
     if not isinstance(value, dict):
         return value, {}
-    if "prompt" not in value:
-        raise _error(number, 'there is no "prompt"')
-    prompt = value.pop("prompt")
+    if name not in value:
+        hint = ": --chat reads conversations" if "messages" in value else ""
+        raise _error(number, f'there is no "{name}"{hint}')
+    prompt = value.pop(name)
     if isinstance(value.get("logit_bias"), dict):
         value["logit_bias"] = {_token(token): bias for token, bias in value["logit_bias"].items()}
     return prompt, value

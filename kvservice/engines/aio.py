@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from kvservice.engines.core import EngineCore
 from kvservice.engines.options import EngineArguments, EngineOptions
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.prompts import PromptLike, params_of_each
+from kvservice.engines.prompts import ChatArguments, PromptLike, Verbatim, conversations_of, params_of_each
 from kvservice.engines.worker import EngineWorker
 from kvservice.errors import InvalidArgumentError
 
@@ -39,10 +39,10 @@ class AsyncLLM:
         self._worker = EngineWorker(self.core)
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> AsyncGenerator[RequestOutput]:
-        """Generate for one prompt. Yields its output whenever it has grown, the last time when it is finished. Outputs
-        that are not taken in time are left out, since each one contains those before.
+        """Generate for one prompt, as LLM does. Yields its output whenever it has grown, the last time when it is
+        finished. Outputs that are not taken in time are left out, since each one contains those before.
 
         Closing the generator aborts the request. Raises InvalidArgumentError for a wrong prompt or parameter, the
         daemon's errors when it refuses the request, and the error of the request itself.
@@ -50,6 +50,8 @@ class AsyncLLM:
         (params,) = params_of_each(sampling_params, 1)
         if params.best_of is not None and params.best_of > params.n:
             raise InvalidArgumentError("is not known before the end of a stream", field="best_of")
+        if isinstance(prompt, str) and not add_special_tokens:
+            prompt = Verbatim(prompt)
         stream = _OutputStream(asyncio.get_running_loop())
         adding = self._worker.add(prompt, params, stream.publish)
         finished = False
@@ -64,6 +66,18 @@ class AsyncLLM:
         finally:
             if not finished:
                 adding.add_done_callback(self._worker.abort_added)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> AsyncGenerator[RequestOutput]:
+        """Generate the next message of one conversation, as `generate` does. See `LLM.chat` for the arguments."""
+        conversations = conversations_of(messages, arguments)
+        if len(conversations) != 1:
+            raise InvalidArgumentError("a stream is of one conversation", field="messages")
+        return self.generate(conversations[0], sampling_params)
 
     async def close(self) -> None:
         """End all requests, and free everything in the daemon."""

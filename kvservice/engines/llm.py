@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from kvservice.engines.options import EngineOptions, LLMArguments
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.progress import ProgressView, progress_bar
-from kvservice.engines.prompts import PromptLike, params_of_each, prompts_of
+from kvservice.engines.prompts import ChatArguments, PromptLike, conversations_of, params_of_each, prompts_of
 from kvservice.engines.requests import EngineRequest
 
 
@@ -49,19 +49,23 @@ class LLM:
         prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_special_tokens: bool = True,
         progress: bool | ProgressView = False,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, each a text or token ids. Returns their outputs in the same order.
+        """Generate for all prompts, each a text, token ids, or what a tokenizer or its `apply_chat_template` returns.
+        Returns their outputs in the same order.
 
-        `sampling_params`: one for all prompts, or one for each. `progress`: whether to show a bar, or a view that gets
-        each step. Raises InvalidArgumentError for a wrong prompt or parameter, and OutOfBlocksError with `never` for a
-        request that the pool can never hold; then nothing has been generated. An error of one request later, such as of
-        its logits processor, is its output's `error`, and the others go on.
+        `sampling_params`: one for all prompts, or one for each. `add_special_tokens`: whether texts get the tokens that
+        the tokenizer adds, such as the one that begins a sequence; false for texts that have them already. `progress`:
+        whether to show a bar, or a view that gets each step. Raises InvalidArgumentError for a wrong prompt or
+        parameter, and OutOfBlocksError with `never` for a request that the pool can never hold; then nothing has been
+        generated. An error of one request later, such as of its logits processor, is its output's `error`, and the
+        others go on.
 
         An exception or Ctrl-C ends the requests. With a journal it leaves them to the next engine with that file, and
         this one can only be closed.
         """
-        batch = prompts_of(prompts)
+        batch = prompts_of(prompts, add_special_tokens)
         params = params_of_each(sampling_params, len(batch))
         with self._lock:
             requests = self.core.new_requests(batch, params)
@@ -69,6 +73,22 @@ class LLM:
                 return []
             self.core.loop.add(requests)
             return self._finish(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressView = False,
+        **arguments: Unpack[ChatArguments],
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of each in a list. Returns their outputs in the same order.
+
+        A message is a dictionary with "role" and "content", as in vLLM and in OpenAI's protocol. The tokenizer's chat
+        template makes the prompts: ChatArguments describes the arguments for it. The rest is as with `generate`.
+        """
+        conversations = conversations_of(messages, arguments)
+        return self.generate(conversations, sampling_params, progress=progress)
 
     def finish_resumed(self, *, progress: bool | ProgressView = False) -> list[RequestOutput]:
         """Finish the requests that were in progress when the engine of the journal ended. Returns the outputs of all

@@ -18,10 +18,11 @@ class TokenLogprob:
 class CompletionOutput:
     """One generated continuation of a prompt.
 
-    `text` is empty without a tokenizer. `logprobs` has for each token a dictionary by token id: the token itself, and
-    the likeliest ones. `cumulative_logprob` is the sum over the tokens, None unless log probabilities were computed.
-    `finish_reason` is None until it is complete, then "stop", "length", "abort" or "error"; `stop_reason` is the stop
-    string or stop token id that ended it, None for the end of sequence.
+    `text` continues the prompt's text: with the space before its first word, and with a character that the prompt
+    begins. It is empty without a tokenizer. `logprobs` has for each token a dictionary by token id: the token
+    itself, and the likeliest ones. `cumulative_logprob` is the sum over the tokens, None unless log probabilities were
+    computed. `finish_reason` is None until it is complete, then "stop", "length", "abort" or "error"; `stop_reason` is
+    the stop string or stop token id that ended it, None for the end of sequence.
     """
 
     index: int

@@ -1,22 +1,191 @@
-"""Checks of prompts, before anything is queued for them."""
+"""Prompts: texts, token ids and conversations, and their checks before anything is queued for them."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypedDict
 
 import numpy as np
 from torch.nn import Embedding
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
 
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import Prompt
 from kvservice.errors import InvalidArgumentError
 
-# A text, or token ids.
-PromptLike = str | Iterable[int]
+Tool = Mapping[str, Any] | Callable[..., Any]
+# Arguments of apply_chat_template that are no variables of the template.
+_NO_VARIABLES: Final = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "documents"
+}
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A text that has its special tokens already."""
+
+    text: str
+
+
+class ChatArguments(TypedDict, total=False):
+    """How the tokenizer's chat template makes a prompt of messages.
+
+    `chat_template`: a template, or the name of one of the tokenizer's, if not its own shall be used. `tools`: JSON
+    schemas, or functions with types and a docstring; they are refused if the template ignores them.
+    `add_generation_prompt` (true by default) begins the message that answers. `continue_final_message` leaves the last
+    message open instead, and the output goes on with it; then `add_generation_prompt` must be false.
+    `chat_template_kwargs`: other variables of the template.
+    """
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Tool] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages and ChatArguments. `field` names the messages in errors."""
+
+    messages: list[dict[str, Any]]
+    field: str
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Tool] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds, said in (
+            ("chat_template", str | None, "a text"),
+            ("add_generation_prompt", bool, "true or false"),
+            ("continue_final_message", bool, "true or false"),
+            ("tools", list | tuple | None, "a list"),
+            ("chat_template_kwargs", Mapping | None, "a dictionary"),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise InvalidArgumentError(f"must be {said}", field=name)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidArgumentError("needs add_generation_prompt=False", field="continue_final_message")
+        for name in self.chat_template_kwargs or ():
+            if name in _NO_VARIABLES:
+                raise InvalidArgumentError(f"{name} is no variable of a template", field="chat_template_kwargs")
+        object.__setattr__(self, "tools", [_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools or ())])
+
+    def text(self, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """Return the prompt. Raises InvalidArgumentError naming the messages or the argument."""
+        if tokenizer is None:
+            raise InvalidArgumentError("need a tokenizer, and there is none", field=self.field)
+        if self.chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise InvalidArgumentError("is needed: the tokenizer has none of its own", field="chat_template")
+        text = self._render(tokenizer, list(self.tools or ()) or None)
+        if self.tools and text == self._render(tokenizer, None):
+            raise InvalidArgumentError("have no effect: the chat template ignores them", field="tools")
+        return text
+
+    def _render(self, tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    self.messages,
+                    tools=tools,
+                    chat_template=self.chat_template,
+                    add_generation_prompt=self.add_generation_prompt,
+                    continue_final_message=self.continue_final_message,
+                    tokenize=False,
+                    **self.chat_template_kwargs or {},
+                )
+            )
+        except ImportError:
+            raise
+        except Exception as error:  # a template is a program, which fails as it likes
+            reason = f"the chat template cannot be applied: {type(error).__name__}: {error}"
+            raise InvalidArgumentError(reason, field=self.field) from error
+
+
+def conversations_of(messages: object, arguments: ChatArguments) -> list[Conversation]:
+    """Return the conversations of a call, which has the messages of one, or a list of several.
+
+    Raises InvalidArgumentError naming the message or the argument.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidArgumentError("must be a list of messages, or several lists", field="messages")
+    listed = list(messages)
+    if listed and not any(isinstance(one, Mapping) for one in listed):
+        return [_conversation(one, f"messages[{at}]", arguments) for at, one in enumerate(listed)]
+    return [_conversation(listed, "messages", arguments)]
+
+
+def _conversation(messages: object, field: str, arguments: ChatArguments) -> Conversation:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidArgumentError("must be a list of messages", field=field)
+    if not messages:
+        raise InvalidArgumentError("has no messages", field=field)
+    checked = [_message(message, f"{field}[{at}]") for at, message in enumerate(messages)]
+    return Conversation(checked, field, **arguments)
+
+
+def _message(message: object, field: str) -> dict[str, Any]:
+    """Return a message as templates take it: its content as one text, arguments of tool calls as dictionaries."""
+    if not isinstance(message, Mapping):
+        raise InvalidArgumentError('must be a dictionary with "role" and "content"', field=field)
+    role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or not role:
+        raise InvalidArgumentError('must be a text, such as "user"', field=f"{field}.role")
+    checked = dict(message)
+    if isinstance(content, list | tuple):
+        checked["content"] = "\n".join(_part(part, f"{field}.content[{at}]") for at, part in enumerate(content))
+    elif not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise InvalidArgumentError("must be a text, or a list of texts", field=f"{field}.content")
+    if calls is not None:
+        if not isinstance(calls, list | tuple):
+            raise InvalidArgumentError("must be a list", field=f"{field}.tool_calls")
+        checked["tool_calls"] = [_call(call, f"{field}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    return checked
+
+
+def _part(part: object, field: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise InvalidArgumentError('must be {"type": "text", "text": ...}: the engine takes only text', field=field)
+    return text
+
+
+def _call(call: object, field: str) -> dict[str, Any]:
+    """Return a tool call. Its arguments may be JSON, as in OpenAI's protocol."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidArgumentError('must be a dictionary with "function"', field=field)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"is no JSON: {error}", field=f"{field}.function.arguments") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tool(tool: Tool, field: str) -> dict[str, Any]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    if not callable(tool):
+        raise InvalidArgumentError("must be a JSON schema or a function", field=field)
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # the library has an error for each thing that the function lacks
+        raise InvalidArgumentError(f"is no function of which a schema can be made: {error}", field=field) from error
+    return schema
+
+
+# A text, token ids, or a mapping with "input_ids", as tokenizers return it.
+PromptLike = str | Iterable[int] | Mapping[str, Any] | Verbatim | Conversation
 
 
 @dataclass(frozen=True)
@@ -65,12 +234,23 @@ def check_prompt(
 
     Raises InvalidArgumentError naming `field` or the parameter.
     """
-    text = prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, Conversation):
+        field, prompt = prompt.field, Verbatim(prompt.text(tokenizer))
+    complete = isinstance(prompt, Verbatim)
+    given = prompt.text if isinstance(prompt, Verbatim) else prompt
+    text = given if isinstance(given, str) else None
     if text is not None and tokenizer is None:
         raise InvalidArgumentError("is a text, and there is no tokenizer: pass token ids", field=field)
     if params.stop and tokenizer is None:
         raise InvalidArgumentError("has strings, and there is no tokenizer", field="stop")
-    token_ids = _token_ids(_encode(prompt, tokenizer, field) if isinstance(prompt, str) else prompt, limits, field)
+    if isinstance(given, str):
+        given = _encode(given, tokenizer, field, complete)
+    elif isinstance(given, Mapping):
+        rows = _encoded(given, field)
+        if len(rows) != 1:
+            raise InvalidArgumentError(f"has {len(rows)} prompts: pass them alone", field=field)
+        given = rows[0]
+    token_ids = _token_ids(given, limits, field)
     if not token_ids:
         raise InvalidArgumentError("has no tokens", field=field)
     room = limits.max_length - len(token_ids)
@@ -87,14 +267,20 @@ def check_prompt(
     return Prompt(0, text, token_ids, params, max_tokens, seed)
 
 
-def prompts_of(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
+def prompts_of(prompts: PromptLike | Iterable[PromptLike], add_special_tokens: bool = True) -> list[PromptLike]:
     """Return the prompts of a call, which has one or several. Raises InvalidArgumentError naming prompts."""
     if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        listed: list[Any] = [prompts]
+    elif isinstance(prompts, Mapping):
+        listed = _encoded(prompts, "prompts")
+    elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InvalidArgumentError("must be a text, token ids, or several of these", field="prompts")
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and _is_token(listed[0]) else listed
+    else:
+        listed = list(prompts)
+        listed = [listed] if listed and _is_token(listed[0]) else listed
+    if add_special_tokens:
+        return listed
+    return [Verbatim(one) if isinstance(one, str) else one for one in listed]
 
 
 def _is_token(value: object) -> bool:
@@ -120,22 +306,58 @@ def params_of_each(
     return params
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[int]:
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, field: str, complete: bool) -> list[int]:
+    """Return the tokens of a text; with `complete`, without special tokens that the tokenizer would add."""
     assert tokenizer is not None, "texts without a tokenizer are refused before"
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidArgumentError("has a surrogate, which no tokenizer can encode", field=field) from None
-    return list(tokenizer.encode(text))
+    if complete:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    token_ids = list(tokenizer.encode(text))
+    first = getattr(tokenizer, "bos_token_id", None)
+    if first is not None and token_ids[:2] == [first, first]:
+        warnings.warn(
+            f"a prompt's text begins with {tokenizer.bos_token}, which the tokenizer adds once more: "
+            "pass add_special_tokens=False, or conversations to `chat`",
+            stacklevel=2,
+        )
+    return token_ids
+
+
+def _encoded(encoding: Mapping[str, Any], field: str) -> list[list[int]]:
+    """Return the token ids in a tokenizer's result, of one text or of several, without the padding."""
+    ids, mask = (_listed(encoding.get(name)) for name in ("input_ids", "attention_mask"))
+    if ids is None:
+        raise InvalidArgumentError('must be a text, token ids, or a tokenizer\'s result with "input_ids"', field=field)
+    if not ids or _is_token(ids[0]):
+        ids, mask = [ids], None if mask is None else [mask]
+    rows = [_listed(row) for row in ids]
+    masks = [[True] * len(row or ()) for row in rows] if mask is None else [_listed(row) for row in mask]
+    if [row and len(row) for row in rows] != [row and len(row) for row in masks]:
+        raise InvalidArgumentError("has an attention_mask of another shape than its input_ids", field=field)
+    return [
+        [token for token, kept in zip(row or (), kept_in_row or (), strict=True) if kept]
+        for row, kept_in_row in zip(rows, masks, strict=True)
+    ]
+
+
+def _listed(values: Any) -> list[Any] | None:
+    """Return a list of what is a sequence, an array or a tensor, and None of anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
 
 
 def _token_ids(prompt: Iterable[int], limits: ModelLimits, field: str) -> tuple[int, ...]:
-    if isinstance(prompt, Mapping | bytes):
+    if isinstance(prompt, bytes):
         raise InvalidArgumentError("must be a text or token ids", field=field)
     try:
         ids = np.asarray(list(prompt))
     except (TypeError, ValueError):
         raise InvalidArgumentError("must be a text or token ids", field=field) from None
+    if ids.ndim == 2 and len(ids) == 1:  # of a tokenizer that returns tensors
+        ids = ids[0]
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise InvalidArgumentError("must be a text or token ids", field=field)
     outside = ids[(ids < 0) | (ids >= limits.vocabulary)] if len(ids) else ids

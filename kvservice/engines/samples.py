@@ -125,16 +125,21 @@ class Sample:
         )
 
     def _add_text(self, token_id: int, may_stop: bool) -> None:
-        if self._detokenizer is not None:
-            self._grow(self._detokenizer.add(token_id), may_stop)
-
-    def _grow(self, text: str, may_stop: bool) -> None:
-        """Add text, and end at the first stop string in it."""
+        """Add the token's text, and end at the first stop string in it, or in what a later token could still change."""
+        if self._detokenizer is None:
+            return
+        text, stops = self._detokenizer.add(token_id), self.params.stop
         self.text += text
-        found = find_stop(self.text, len(text), self.params.stop) if text and may_stop else None
+        if not (stops and may_stop):
+            return
+        pending = self._detokenizer.pending
+        num_new = len(text) + len(pending)
+        start = max(0, len(self.text) - len(text) - max(map(len, stops)) + 1)
+        found = find_stop(self.text[start:] + pending, num_new, stops)
         if found is not None:
             at, stop = found
-            self.text = self.text[: at + len(stop) if self.params.include_stop_str_in_output else at]
+            end = start + at + (len(stop) if self.params.include_stop_str_in_output else 0)
+            self.text = (self.text + pending)[:end]
             self._end("stop", stop, flush=False)
 
     def _end(self, reason: str, stop_reason: int | str | None = None, flush: bool = True) -> None:
