@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from kvservice.client import BatchReport, EngineBatch, Step
-from kvservice.engines.logits import change_logits
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.samples import Row, Sample
-from kvservice.engines.sampling import Choice, choose
+from kvservice.engines.sampling import Choice, change_logits, choose
 
 # The live samples and their requests, by sequence id.
 Samples = Mapping[int, tuple[Sample, EngineRequest]]

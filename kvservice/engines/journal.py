@@ -19,9 +19,8 @@ from kvservice.client import RequestInfo
 from kvservice.engines.host import EngineHost
 from kvservice.engines.loop import EngineLoop
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.requests import EngineRequest, Prompt
+from kvservice.engines.requests import EngineRequest, Prompt, abort, aborted_ids
 from kvservice.engines.samples import Sample
-from kvservice.engines.submission import abort, aborted_ids
 from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 
 # Parameters whose state the file cannot hold, with their defaults.

@@ -10,8 +10,7 @@ from typing import Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvservice.engines.core import EngineCore
-from kvservice.engines.options import EngineOptions, LLMArguments
+from kvservice.engines.core import EngineCore, EngineOptions, LLMArguments
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.progress import ProgressView, progress_bar

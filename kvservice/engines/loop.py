@@ -12,9 +12,9 @@ import torch
 from kvservice.client import BatchReport, EngineBatch, Step
 from kvservice.engines.batches import inputs_of, report_proposals, sample_batch
 from kvservice.engines.host import DAEMON_LOST, EngineHost
-from kvservice.engines.requests import EngineRequest
+from kvservice.engines.requests import EngineRequest, abort, aborted_ids, remaining, scheduled, submit
 from kvservice.engines.samples import Sample
-from kvservice.engines.submission import abort, aborted_ids, remaining, scheduled, submit
+from kvservice.engines.sampling import may_speculate
 from kvservice.errors import InternalError, KVServiceError
 
 _IDLE_S: Final = 0.002
@@ -210,7 +210,7 @@ class EngineLoop:
             self._next = self._thread.submit(self._host.scheduler.schedule, reports, ahead=True)
 
     def _propose(self, sampled: list[Sample], report: BatchReport) -> None:
-        running = [sample for sample in sampled if not sample.finished and sample.may_speculate]
+        running = [sample for sample in sampled if not sample.finished and may_speculate(sample)]
         if self._speculator is not None and running:
             for sample, proposals in zip(running, self._speculator.propose(running), strict=True):
                 sample.proposals = proposals[: max(0, sample.max_tokens - sample.num_generated - 1)]

@@ -10,7 +10,6 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from kvservice.engines.detokenizer import Detokenizer, find_stop
 from kvservice.engines.outputs import CompletionOutput, TokenLogprob
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.processors import is_shared
 
 
 class Sample:
@@ -57,11 +56,6 @@ class Sample:
     @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.prompt_length :]
-
-    @property
-    def may_speculate(self) -> bool:
-        """Return whether one step can verify several tokens, which processors with a state of their own prevent."""
-        return all(map(is_shared, self.processors))
 
     @property
     def finished(self) -> bool:
