@@ -139,7 +139,7 @@ class Journal:
             _restore(request, past, known)
         in_daemon = [one for one in requests.values() if any(sample.sequence_id in known for sample in one.samples)]
         if in_daemon:
-            loop.adopt(in_daemon)
+            loop.adopt(in_daemon, known)
         ids = [one for request in in_daemon for one in aborted_ids(request) if request.finished and one in known]
         if ids:
             loop.forget(abort(host.scheduler, ids, host.session.info))
@@ -202,7 +202,8 @@ def _apply(past: Past, line: dict[str, Any]) -> None:
 def _restore(request: EngineRequest, past: Past, known: dict[int, RequestInfo]) -> None:
     """Give a new request the tokens that it had."""
     whole = known.get(request.request_id)
-    request.grouped = whole is None or len(whole.sequences) == len(request.samples)
+    alone = any(sample.sequence_id in known for sample in request.samples)
+    request.grouped = len(whole.sequences) == len(request.samples) if whole is not None else not alone
     in_daemon = {one.sequence_id: one.token_ids for info in known.values() for one in info.sequences}
     for sample in request.samples:
         end = past.ends.get(sample.sequence_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
@@ -102,9 +102,10 @@ class EngineLoop:
         self._keep(requests)
         return []
 
-    def adopt(self, requests: Sequence[EngineRequest]) -> None:
-        """Go on with requests that the daemon's scheduler has already. The batch that was in flight is opened again."""
-        self._keep(requests)
+    def adopt(self, requests: Sequence[EngineRequest], known: Collection[int]) -> None:
+        """Go on with requests that the daemon's scheduler has already, under the ids `known`. The batch that was in
+        flight is opened again."""
+        self._keep(requests, known)
         self._retry = True
 
     def resubmit(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
@@ -238,11 +239,14 @@ class EngineLoop:
         self._end(by_user)
         return by_user
 
-    def _keep(self, requests: Sequence[EngineRequest]) -> None:
+    def _keep(self, requests: Sequence[EngineRequest], known: Collection[int] = ()) -> None:
+        """Note what the daemon's scheduler has from now on. It never says that a sample is finished which it did not
+        get, such as one that was finished before the others were queued again."""
         for request in requests:
             self.live[request.request_id] = request
             for sample in request.samples:
-                self._samples[sample.sequence_id] = sample, request
+                if request.grouped or not sample.finished or sample.sequence_id in known:
+                    self._samples[sample.sequence_id] = sample, request
 
     def forget(self, finished: Iterable[int]) -> None:
         """Drop requests that are over in the daemon."""
