@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -174,6 +174,8 @@ def _view() -> AbstractContextManager[Any]:
 
 
 def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) -> None:
+    from kvservice.engines.samples import error_text
+
     for number, output in enumerate(outputs, 1):
         if as_json:
             click.echo(json.dumps(_to_json(output)))
@@ -182,7 +184,7 @@ def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) ->
         for one in output.outputs:
             click.echo(f"    -> {one.text or list(one.token_ids)}  ({one.finish_reason})")
         if output.error is not None:
-            click.echo(f"    failed: {output.error}")
+            click.echo(f"    failed: {error_text(output.error)}")
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     line = f"{len(outputs)} requests, {tokens} tokens in {elapsed_s:.1f} s"
     proposed = sum(output.num_proposed_tokens for output in outputs)
@@ -193,6 +195,8 @@ def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) ->
 
 
 def _to_json(output: RequestOutput) -> dict[str, Any]:
-    values = asdict(output)
-    values["error"] = None if output.error is None else str(output.error)
+    from kvservice.engines.samples import error_text
+
+    values = asdict(replace(output, error=None))  # an exception need not be one that can be copied
+    values["error"] = None if output.error is None else error_text(output.error)
     return values

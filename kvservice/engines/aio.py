@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Unpack
+from typing import Final, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,9 +19,12 @@ from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import PromptLike, params_of_each
 from kvservice.engines.requests import EngineRequest
+from kvservice.engines.samples import failure
 from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 
-Publish = Callable[[RequestOutput], None]
+_logger: Final = logging.getLogger(__name__)
+# Gets the outputs of a request, or the error that ended the engine.
+Publish = Callable[[RequestOutput | FailedPreconditionError], None]
 
 
 class AsyncLLM:
@@ -86,9 +90,9 @@ class _OutputStream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._ready = asyncio.Event()
-        self._latest: RequestOutput | None = None
+        self._latest: RequestOutput | FailedPreconditionError | None = None
 
-    def publish(self, output: RequestOutput) -> None:
+    def publish(self, output: RequestOutput | FailedPreconditionError) -> None:
         """Replace the latest output. The engine's thread calls it. Raises RuntimeError if the event loop is closed."""
         self._loop.call_soon_threadsafe(self._set, output)
 
@@ -96,21 +100,26 @@ class _OutputStream:
         await self._ready.wait()
         self._ready.clear()
         assert self._latest is not None, "an output sets the event"
+        if isinstance(self._latest, FailedPreconditionError):
+            raise self._latest
         return self._latest
 
-    def _set(self, output: RequestOutput) -> None:
+    def _set(self, output: RequestOutput | FailedPreconditionError) -> None:
         self._latest = output
         self._ready.set()
 
 
 class _EngineWorker:
-    """Runs the loop while there are requests. Only its thread touches the loop; others leave commands."""
+    """Runs the loop while there are requests. Only its thread touches the loop; others leave commands.
+
+    When the thread ends, by `close` or by an error of the engine, all that wait get the reason, as later calls do.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._ended = False
         self._failure: BaseException | None = None
         self._publish: dict[int, Publish] = {}
         self._thread = threading.Thread(target=self._run, name="kvservice-engine", daemon=True)
@@ -138,22 +147,34 @@ class _EngineWorker:
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._changed:
-            if self._closing:
-                raise FailedPreconditionError("the engine is closed")
+            if self._closing or self._ended:
+                raise self._refusal()
             self._commands.append(command)
             self._changed.notify()
 
     def _run(self) -> None:
-        while self._wait():
-            while self._commands:
-                self._commands.popleft()()
-            if self._core.loop.live:
-                self._step()
-        for request in list(self._core.loop.live.values()):
-            request.end("abort", FailedPreconditionError("the engine is closed"))
-            self._show(request)
+        try:
+            while self._wait():
+                while self._commands:
+                    self._commands.popleft()()
+                if self._core.loop.live:
+                    self._step()
+        except BaseException as error:  # a bug: the last resort is that nobody waits for ever
+            _logger.exception("the engine has ended")
+            self._failure = error
+        with self._changed:
+            self._ended = True
+        for publish in self._publish.values():
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                publish(self._refusal())
         for command in self._commands:
             command()
+
+    def _refusal(self) -> FailedPreconditionError:
+        """Return why there are no new requests."""
+        if self._failure is None:
+            return FailedPreconditionError("the engine is closed")
+        return FailedPreconditionError(f"the engine has failed: {self._failure!r}")
 
     def _wait(self) -> bool:
         """Wait until there is something to do. Returns whether the engine goes on."""
@@ -167,6 +188,9 @@ class _EngineWorker:
             changed = self._core.loop.step()
         except BaseException as error:  # it has ended all requests, and their generators raise it; the thread goes on
             changed = running
+            for request in running:
+                if not request.finished:
+                    request.end("error", failure("a step of the engine", error))
             if not self._core.host.usable:
                 self._failure = error
         for request in changed:
@@ -187,10 +211,8 @@ class _EngineWorker:
         if not added.set_running_or_notify_cancel():
             return
         try:
-            if self._closing:
-                raise FailedPreconditionError("the engine is closed")
-            if self._failure is not None:
-                raise FailedPreconditionError(f"the engine has failed: {self._failure}")
+            if self._closing or self._failure is not None:
+                raise self._refusal()
             (request,) = self._core.new_requests([prompt], [params])
             ended = self._core.loop.add([request])
         except Exception as error:  # the caller gets any error from the future
@@ -206,4 +228,5 @@ class _EngineWorker:
 
     def _abort(self, request: EngineRequest) -> None:
         self._publish.pop(request.request_id, None)
-        self._core.loop.abort(request)
+        if not self._ended:
+            self._core.loop.abort(request)

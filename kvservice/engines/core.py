@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,8 @@ from kvservice.engines.requests import EngineRequest, Prompt
 from kvservice.engines.speculation import SpeculationMethod
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers.keys import identify
+
+_logger: Final = logging.getLogger(__name__)
 
 
 class EngineArguments(TypedDict, total=False):
@@ -108,6 +111,12 @@ class EngineCore:
             lookahead = int(host_options.scheduler.get("lookahead", 0))
             longest = self.host.session.info.max_sequence_tokens - lookahead
             self.limits = ModelLimits.of(model, longest)
+            if self.limits.no_eos_ids:
+                _logger.warning(
+                    "the end of sequence %s of the model's files is ignored: the model chooses tokens from 0 to %d",
+                    sorted(self.limits.no_eos_ids),
+                    self.limits.num_scores - 1,
+                )
             speculator = None
             if options.speculation is not None:
                 speculator = stack.enter_context(options.speculation.speculator(model))
@@ -158,7 +167,7 @@ class EngineCore:
         return first
 
     def _request(self, prompt: Prompt) -> EngineRequest:
-        return EngineRequest.of(prompt, self.limits.eos_ids, self.tokenizer)
+        return EngineRequest.of(prompt, self.limits.eos_ids, self.tokenizer, self.limits.unusable_ids)
 
     def _close_host(self) -> None:
         self.host.close(detach=self._journal is not None and bool(self._journal.unfetched))

@@ -20,7 +20,7 @@ from kvservice.engines.host import EngineHost
 from kvservice.engines.loop import EngineLoop
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import EngineRequest, Prompt, abort, aborted_ids
-from kvservice.engines.samples import Sample
+from kvservice.engines.samples import Sample, error_text, failure
 from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 
 # Parameters whose state the file cannot hold, with their defaults.
@@ -110,7 +110,7 @@ class Journal:
         lines: list[dict[str, Any]] = []
         for request in requests:
             if request.error is not None:
-                lines.append({"failed": request.request_id, "error": str(request.error)})
+                lines.append({"failed": request.request_id, "error": error_text(request.error)})
             for sample in request.samples:
                 if sample.finished and sample.sequence_id not in self._ended:
                     self._ended.add(sample.sequence_id)
@@ -207,13 +207,15 @@ def _restore(request: EngineRequest, past: Past, known: dict[int, RequestInfo]) 
     in_daemon = {one.sequence_id: one.token_ids for info in known.values() for one in info.sequences}
     for sample in request.samples:
         end = past.ends.get(sample.sequence_id)
-        if end is not None:
-            for token in end["tokens"]:
+        tokens = in_daemon.get(sample.sequence_id, ())[sample.prompt_length :] if end is None else end["tokens"]
+        try:
+            for token in tokens:
                 sample.add(token)
+        except Exception as error:  # foreign code
+            request.end("error", failure("the tokenizer", error))
+            break
+        if end is not None:
             sample.finish_reason, sample.stop_reason = end["finish_reason"], end["stop_reason"]
-            continue
-        for token in in_daemon.get(sample.sequence_id, ())[sample.prompt_length :]:
-            sample.add(token)
     if request.request_id in past.errors:
         request.error = InternalError(past.errors[request.request_id])
     request.recorded = request.finished

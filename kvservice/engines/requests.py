@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,7 +14,7 @@ from kvservice.engines.beams import BeamSearch
 from kvservice.engines.host import DAEMON_LOST, WatchedScheduler
 from kvservice.engines.outputs import CompletionOutput, RequestOutput
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.samples import Sample
+from kvservice.engines.samples import Sample, failure
 from kvservice.engines.sampling import own_processors, stream_of
 from kvservice.errors import KVServiceError
 from kvservice.integrations.transformers.keys import ExtraKeys, identify, private_keys, shared_keys
@@ -36,7 +37,8 @@ class EngineRequest:
     """State of a request. Sample i is sequence `request_id` + i in the daemon.
 
     `beams` is the state of its beam search, whose running beams are the samples. `grouped` says that the scheduler
-    knows all samples as one request; after the daemon lost its state, each sample is a request of its own.
+    knows all samples as one request; after the daemon lost its state, each sample is a request of its own. `found` are
+    the outputs of a beam search that is over.
     """
 
     prompt: Prompt
@@ -47,9 +49,17 @@ class EngineRequest:
     error: Exception | None = None
     num_proposed: int = 0
     num_accepted: int = 0
+    found: list[CompletionOutput] = field(default_factory=list)
 
     @classmethod
-    def of(cls, prompt: Prompt, eos_ids: Collection[int], tokenizer: PreTrainedTokenizerBase | None) -> EngineRequest:
+    def of(
+        cls,
+        prompt: Prompt,
+        eos_ids: Collection[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+        unusable_ids: frozenset[int] = frozenset(),
+    ) -> EngineRequest:
+        """Raises InvalidArgumentError if its logits processors cannot be copied."""
         params = prompt.params
         samples = [
             Sample(
@@ -62,6 +72,7 @@ class EngineRequest:
                 stream_of(prompt.seed, index),
                 tokenizer,
                 own_processors(params.logits_processors),
+                unusable_ids,
             )
             for index in range(params.width)
         ]
@@ -76,8 +87,6 @@ class EngineRequest:
     @property
     def finished(self) -> bool:
         if self.error is not None:
-            return True
-        if self.beams is not None and self.beams.over:
             return True
         return all(sample.finished for sample in self.samples)
 
@@ -97,10 +106,21 @@ class EngineRequest:
         )
 
     def end(self, reason: str, error: Exception | None = None) -> None:
-        """End the samples that still run."""
-        self.error = error
+        """End the samples that still run. It raises nothing: a tokenizer that fails on the last text of a sample is the
+        request's error, unless it has one."""
+        self.error = self.error or error
         for sample in self.samples:
-            sample.abort(reason)
+            try:
+                sample.abort(reason, flush=self.beams is None)
+            except BaseException as flushing:
+                self.error = self.error or failure("the tokenizer", flushing)
+
+    def end_beams(self) -> None:
+        """End a beam search that is over, and make the outputs of its best beams. Raises errors of the tokenizer."""
+        assert self.beams is not None, "only a request with beams ends them"
+        best = self.beams.complete[: self.prompt.params.n]
+        self.found = [self._beam_output(at, beam.token_ids, beam.logprob) for at, beam in enumerate(best)]
+        self.end("stop")
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -115,22 +135,15 @@ class EngineRequest:
         )
 
     def _outputs(self) -> list[CompletionOutput]:
-        if self.beams is not None:
-            return self._beam_outputs(self.beams)
+        if self.beams is not None:  # there are no tokens while the search goes on
+            reason = self.samples[0].finish_reason
+            return self.found or [
+                CompletionOutput(at, "", (), finish_reason=reason) for at in range(self.prompt.params.n)
+            ]
         outputs = [sample.output() for sample in self.samples]
         if len(outputs) > self.prompt.params.n:
-            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            outputs.sort(key=_likelihood, reverse=True)
         return outputs[: self.prompt.params.n]
-
-    def _beam_outputs(self, beams: BeamSearch) -> list[CompletionOutput]:
-        """Return the complete beams, best first. There are none while the search goes on."""
-        if not beams.over:
-            reason = self.samples[0].finish_reason
-            return [CompletionOutput(at, "", (), finish_reason=reason) for at in range(self.prompt.params.n)]
-        return [
-            self._beam_output(at, beam.token_ids, beam.logprob)
-            for at, beam in enumerate(beams.complete[: self.prompt.params.n])
-        ]
 
     def _beam_output(self, index: int, token_ids: tuple[int, ...], logprob: float) -> CompletionOutput:
         sample = self.samples[0].restarted(index)
@@ -138,6 +151,12 @@ class EngineRequest:
             sample.add(token_id)
         output = sample.output()
         return CompletionOutput(index, output.text, token_ids, logprob, None, output.finish_reason, output.stop_reason)
+
+
+def _likelihood(output: CompletionOutput) -> float:
+    """Return the key by which the best of several samples are found. No number is the least likely."""
+    logprob = output.cumulative_logprob
+    return -math.inf if logprob is None or math.isnan(logprob) else logprob
 
 
 def scheduled(model: PreTrainedModel, requests: Sequence[EngineRequest]) -> list[ScheduledRequest]:

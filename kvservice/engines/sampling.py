@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
 from kvservice.engines.outputs import TokenLogprob
-from kvservice.engines.samples import Row, Sample
-from kvservice.errors import InternalError
+from kvservice.engines.samples import Row, Sample, failure
+from kvservice.errors import InternalError, InvalidArgumentError
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -36,6 +36,19 @@ _OF_SCORES_ONLY: Final = tuple(
     )
     if hasattr(transformers, name)
 )
+
+
+# Attributes with token ids, by the class of the library that has them.
+_TOKENS_OF: Final = {
+    "ForcedBOSTokenLogitsProcessor": "bos_token_id",
+    "ForcedEOSTokenLogitsProcessor": "eos_token_id",
+    "MinLengthLogitsProcessor": "eos_token_id",
+    "MinNewTokensLengthLogitsProcessor": "eos_token_id",
+    "NoBadWordsLogitsProcessor": "bad_word_ids",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+}
 
 
 @dataclass
@@ -78,9 +91,12 @@ def _sample_rows(choice: Choice, scores: torch.Tensor, rows: Sequence[Row]) -> N
 
 
 def _sample(scores: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """Sample by inversion: the first token at which the cumulative probability exceeds a number from [0, 1)."""
+    """Sample by inversion: the first token at which the cumulative probability exceeds a number from [0, 1).
+
+    The highest score becomes 0 before the temperature, so that no finite score overflows upwards.
+    """
     params = [sample.params for sample, _ in rows]
-    scores = scores / _column([one.temperature for one in params], scores)
+    scores = (scores - scores.max(-1, keepdim=True).values) / _column([one.temperature for one in params], scores)
     narrowed = [row for row, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p > 0]
     if narrowed:
         scores[narrowed] = _narrow(scores[narrowed], [rows[row] for row in narrowed])
@@ -172,7 +188,10 @@ def change_logits(logits: torch.Tensor, rows: Sequence[Row], errors: dict[int, E
         return logits
     logits = logits.clone()
     for row in changed:
-        _change_row(logits[row], *rows[row])
+        try:
+            _change_row(logits[row], *rows[row])
+        except Exception as error:  # the other rows are not changed by this one
+            errors[row] = failure("the sampling parameters", error)
     _process(logits, [row for row in changed if rows[row].sample.processors], rows, errors)
     return logits
 
@@ -203,7 +222,8 @@ def _index(tokens: object, like: torch.Tensor) -> torch.Tensor:
 
 
 def _process(logits: torch.Tensor, rows_with: list[int], rows: Sequence[Row], errors: dict[int, Exception]) -> None:
-    """Run the processors of the rows, in place. Rows at the same processor of scores only are one call."""
+    """Run the processors of the rows, in place. Rows at the same processor of scores only are one call, and each row is
+    one of its own if that fails."""
     num_left = dict.fromkeys(rows_with, 0)
     while True:
         pending = [row for row, at in num_left.items() if row not in errors and at < len(rows[row].sample.processors)]
@@ -212,13 +232,17 @@ def _process(logits: torch.Tensor, rows_with: list[int], rows: Sequence[Row], er
         for processor, group in _groups(pending, num_left, rows):
             for row in group:
                 num_left[row] += 1
-            tokens = None if len(group) > 1 else [*rows[group[0]].sample.token_ids, *rows[group[0]].following]
-            try:
-                logits[group] = _call(processor, tokens, logits[group])
-            except Exception as error:  # foreign code: its failure is the request's, not the batch's
-                errors.update(dict.fromkeys(group, error))
-            except SystemExit as error:
-                errors.update(dict.fromkeys(group, InternalError(f"{type(processor).__name__} raised {error!r}")))
+            if len(group) > 1:
+                try:
+                    logits[group] = _call(processor, None, logits[group])
+                    continue
+                except Exception:  # found below, with its row
+                    pass
+            for row in group:
+                try:
+                    logits[[row]] = _call(processor, [*rows[row].sample.token_ids, *rows[row].following], logits[[row]])
+                except BaseException as error:  # foreign code: its failure is the request's, not the batch's
+                    errors[row] = failure(f"the logits processor {type(processor).__name__}", error)
 
 
 def _groups(pending: list[int], at: dict[int, int], rows: Sequence[Row]) -> list[tuple[LogitsProcessor, list[int]]]:
@@ -245,11 +269,38 @@ def is_shared(processor: LogitsProcessor) -> bool:
     return type(processor) in _OF_SCORES_ONLY
 
 
+def tokens_of_processors(processors: Sequence[LogitsProcessor]) -> list[int]:
+    """Return the token ids that the library's own processors name, such as forced or suppressed tokens. Others, and
+    classes that are derived from the library's, raise in their request if they meet a token that does not exist."""
+    named: list[int] = []
+    for processor in processors:
+        if type(processor).__module__ == LogitsProcessor.__module__:
+            named += _flat(getattr(processor, _TOKENS_OF.get(type(processor).__name__, ""), ()))
+    return named
+
+
+def _flat(values: Any) -> Iterator[int]:
+    """Yield the token ids of an id, a tensor, a sequence of these, or the keys of a mapping."""
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if isinstance(values, int | np.integer):
+        yield int(values)
+    else:
+        for value in values:
+            yield from _flat(value)
+
+
 def may_speculate(sample: Sample) -> bool:
     """Return whether one step can verify several tokens, which processors with a state of their own prevent."""
     return all(map(is_shared, sample.processors))
 
 
 def own_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
-    """Return the processors of one sample. Processors that may have state are copied."""
-    return tuple(one if is_shared(one) else copy.deepcopy(one) for one in processors)
+    """Return the processors of one sample. Processors that may have state are copied.
+
+    Raises InvalidArgumentError if one cannot be copied.
+    """
+    try:
+        return tuple(one if is_shared(one) else copy.deepcopy(one) for one in processors)
+    except Exception as error:  # foreign code
+        raise InvalidArgumentError(f"cannot be copied: {error!r}", field="logits_processors") from error
