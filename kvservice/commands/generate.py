@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvservice import plain_json
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.extras import needs
 from kvservice.commands.prompt_lines import PromptLine, check_lines, read_lines
@@ -178,7 +178,7 @@ def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) ->
 
     for number, output in enumerate(outputs, 1):
         if as_json:
-            click.echo(json.dumps(_to_json(output)))
+            click.echo(plain_json.dumps(_to_json(output)))
             continue
         click.echo(f"[{number}] {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
         for one in output.outputs:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvservice import plain_json
 from kvservice.client import RequestInfo
 from kvservice.engines.host import EngineHost
 from kvservice.engines.loop import EngineLoop
@@ -152,7 +154,7 @@ class Journal:
     def _write(self, *lines: dict[str, Any], replace: bool = False) -> None:
         """Append whole lines, or start the file anew with them. Raises FailedPreconditionError if that fails."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+        text = "".join(plain_json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         path = self._path.with_name(self._path.name + ".new") if replace else self._path
         with self._accessing():
             descriptor = os.open(path, flags | (os.O_TRUNC if replace else 0), 0o600)
@@ -236,7 +238,9 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
 
 
 def _prompt_from_json(values: dict[str, Any]) -> Prompt:
+    """A bias of -inf, the only one that is not finite, is null in JSON."""
     params = dict(values["params"])
     if params["logit_bias"]:
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        biases = params["logit_bias"].items()
+        params["logit_bias"] = {int(token): -math.inf if bias is None else bias for token, bias in biases}
     return Prompt(**values | {"token_ids": tuple(values["token_ids"]), "params": SamplingParams.of(params)})

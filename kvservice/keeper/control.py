@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvservice import plain_json
 from kvservice.keeper.upgrade import Report
 
 MAX_REQUEST_BYTES = 1024
@@ -94,7 +95,7 @@ class ControlSocket:
         if connection not in self._connections:
             return
         try:
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+            connection.sendall(plain_json.dumps(answer).encode() + b"\n")
         except OSError:
             self._drop(connection)
             return
@@ -115,7 +116,7 @@ def ask(path: str, command: str, timeout_s: float) -> Iterator[dict[str, Any]]:
         connection.settimeout(timeout_s)
         try:
             connection.connect(path)
-            connection.sendall(json.dumps({"command": command}).encode())
+            connection.sendall(plain_json.dumps({"command": command}).encode())
             lines = connection.makefile("rb")
             while line := lines.readline(MAX_ANSWER_BYTES):
                 answer = json.loads(line)

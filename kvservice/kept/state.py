@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
+from kvservice import plain_json
 from kvservice.kept.arrays import KeptArrays
 from kvservice.kept.errors import KeptStateError
 from kvservice.kept.files import KeptFiles
@@ -48,7 +49,7 @@ class Facts(MutableMapping[str, Any]):
         return len(self._values)
 
     def _replace(self, values: dict[str, Any]) -> None:
-        self._section[0] = json.dumps(values).encode()
+        self._section[0] = plain_json.dumps(values).encode()
         self._values = values
 
 
@@ -201,7 +202,7 @@ class KeptState:
 
     def _record_files(self) -> None:
         arrays = {_SHARED: self.arrays.shared.manifest, _PRIVATE: self.arrays.private.manifest}
-        self.table.section(Section.FILES)[0] = json.dumps({"sizes": self._sizes, **arrays}).encode()
+        self.table.section(Section.FILES)[0] = plain_json.dumps({"sizes": self._sizes, **arrays}).encode()
 
 
 def _names(files: KeptFiles) -> list[str]:

@@ -8,7 +8,6 @@ computation in its own process; see kvservice.observer.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 
+from kvservice import plain_json
 from kvservice.errors import ObserverUnavailableError
 from kvservice.kept.report import RestartReport
 from kvservice.telemetry.arrays import SharedArrays
@@ -128,7 +128,7 @@ class Observing:
         """Configure the observer, and answer its requests until it ends."""
         answering = asyncio.ensure_future(answer_all(reader, writer, self._answer))
         try:
-            await asker.ask(CONFIGURE + json.dumps(self._configuration).encode())
+            await asker.ask(CONFIGURE + plain_json.dumps(self._configuration).encode())
             self._ready.set()
             self._answer_s = ANSWER_S
             await answering

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from kvservice import plain_json
 from kvservice.auth import Identity
 from kvservice.blocks import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
@@ -49,7 +50,7 @@ class SessionRecord:
 
     def to_bytes(self) -> bytes:
         values = asdict(self) | {"token": self.token.hex(), "credential": self.credential.hex()}
-        return json.dumps(values).encode()
+        return plain_json.dumps(values).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> SessionRecord:

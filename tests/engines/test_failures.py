@@ -139,7 +139,7 @@ def test_what_cannot_be_begun_is_refused_with_its_name(model, tokenizer, small_d
         ForcedEOSTokenLogitsProcessor(3000, 600),
         MinLengthLogitsProcessor(2, -1),
         NoBadWordsLogitsProcessor([[3, 600]]),
-        SequenceBiasLogitsProcessor({(600,): 1.0}),
+        SequenceBiasLogitsProcessor([[[600], 1.0]]),
     ]
     rows: list[tuple[str, list[Any], str, str]] = [
         ("broken", [], "prompts[1]", "the tokenizer cannot encode it: KeyError"),
@@ -193,7 +193,7 @@ def test_scores_are_right_or_an_error(small_daemon) -> None:
         ({"temperature": 0}, [shared], 9),
         ({"temperature": 0}, [Setting(nan, 0.0), shared], None),
     ]
-    params = [SamplingParams(max_tokens=3, logits_processors=some, **one) for one, some, _ in rows]  # type: ignore[arg-type]
+    params = [SamplingParams(max_tokens=3, logits_processors=some, **one) for one, some, _ in rows]
     with LLM(table_model(table, eos_token_id=None), address=small_daemon.address) as llm:
         outputs = llm.generate([[3, 4]] * len(rows), params)
     with each_row() as row:
@@ -213,7 +213,7 @@ def test_an_end_of_sequence_that_no_token_has_is_ignored_with_a_warning(small_da
     table[:, VOCABULARY - 1] = 5.0
     for eos, ignored in ((600, "[600]"), ([1, 600], "[600]"), (-1, "[-1]")):
         model = table_model(table)
-        model.generation_config.eos_token_id = eos  # type: ignore[assignment]  # a list is one of its types
+        model.generation_config.eos_token_id = eos
         caplog.clear()
         with LLM(model, address=small_daemon.address) as llm:
             params = [SamplingParams(temperature=0, max_tokens=3, min_tokens=least) for least in (2, 0)]
