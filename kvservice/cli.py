@@ -19,7 +19,7 @@ import click
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from kvservice import __version__
+from kvservice import __version__, plain_json
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
@@ -182,7 +182,7 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(plain_json.dumps(result.to_json()))
     if result.problems:
         raise click.ClickException("; ".join(result.problems))
 
@@ -256,7 +256,7 @@ def _report(
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
-        click.echo(json.dumps(results))
+        click.echo(plain_json.dumps(results))
         return
     from rich.console import Console
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
+from kvservice import plain_json
+
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Limit on log lines of one kind that unauthenticated clients can cause, so that they cannot fill the disk.
 _LINES_PER_WINDOW = 20
@@ -42,6 +44,7 @@ def _json() -> logging.Formatter:
         ("levelname", "name", "message"),
         rename_fields=_NAMES,
         timestamp="time",
+        json_serializer=plain_json.dumps,
         # color_message is the HTTP server's copy of the message with terminal colours.
         reserved_attrs=[*RESERVED_ATTRS, "color_message"],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvservice
+from kvservice import plain_json
 from kvservice.environment import GRPC_ENVIRONMENT
 
 PACKAGE = Path(kvservice.__file__).parent
@@ -24,6 +26,8 @@ TESTS = sorted(TESTS_ROOT.rglob("*.py"))
 # Of all tests together: modules that they import by path, and private names that they use.
 MAX_INSIDES, MAX_PRIVATE_NAMES = 95, 80
 
+# Every package may import this in place of Python's own `json`, for writing.
+EVERYWHERE = {"plain_json"}
 # A package may import itself and these packages of kvservice. All packages must be listed here.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -32,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     # Processes and folders that end with this process. The guard runs alone.
     "owned": {"owned_guard"},
     "owned_guard": set(),
+    "plain_json": set(),
     "auth": {"errors"},
     # What daemon and routers compute alike.
     "chain_hash": set(),
@@ -270,7 +275,7 @@ def imported_rooms(path: Path) -> set[str]:
 
 def test_imports_point_one_way() -> None:
     """A new package says in ROOMS what it may import."""
-    forbidden = {name_of(path): imported_rooms(path) - ROOMS.get(room(path), set()) for path in SOURCES}
+    forbidden = {name_of(path): imported_rooms(path) - ROOMS.get(room(path), set()) - EVERYWHERE for path in SOURCES}
     assert {path: rooms for path, rooms in forbidden.items() if rooms} == {}
     assert {room(path) for path in SOURCES} - ROOMS.keys() == set()
 
@@ -468,6 +473,34 @@ def test_what_needs_no_torch_does_not_import_it() -> None:
 def test_the_command_line_sets_the_environment_before_grpc() -> None:
     code = "import sys, kvservice.cli; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
+
+
+# It writes no JSON for a reader: infinities in it tell configurations apart.
+KEYS_OF_MODELS = PACKAGE / "integrations" / "transformers" / "keys.py"
+
+
+def json_writers(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines with a function of the library that writes JSON."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json":
+            if node.attr in {"dump", "dumps", "JSONEncoder"}:
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "json":
+            yield from (node.lineno for name in node.names if name.name in {"dump", "dumps", "JSONEncoder", "*"})
+
+
+def test_json_is_written_by_one_function() -> None:
+    """It writes no NaN and no infinity, which no reader of JSON must accept."""
+    assert set(json_writers(ast.parse("import json\njson.dumps(1)\nfrom json import dump\n"))) == {2, 3}
+    exempt = {PACKAGE / "plain_json.py", KEYS_OF_MODELS}
+    found = [(path, line) for path in SOURCES if path not in exempt for line in json_writers(tree_of(path))]
+    assert not found
+
+
+def test_json_has_only_numbers_that_are_finite() -> None:
+    numbers = [1.5, math.nan, -math.inf, {"le": {math.inf: (math.inf, 2)}}]
+    assert plain_json.dumps(numbers, separators=(",", ":")) == '[1.5,null,null,{"le":{"inf":[null,2]}}]'
+    assert plain_json.dumps({"b": 1, "a": [True, None]}, sort_keys=True) == '{"a": [true, null], "b": 1}'
 
 
 def test_a_daemon_that_restarts_imports_nothing_that_only_other_commands_need() -> None:

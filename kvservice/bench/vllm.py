@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvservice import plain_json
 from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
 from kvservice.bench.vllm_workloads import WORKLOADS, Output, RequestBatch, Sizes
@@ -366,7 +367,7 @@ def save_model(directory: Path, config: dict[str, Any], random: bool) -> Path:
     that wrong K/V change the output. Without them vLLM fills the memory of the weights."""
     directory.mkdir()
     dtype = "bfloat16" if config["hidden_size"] > 1024 else "float32"
-    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
+    (directory / "config.json").write_text(plain_json.dumps(config | {"torch_dtype": dtype}))
     if random:
         import torch
         from safetensors.torch import save_file
@@ -407,7 +408,7 @@ class EngineProcess:
         self._name, self._log = name, log
         with log.open("wb") as errors:
             self._process = OwnedProcess(
-                [sys.executable, "-P", "-m", "kvservice.bench.vllm_engine", json.dumps(setup)],
+                [sys.executable, "-P", "-m", "kvservice.bench.vllm_engine", plain_json.dumps(setup)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -421,7 +422,7 @@ class EngineProcess:
         """Run a workload. Returns the values of its turn, and the number of `preemptions`."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"workload": workload, "number": number}).encode() + b"\n")
+            self._process.stdin.write(plain_json.dumps({"workload": workload, "number": number}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("It has ended") from None

@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from kvservice import plain_json
 from kvservice.bench.vllm_workloads import WORKLOADS, Output, Sizes, prompt_of, serve
 
 # A connector may save during later steps than the one that computed the blocks: small requests after pauses.
@@ -76,7 +77,7 @@ def answer_turns(engine: VLLMEngine, sizes: Sizes, commands: TextIO, answers: Te
         before = engine.num_preemptions()
         turn = WORKLOADS[command["workload"]](engine, sizes, command["number"])
         counts = {"preemptions": engine.num_preemptions() - before}
-        print(json.dumps(turn.as_values() | counts), file=answers, flush=True)
+        print(plain_json.dumps(turn.as_values() | counts), file=answers, flush=True)
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
     engine.settle()
     cache = engine.config.cache_config
     told = {"vllm": vllm.__version__, "pool_tokens": cache.num_gpu_blocks * cache.block_size}
-    print(json.dumps(told | {"block_size": cache.block_size}), file=answers, flush=True)
+    print(plain_json.dumps(told | {"block_size": cache.block_size}), file=answers, flush=True)
     answer_turns(engine, Sizes.of(setup["sizes"]), sys.stdin, answers)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvservice import plain_json
 from kvservice.blocks.plans import Int64Array
 
 _BLOCK_AND_SIZE: Final = struct.Struct("<qI")
@@ -76,7 +77,7 @@ def unpack_ids(data: bytes) -> set[int]:
 
 def pack_steps(steps: list[dict[str, Any]]) -> bytes:
     """Encode steps as values of JSON by name."""
-    return json.dumps(steps).encode()
+    return plain_json.dumps(steps).encode()
 
 
 def unpack_steps(data: bytes) -> list[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import cast
 
 import grpc
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
+from kvservice import plain_json
 from kvservice.client.messages import traceparent
 from kvservice.errors import (
     CallTimeoutError,
@@ -56,7 +56,7 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.initial_reconnect_backoff_ms", 20),
     # In gRPC this is also the timeout of a connection attempt, not only a pause between attempts.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.service_config", json.dumps({"methodConfig": [_RETRIES]})),
+    ("grpc.service_config", plain_json.dumps({"methodConfig": [_RETRIES]})),
 ]
 
 # Longest pause in ms between gRPC's attempts to connect, which go on without calls. It is short, so that a daemon that

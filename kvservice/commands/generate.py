@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvservice import plain_json
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.extras import needs
 from kvservice.commands.prompt_lines import PromptLine, check_lines, read_lines
@@ -170,22 +170,24 @@ def _view() -> AbstractContextManager[Any]:
 
     from rich.console import Console
 
-    from kvservice.engines.live import live_queues
+    from kvservice.engines.progress import live_queues
 
     console = Console(stderr=True)
     return live_queues(console) if console.is_terminal else nullcontext(False)
 
 
 def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) -> None:
+    from kvservice.engines.samples import error_text
+
     for number, output in enumerate(outputs, 1):
         if as_json:
-            click.echo(json.dumps(_to_json(output)))
+            click.echo(plain_json.dumps(_to_json(output)))
             continue
         click.echo(f"[{number}] {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
         for one in output.outputs:
             click.echo(f"    -> {one.text or list(one.token_ids)}  ({one.finish_reason})")
         if output.error is not None:
-            click.echo(f"    failed: {output.error}")
+            click.echo(f"    failed: {error_text(output.error)}")
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     line = f"{len(outputs)} requests, {tokens} tokens in {elapsed_s:.1f} s"
     proposed = sum(output.num_proposed_tokens for output in outputs)
@@ -196,6 +198,8 @@ def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) ->
 
 
 def _to_json(output: RequestOutput) -> dict[str, Any]:
-    values = asdict(output)
-    values["error"] = None if output.error is None else str(output.error)
+    from kvservice.engines.samples import error_text
+
+    values = asdict(replace(output, error=None))  # an exception need not be one that can be copied
+    values["error"] = None if output.error is None else error_text(output.error)
     return values

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvservice import plain_json
 from kvservice.errors import InvalidArgumentError
 
 
@@ -76,7 +76,7 @@ def plan(trace: str | None, trace_block_size: int, as_json: bool, **given: Any) 
     except InvalidArgumentError as error:
         raise click.BadParameter(error.message, param_hint=f"--{error.field.replace('_', '-')}") from None
     if as_json:
-        click.echo(json.dumps(to_json(made)))
+        click.echo(plain_json.dumps(to_json(made)))
         return
     from rich.console import Console
 

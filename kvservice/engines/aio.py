@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvservice.engines.core import EngineCore
-from kvservice.engines.options import EngineArguments, EngineOptions
+from kvservice.engines.core import EngineArguments, EngineCore, EngineOptions
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import ChatArguments, PromptLike, Verbatim, conversations_of, params_of_each
-from kvservice.engines.worker import EngineWorker
-from kvservice.errors import InvalidArgumentError
+from kvservice.engines.requests import EngineRequest
+from kvservice.engines.samples import failure
+from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
+
+_logger: Final = logging.getLogger(__name__)
+# Gets the outputs of a request, or the error that ended the engine.
+Publish = Callable[[RequestOutput | FailedPreconditionError], None]
 
 
 class AsyncLLM:
@@ -36,7 +45,7 @@ class AsyncLLM:
         if options.journal is not None:
             raise InvalidArgumentError("is not supported by AsyncLLM", field="journal")
         self.core = EngineCore(model, tokenizer, options)
-        self._worker = EngineWorker(self.core)
+        self._worker = _EngineWorker(self.core)
 
     async def generate(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -96,9 +105,9 @@ class _OutputStream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._ready = asyncio.Event()
-        self._latest: RequestOutput | None = None
+        self._latest: RequestOutput | FailedPreconditionError | None = None
 
-    def publish(self, output: RequestOutput) -> None:
+    def publish(self, output: RequestOutput | FailedPreconditionError) -> None:
         """Replace the latest output. The engine's thread calls it. Raises RuntimeError if the event loop is closed."""
         self._loop.call_soon_threadsafe(self._set, output)
 
@@ -106,8 +115,135 @@ class _OutputStream:
         await self._ready.wait()
         self._ready.clear()
         assert self._latest is not None, "an output sets the event"
+        if isinstance(self._latest, FailedPreconditionError):
+            raise self._latest
         return self._latest
 
-    def _set(self, output: RequestOutput) -> None:
+    def _set(self, output: RequestOutput | FailedPreconditionError) -> None:
         self._latest = output
         self._ready.set()
+
+
+class _EngineWorker:
+    """Runs the loop while there are requests. Only its thread touches the loop; others leave commands.
+
+    When the thread ends, by `close` or by an error of the engine, all that wait get the reason, as later calls do.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._ended = False
+        self._failure: BaseException | None = None
+        self._publish: dict[int, Publish] = {}
+        self._thread = threading.Thread(target=self._run, name="kvservice-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, prompt: PromptLike, params: SamplingParams, publish: Publish) -> Future[EngineRequest]:
+        """Check and queue a request. `publish` gets its outputs in the worker's thread."""
+        added: Future[EngineRequest] = Future()
+        self._command(lambda: self._add(prompt, params, publish, added))
+        return added
+
+    def abort_added(self, added: Future[EngineRequest]) -> None:
+        """End the request of an `add` that is done, if it was queued. It does not end twice."""
+        if not added.cancelled() and added.exception() is None:
+            with contextlib.suppress(FailedPreconditionError):  # the engine is closed, and ends it
+                self._command(lambda: self._abort(added.result()))
+
+    def close(self) -> None:
+        """End all requests and close the engine, unless this process is a fork of the engine's."""
+        if not self._core.is_owned:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._core.close()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closing or self._ended:
+                raise self._refusal()
+            self._commands.append(command)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                while self._commands:
+                    self._commands.popleft()()
+                if self._core.loop.live:
+                    self._step()
+        except BaseException as error:  # a bug: the last resort is that nobody waits for ever
+            _logger.exception("the engine has ended")
+            self._failure = error
+        with self._changed:
+            self._ended = True
+        for publish in self._publish.values():
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                publish(self._refusal())
+        for command in self._commands:
+            command()
+
+    def _refusal(self) -> FailedPreconditionError:
+        """Return why there are no new requests."""
+        if self._failure is None:
+            return FailedPreconditionError("the engine is closed")
+        return FailedPreconditionError(f"the engine has failed: {self._failure!r}")
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do. Returns whether the engine goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._commands or self._core.loop.live)
+            return not self._closing
+
+    def _step(self) -> None:
+        running = list(self._core.loop.live.values())
+        try:
+            changed = self._core.loop.step()
+        except BaseException as error:  # it has ended all requests, and their generators raise it; the thread goes on
+            changed = running
+            for request in running:
+                if not request.finished:
+                    request.end("error", failure("a step of the engine", error))
+            if not self._core.host.usable:
+                self._failure = error
+        for request in changed:
+            self._show(request)
+
+    def _show(self, request: EngineRequest) -> None:
+        publish = self._publish.get(request.request_id)
+        if publish is None:
+            return
+        if request.finished:
+            del self._publish[request.request_id]
+        try:
+            publish(request.output())
+        except RuntimeError:  # its event loop is closed
+            self._core.loop.abort(request)
+
+    def _add(self, prompt: PromptLike, params: SamplingParams, publish: Publish, added: Future[EngineRequest]) -> None:
+        if not added.set_running_or_notify_cancel():
+            return
+        try:
+            if self._closing or self._failure is not None:
+                raise self._refusal()
+            (request,) = self._core.new_requests([prompt], [params])
+            ended = self._core.loop.add([request])
+        except Exception as error:  # the caller gets any error from the future
+            added.set_exception(error)
+            return
+        except BaseException as error:  # such as SystemExit of a copied logits processor
+            added.set_exception(InternalError(f"the request was ended by {error!r}"))
+            return
+        self._publish[request.request_id] = publish
+        added.set_result(request)
+        for one in ended:
+            self._show(one)
+
+    def _abort(self, request: EngineRequest) -> None:
+        self._publish.pop(request.request_id, None)
+        if not self._ended:
+            self._core.loop.abort(request)

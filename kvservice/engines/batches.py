@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from kvservice.client import BatchReport, EngineBatch, Step
-from kvservice.engines.logits import change_logits
 from kvservice.engines.requests import EngineRequest
-from kvservice.engines.samples import Row, Sample
-from kvservice.engines.sampling import Choice, choose
+from kvservice.engines.samples import Row, Sample, failure
+from kvservice.engines.sampling import Choice, change_logits, choose
+from kvservice.errors import InvalidArgumentError
 
 # The live samples and their requests, by sequence id.
 Samples = Mapping[int, tuple[Sample, EngineRequest]]
@@ -62,8 +62,9 @@ def sample_batch(
 ) -> tuple[BatchReport, list[EngineRequest]]:
     """Choose tokens from logits `[m, vocabulary]`, and give them to their samples.
 
-    Returns the report, without proposals, and the requests that got tokens. A request whose logits processor raises is
-    ended with its error. The token that is reported for an ended sample is 0.
+    Returns the report, without proposals, and the requests that got tokens. Where something that a request brought
+    raises, such as its logits processor or its tokenizer, the request is ended with this error, and no other notices.
+    The token that is reported for an ended sample is 0.
     """
     firsts = dict(zip(inputs.sampled, np.cumsum([0, *inputs.counts]).tolist(), strict=False))
     requests = {samples[one][1].request_id: samples[one][1] for one in inputs.sampled}
@@ -103,7 +104,11 @@ def _accept(sample: Sample, request: EngineRequest, choice: Choice, first: int, 
         if sample.finished:
             break
         taken.append(choice.token_ids[first + at])
-        sample.add(taken[-1], choice.logprobs.get(first + at))
+        try:
+            sample.add(taken[-1], choice.logprobs.get(first + at))
+        except BaseException as error:  # foreign code
+            request.end("error", failure(f"the tokenizer, at token {taken[-1]}", error))
+            break
         if at + 1 == count or proposals[at] != taken[-1]:
             break
     request.num_proposed += count - 1
@@ -121,12 +126,22 @@ def _step_beams(request: EngineRequest, logits: torch.Tensor, rows: Sequence[Row
         request.end("error", next(iter(errors.values())))
     if request.finished:
         return
-    _, parents = beams.step(logprobs)
+    try:
+        tokens, parents = beams.step(logprobs)
+        if beams.over:
+            request.end_beams()
+            return
+    except BaseException as error:  # foreign code, or scores with which no beam can go on
+        request.end("error", failure("the beam search, or the tokenizer at its end", error))
+        return
+    unusable = request.samples[0].unusable_ids.intersection(tokens)
+    if unusable:
+        said = f"{min(unusable)} is padding, which has no position in this model"
+        request.end("error", InvalidArgumentError(said, field="token_ids"))
+        return
     for sample, parent, generated in zip(request.samples, parents, beams.generated, strict=True):
         sample.token_ids[sample.prompt_length :] = generated
         sample.parent = parent
-    if beams.over:
-        request.end("stop")
 
 
 def report_proposals(report: BatchReport, sampled: Sequence[Sample]) -> BatchReport:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+
+from kvservice.errors import InternalError
 
 _IMPOSSIBLE = -1.0e9
 
@@ -43,11 +46,16 @@ class BeamSearch:
         """Continue the running beams, given the log probabilities of their next tokens, float32 `[width, vocabulary]`.
 
         Returns (the tokens, the parents): running beam i continues the former beam parents[i] with tokens[i]. If `over`
-        is then true, the search is over, and they have no meaning.
+        is then true, the search is over, and they have no meaning. A beam that is impossible, with a log probability of
+        -inf, is never complete.
+
+        Raises InternalError if no beam can go on, because the scores are not finite.
         """
         vocabulary, length = logprobs.shape[-1], len(self.generated[0]) + 1
         candidates = max(2, 1 + len(self._ending)) * self.width
         totals = (logprobs.cpu() + self._scores[:, None]).flatten()
+        if totals.isnan().any() or not totals.max().isfinite():
+            raise InternalError("no beam can go on: its scores are not finite")
         totals, flat = totals.topk(min(candidates, len(totals)))
         parents, tokens = flat // vocabulary, flat % vocabulary
         ends = torch.isin(tokens, self._ending) | (length >= self.max_tokens)
@@ -56,6 +64,8 @@ class BeamSearch:
         parent_ids, token_ids = parents[chosen].tolist(), tokens[chosen].tolist()
         self.generated = [[*self.generated[parent], token] for parent, token in zip(parent_ids, token_ids, strict=True)]
         self.over = bool(ends.all()) or not self._can_improve(length)
+        if self.over and not self.complete:
+            raise InternalError("no beam is complete: the scores of all are not finite")
         return token_ids, parent_ids
 
     def _complete(
@@ -65,12 +75,13 @@ class BeamSearch:
         for at in ends[: self.width].nonzero()[:, 0].tolist():
             token_ids = (*self.generated[int(parents[at])], int(tokens[at]))
             logprob = float(totals[at])
-            self.complete.append(Beam(token_ids, logprob, float(totals[at] / length**self.length_penalty)))
+            if logprob > -math.inf:
+                self.complete.append(Beam(token_ids, logprob, logprob / length**self.length_penalty))
         self.complete = sorted(self.complete, key=lambda beam: -beam.score)[: self.width]
 
     def _can_improve(self, length: int) -> bool:
         """Return whether a running beam may still become better than the worst of enough complete ones."""
         if len(self.complete) < self.width:
             return True
-        best_possible = float(self._scores[0] / length**self.length_penalty)
+        best_possible = float(self._scores[0]) / length**self.length_penalty
         return not self.early_stopping and best_possible > self.complete[-1].score

@@ -2,25 +2,86 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Final, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvservice.engines.host import EngineHost, load
+from kvservice.engines.host import EngineHost, HostOptions, load
 from kvservice.engines.journal import Journal
 from kvservice.engines.loop import EngineLoop
-from kvservice.engines.options import EngineOptions
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
 from kvservice.engines.requests import EngineRequest, Prompt
+from kvservice.engines.speculation import SpeculationMethod
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.keys import identify
+
+_logger: Final = logging.getLogger(__name__)
+
+
+class EngineArguments(TypedDict, total=False):
+    """Keyword arguments of both engines.
+
+    Without `address`, a private daemon runs until `close`; `daemon` are its options (fields of ServeConfig), such as
+    num_blocks. `client` are arguments of KVClient, and `scheduler` those of `Session.open_scheduler`. `dtype` is that
+    of a model that is loaded, "auto" by default. `speculation` proposes tokens that are verified together: PromptLookup
+    or DraftModel. `ahead` (true by default) makes the next batch while the model runs, `compiled` compiles the model's
+    layers at the first step. The engine waits `restart_wait_s` seconds (60 by default) for a daemon that is away.
+    """
+
+    dtype: str
+    address: str | None
+    daemon: dict[str, Any]
+    client: dict[str, Any]
+    scheduler: dict[str, Any]
+    speculation: SpeculationMethod | None
+    ahead: bool
+    compiled: bool
+    restart_wait_s: float
+
+
+class LLMArguments(EngineArguments, total=False):
+    """Keyword arguments of LLM: `journal` is a file with which a restarted engine goes on."""
+
+    journal: str | Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The arguments with their defaults."""
+
+    dtype: str = "auto"
+    address: str | None = None
+    daemon: dict[str, Any] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    speculation: SpeculationMethod | None = None
+    ahead: bool = True
+    compiled: bool = False
+    restart_wait_s: float = 60.0
+    journal: str | Path | None = None
+
+    def host_options(self) -> HostOptions:
+        scheduler = dict(self.scheduler)
+        if self.speculation is not None:
+            scheduler.setdefault("lookahead", self.speculation.num_tokens)
+        return HostOptions(
+            self.address,
+            self.daemon,
+            scheduler,
+            self.client,
+            detachable=self.journal is not None,
+            compiled=self.compiled,
+            restart_wait_s=self.restart_wait_s,
+        )
 
 
 class EngineCore:
@@ -54,6 +115,12 @@ class EngineCore:
             lookahead = int(host_options.scheduler.get("lookahead", 0))
             longest = self.host.session.info.max_sequence_tokens - lookahead
             self.limits = ModelLimits.of(model, longest)
+            if self.limits.no_eos_ids:
+                _logger.warning(
+                    "the end of sequence %s of the model's files is ignored: the model chooses tokens from 0 to %d",
+                    sorted(self.limits.no_eos_ids),
+                    self.limits.num_scores - 1,
+                )
             speculator = None
             if options.speculation is not None:
                 speculator = stack.enter_context(options.speculation.speculator(model))
@@ -109,7 +176,7 @@ class EngineCore:
         return first
 
     def _request(self, prompt: Prompt) -> EngineRequest:
-        return EngineRequest.of(prompt, self.limits.eos_ids, self.tokenizer)
+        return EngineRequest.of(prompt, self.limits.eos_ids, self.tokenizer, self.limits.unusable_ids)
 
     def _close_host(self) -> None:
         self.host.close(detach=self._journal is not None and bool(self._journal.unfetched))

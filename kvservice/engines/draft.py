@@ -13,7 +13,7 @@ from kvservice.engines.host import DAEMON_LOST, EngineHost
 from kvservice.engines.prompts import ModelLimits
 from kvservice.engines.samples import Row, Sample
 from kvservice.engines.sampling import choose
-from kvservice.errors import ResourceExhaustedError
+from kvservice.errors import KVServiceError, ResourceExhaustedError
 from kvservice.integrations.transformers import model_keys
 
 
@@ -30,22 +30,31 @@ class Drafter:
 
     def __init__(self, host: EngineHost, num_tokens: int) -> None:
         self._host, self._num_tokens = host, num_tokens
-        longest = ModelLimits.of(host.model, host.session.info.max_sequence_tokens).max_length
+        self._limits = ModelLimits.of(host.model, host.session.info.max_sequence_tokens)
         # The longest sequence for which the draft model has positions.
-        self._longest = longest - num_tokens
+        self._longest = self._limits.max_length - num_tokens
         self._sequences: dict[int, _DraftSequence] = {}
         self._lost = False
 
     def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Return the proposals of each sample; none if the draft model's daemon has no room or is away, and none for a
-        sample that is too long for the draft model."""
+        sample that is too long for the draft model. They end at a token that the draft model cannot compute."""
         proposals: list[list[int]] = [[] for _ in samples]
-        fitting = [at for at, sample in enumerate(samples) if len(sample.token_ids) <= self._longest]
-        chosen, drafted = [samples[at] for at in fitting], [proposals[at] for at in fitting]
+        unusable = self._limits.unusable_ids
+        fitting = [
+            at
+            for at, sample in enumerate(samples)
+            if len(sample.token_ids) <= self._longest and unusable.isdisjoint(sample.token_ids)
+        ]
         try:
             with self._host.noticing_restarts():
-                for _ in range(self._num_tokens if fitting and not self._lost else 0):
-                    for tokens, token in zip(drafted, self._next_tokens(chosen, drafted), strict=True):
+                for _ in range(0 if self._lost else self._num_tokens):
+                    fitting = [at for at in fitting if unusable.isdisjoint(proposals[at])]
+                    if not fitting:
+                        break
+                    drafted = [proposals[at] for at in fitting]
+                    chosen = self._next_tokens([samples[at] for at in fitting], drafted)
+                    for tokens, token in zip(drafted, chosen, strict=True):
                         tokens.append(token)
         except ResourceExhaustedError:
             self._free(list(self._sequences))
@@ -104,11 +113,11 @@ class Drafter:
         return draft
 
     def _free(self, ids: Sequence[int]) -> None:
-        """Free sequences. If the daemon is away, the next proposals wait for it, and begin in a new session."""
+        """Free sequences. If the daemon is away or refuses, the next proposals begin in a new session."""
         sequences = [self._sequences.pop(one).sequence for one in ids]
         try:
             if sequences:
                 with self._host.noticing_restarts():
                     self._host.session.free(sequences)
-        except DAEMON_LOST:
+        except KVServiceError:
             self._lost = True

@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvservice import plain_json
 from kvservice.client import RequestInfo
 from kvservice.engines.host import EngineHost
 from kvservice.engines.loop import EngineLoop
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.requests import EngineRequest, Prompt
-from kvservice.engines.samples import Sample
-from kvservice.engines.submission import abort, aborted_ids
+from kvservice.engines.requests import EngineRequest, Prompt, abort, aborted_ids
+from kvservice.engines.samples import Sample, error_text, failure
 from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 
 # Parameters whose state the file cannot hold, with their defaults.
@@ -111,7 +112,7 @@ class Journal:
         lines: list[dict[str, Any]] = []
         for request in requests:
             if request.error is not None:
-                lines.append({"failed": request.request_id, "error": str(request.error)})
+                lines.append({"failed": request.request_id, "error": error_text(request.error)})
             for sample in request.samples:
                 if sample.finished and sample.sequence_id not in self._ended:
                     self._ended.add(sample.sequence_id)
@@ -140,7 +141,7 @@ class Journal:
             _restore(request, past, known)
         in_daemon = [one for one in requests.values() if any(sample.sequence_id in known for sample in one.samples)]
         if in_daemon:
-            loop.adopt(in_daemon)
+            loop.adopt(in_daemon, known)
         ids = [one for request in in_daemon for one in aborted_ids(request) if request.finished and one in known]
         if ids:
             loop.forget(abort(host.scheduler, ids, host.session.info))
@@ -153,7 +154,7 @@ class Journal:
     def _write(self, *lines: dict[str, Any], replace: bool = False) -> None:
         """Append whole lines, or start the file anew with them. Raises FailedPreconditionError if that fails."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+        text = "".join(plain_json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         path = self._path.with_name(self._path.name + ".new") if replace else self._path
         with self._accessing():
             descriptor = os.open(path, flags | (os.O_TRUNC if replace else 0), 0o600)
@@ -203,17 +204,20 @@ def _apply(past: Past, line: dict[str, Any]) -> None:
 def _restore(request: EngineRequest, past: Past, known: dict[int, RequestInfo]) -> None:
     """Give a new request the tokens that it had."""
     whole = known.get(request.request_id)
-    request.grouped = whole is None or len(whole.sequences) == len(request.samples)
+    alone = any(sample.sequence_id in known for sample in request.samples)
+    request.grouped = len(whole.sequences) == len(request.samples) if whole is not None else not alone
     in_daemon = {one.sequence_id: one.token_ids for info in known.values() for one in info.sequences}
     for sample in request.samples:
         end = past.ends.get(sample.sequence_id)
-        if end is not None:
-            for token in end["tokens"]:
+        tokens = in_daemon.get(sample.sequence_id, ())[sample.prompt_length :] if end is None else end["tokens"]
+        try:
+            for token in tokens:
                 sample.add(token)
+        except Exception as error:  # foreign code
+            request.end("error", failure("the tokenizer", error))
+            break
+        if end is not None:
             sample.finish_reason, sample.stop_reason = end["finish_reason"], end["stop_reason"]
-            continue
-        for token in in_daemon.get(sample.sequence_id, ())[sample.prompt_length :]:
-            sample.add(token)
     if request.request_id in past.errors:
         request.error = InternalError(past.errors[request.request_id])
     request.recorded = request.finished
@@ -234,7 +238,9 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
 
 
 def _prompt_from_json(values: dict[str, Any]) -> Prompt:
+    """A bias of -inf, the only one that is not finite, is null in JSON."""
     params = dict(values["params"])
     if params["logit_bias"]:
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        biases = params["logit_bias"].items()
+        params["logit_bias"] = {int(token): -math.inf if bias is None else bias for token, bias in biases}
     return Prompt(**values | {"token_ids": tuple(values["token_ids"]), "params": SamplingParams.of(params)})

@@ -11,8 +11,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvservice.engines.core import EngineCore
-from kvservice.engines.options import EngineOptions, LLMArguments
+from kvservice.engines.core import EngineCore, EngineOptions, LLMArguments
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.progress import ProgressView, progress_bar

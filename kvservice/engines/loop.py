@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
@@ -12,11 +13,12 @@ import torch
 from kvservice.client import BatchReport, EngineBatch, Step
 from kvservice.engines.batches import inputs_of, report_proposals, sample_batch
 from kvservice.engines.host import DAEMON_LOST, EngineHost
-from kvservice.engines.requests import EngineRequest
+from kvservice.engines.requests import EngineRequest, abort, aborted_ids, remaining, scheduled, submit
 from kvservice.engines.samples import Sample
-from kvservice.engines.submission import abort, aborted_ids, remaining, scheduled, submit
+from kvservice.engines.sampling import may_speculate
 from kvservice.errors import InternalError, KVServiceError
 
+_logger: Final = logging.getLogger(__name__)
 _IDLE_S: Final = 0.002
 
 
@@ -85,6 +87,8 @@ class EngineLoop:
 
         Raises the daemon's errors; OutOfBlocksError with `never` for a request that the pool can never hold.
         """
+        if not self._host.usable:
+            self._reopen()
         if self._recorder is not None:
             self._recorder.added(requests)
         try:
@@ -102,9 +106,10 @@ class EngineLoop:
         self._keep(requests)
         return []
 
-    def adopt(self, requests: Sequence[EngineRequest]) -> None:
-        """Go on with requests that the daemon's scheduler has already. The batch that was in flight is opened again."""
-        self._keep(requests)
+    def adopt(self, requests: Sequence[EngineRequest], known: Collection[int]) -> None:
+        """Go on with requests that the daemon's scheduler has already, under the ids `known`. The batch that was in
+        flight is opened again."""
+        self._keep(requests, known)
         self._retry = True
 
     def resubmit(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
@@ -158,10 +163,18 @@ class EngineLoop:
             raise
 
     def interrupt(self, requests: Sequence[EngineRequest]) -> None:
-        """Abort requests, or, with a recorder, leave them to the next engine."""
+        """Abort requests, and let the daemon free them. With a recorder, leave them to the next engine. It raises no
+        errors, since an exception of the caller is on its way."""
         self.left = self._recorder is not None
-        for request in requests if self._recorder is None else ():
+        if self.left:
+            return
+        for request in requests:
             self.abort(request)
+        try:
+            while self.live:
+                self.step()
+        except Exception as error:  # the daemon frees them with the session, if not before
+            _logger.warning("interrupted requests could not be ended: %s", error)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -210,10 +223,12 @@ class EngineLoop:
             self._next = self._thread.submit(self._host.scheduler.schedule, reports, ahead=True)
 
     def _propose(self, sampled: list[Sample], report: BatchReport) -> None:
-        running = [sample for sample in sampled if not sample.finished and sample.may_speculate]
+        running = [sample for sample in sampled if not sample.finished and may_speculate(sample)]
         if self._speculator is not None and running:
             for sample, proposals in zip(running, self._speculator.propose(running), strict=True):
-                sample.proposals = proposals[: max(0, sample.max_tokens - sample.num_generated - 1)]
+                room = max(0, sample.max_tokens - sample.num_generated - 1)
+                refused = (at for at, token in enumerate(proposals) if token in sample.unusable_ids)
+                sample.proposals = proposals[: min(room, next(refused, room))]
             report = report_proposals(report, sampled)
         self._reports.append(report)
 
@@ -238,11 +253,14 @@ class EngineLoop:
         self._end(by_user)
         return by_user
 
-    def _keep(self, requests: Sequence[EngineRequest]) -> None:
+    def _keep(self, requests: Sequence[EngineRequest], known: Collection[int] = ()) -> None:
+        """Note what the daemon's scheduler has from now on. It never says that a sample is finished which it did not
+        get, such as one that was finished before the others were queued again."""
         for request in requests:
             self.live[request.request_id] = request
             for sample in request.samples:
-                self._samples[sample.sequence_id] = sample, request
+                if request.grouped or not sample.finished or sample.sequence_id in known:
+                    self._samples[sample.sequence_id] = sample, request
 
     def forget(self, finished: Iterable[int]) -> None:
         """Drop requests that are over in the daemon."""
@@ -271,9 +289,13 @@ class EngineLoop:
                 self._start_again()
 
     def _drop(self, error: BaseException) -> None:
-        """End all requests after an error of the engine, and go on in a new session without them."""
-        self._end_all(self._start_again(), error)
-        self._reopen()
+        """End all requests after an error of the engine, and go on in a new session without them. It raises no errors:
+        without a new session, the next request tries to open one, or gets the reason why there is none."""
+        try:
+            self._end_all(self._start_again(), error)
+            self._reopen()
+        except Exception as after:
+            error.add_note(f"and the engine could not go on: {after!r}")
 
     def _end_all(self, requests: Sequence[EngineRequest], error: BaseException) -> None:
         reason = error if isinstance(error, Exception) else InternalError(f"the engine's step was ended by {error!r}")

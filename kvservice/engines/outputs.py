@@ -42,7 +42,8 @@ class CompletionOutput:
 class RequestOutput:
     """State of a request. `prompt` is None if it was given as token ids.
 
-    `error` is the exception that ended it, if one did, for example of one of its logits processors.
+    `error` is the exception that ended it, if one did, for example of one of its logits processors or of the tokenizer;
+    its `__notes__` name what raised it.
     `num_proposed_tokens` and `num_accepted_tokens` are of speculative decoding.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -19,6 +18,8 @@ _MAX_STOPS: Final = 64
 _MAX_STOP_CHARACTERS: Final = 4096
 _MAX_PROCESSORS: Final = 64
 _MIN_TEMPERATURE: Final = 1e-4
+# A logit with this bias is still finite in float32.
+_MAX_BIAS: Final = 1e38
 # Parameters that only samples use. Beams must leave them at their defaults.
 _OF_SAMPLES: Final = ("top_k", "top_p", "min_p", "seed", "stop", "logprobs", "best_of")
 
@@ -148,7 +149,7 @@ class SamplingParams:
             ("repetition_penalty", 0.0, 1e6),
             ("presence_penalty", -1e6, 1e6),
             ("frequency_penalty", -1e6, 1e6),
-            ("length_penalty", -1e3, 1e3),
+            ("length_penalty", -30.0, 30.0),
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
@@ -166,8 +167,8 @@ class SamplingParams:
             _whole("stop_token_ids", token, 0, _MAX_TOKENS)
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, _MAX_TOKENS)
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
-                raise InvalidArgumentError("must map token ids to numbers", field="logit_bias")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias <= _MAX_BIAS:
+                raise InvalidArgumentError(f"must map token ids to numbers up to {_MAX_BIAS:g}", field="logit_bias")
         if len(self.logits_processors) > _MAX_PROCESSORS:
             raise InvalidArgumentError(f"has more than {_MAX_PROCESSORS} processors", field="logits_processors")
         for processor in self.logits_processors:

@@ -6,7 +6,7 @@ import inspect
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
@@ -17,7 +17,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import Prompt
+from kvservice.engines.sampling import tokens_of_processors
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers.probe import first_position
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 # Arguments of apply_chat_template that are no variables of the template.
@@ -190,11 +192,19 @@ PromptLike = str | Iterable[int] | Mapping[str, Any] | Verbatim | Conversation
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a model's prompts. `max_length` is the most tokens of a sequence, prompt and output together."""
+    """Limits of a model's prompts. `max_length` is the most tokens of a sequence, prompt and output together.
+
+    `vocabulary` counts the tokens that it takes, `num_scores` those that it can choose. `eos_ids` are the ends of the
+    sequence among these, and `no_eos_ids` those that its files name though it cannot choose them. `unusable_ids` are
+    tokens that it cannot compute: the padding of models such as RoBERTa, which has no position.
+    """
 
     vocabulary: int
+    num_scores: int
     max_length: int
     eos_ids: frozenset[int]
+    no_eos_ids: frozenset[int]
+    unusable_ids: frozenset[int]
 
     @classmethod
     def of(cls, model: PreTrainedModel, max_sequence_tokens: int) -> ModelLimits:
@@ -205,8 +215,19 @@ class ModelLimits:
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:
             eos = config.eos_token_id
-        ids: Collection[int] = () if eos is None else [eos] if isinstance(eos, int) else eos
-        return cls(int(config.vocab_size), min(int(longest), max_sequence_tokens), frozenset(map(int, ids)))
+        ids = frozenset(map(int, () if eos is None else [eos] if isinstance(eos, int) else eos))
+        vocabulary = int(config.vocab_size)
+        head: Any = model
+        num_scores = min(vocabulary, getattr(head.get_output_embeddings(), "out_features", vocabulary))
+        eos_ids = frozenset(one for one in ids if 0 <= one < num_scores)
+        length = min(int(longest), max_sequence_tokens)
+        return cls(vocabulary, num_scores, length, eos_ids, ids - eos_ids, _unusable_ids(model))
+
+
+def _unusable_ids(model: PreTrainedModel) -> frozenset[int]:
+    padding = getattr(model.config, "pad_token_id", None)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return frozenset([padding]) if padding is not None and takes_positions and first_position(model) else frozenset()
 
 
 def _num_positions(model: PreTrainedModel) -> int | None:
@@ -258,10 +279,13 @@ def check_prompt(
         raise InvalidArgumentError(
             f"has {len(token_ids)} tokens, and prompt and output have at most {limits.max_length}", field=field
         )
-    for name in ("stop_token_ids", "logit_bias"):
-        for token in getattr(params, name) or ():
-            if token >= limits.vocabulary:
-                raise InvalidArgumentError(f"{token} is not in the vocabulary of {limits.vocabulary}", field=name)
+    if not limits.unusable_ids.isdisjoint(token_ids):
+        raise InvalidArgumentError("has the padding token, which has no position in this model", field=field)
+    named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+    for name, tokens in (*named.items(), ("logits_processors", tokens_of_processors(params.logits_processors))):
+        for token in tokens:
+            if not 0 <= token < limits.num_scores:
+                raise InvalidArgumentError(f"{token} is not in the vocabulary of {limits.num_scores}", field=name)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     return Prompt(0, text, token_ids, params, max_tokens, seed)
@@ -313,11 +337,12 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, field: str, co
         text.encode()
     except UnicodeEncodeError:
         raise InvalidArgumentError("has a surrogate, which no tokenizer can encode", field=field) from None
-    if complete:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    token_ids = list(tokenizer.encode(text))
+    try:
+        token_ids = list(tokenizer.encode(text, add_special_tokens=not complete))
+    except Exception as error:  # foreign code
+        raise InvalidArgumentError(f"the tokenizer cannot encode it: {error!r}", field=field) from error
     first = getattr(tokenizer, "bos_token_id", None)
-    if first is not None and token_ids[:2] == [first, first]:
+    if not complete and first is not None and token_ids[:2] == [first, first]:
         warnings.warn(
             f"a prompt's text begins with {tokenizer.bos_token}, which the tokenizer adds once more: "
             "pass add_special_tokens=False, or conversations to `chat`",

@@ -1,18 +1,23 @@
-"""A request of the engine: its prompt, its samples or beams, and its output."""
+"""A request of the engine: its prompt, its samples or beams, its output, and what the daemon's scheduler gets of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvservice.client import PoolInfo, ScheduledRequest
 from kvservice.engines.beams import BeamSearch
+from kvservice.engines.host import DAEMON_LOST, WatchedScheduler
 from kvservice.engines.outputs import CompletionOutput, RequestOutput
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.processors import own_processors
-from kvservice.engines.samples import Sample
-from kvservice.engines.sampling import stream_of
+from kvservice.engines.samples import Sample, failure
+from kvservice.engines.sampling import own_processors, stream_of
+from kvservice.errors import KVServiceError
+from kvservice.integrations.transformers.keys import ExtraKeys, identify, private_keys, shared_keys
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class EngineRequest:
     """State of a request. Sample i is sequence `request_id` + i in the daemon.
 
     `beams` is the state of its beam search, whose running beams are the samples. `grouped` says that the scheduler
-    knows all samples as one request; after the daemon lost its state, each sample is a request of its own.
+    knows all samples as one request; after the daemon lost its state, each sample is a request of its own. `found` are
+    the outputs of a beam search that is over.
     """
 
     prompt: Prompt
@@ -43,9 +49,17 @@ class EngineRequest:
     error: Exception | None = None
     num_proposed: int = 0
     num_accepted: int = 0
+    found: list[CompletionOutput] = field(default_factory=list)
 
     @classmethod
-    def of(cls, prompt: Prompt, eos_ids: Collection[int], tokenizer: PreTrainedTokenizerBase | None) -> EngineRequest:
+    def of(
+        cls,
+        prompt: Prompt,
+        eos_ids: Collection[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+        unusable_ids: frozenset[int] = frozenset(),
+    ) -> EngineRequest:
+        """Raises InvalidArgumentError if its logits processors cannot be copied."""
         params = prompt.params
         samples = [
             Sample(
@@ -58,6 +72,7 @@ class EngineRequest:
                 stream_of(prompt.seed, index),
                 tokenizer,
                 own_processors(params.logits_processors),
+                unusable_ids,
             )
             for index in range(params.width)
         ]
@@ -72,8 +87,6 @@ class EngineRequest:
     @property
     def finished(self) -> bool:
         if self.error is not None:
-            return True
-        if self.beams is not None and self.beams.over:
             return True
         return all(sample.finished for sample in self.samples)
 
@@ -93,10 +106,21 @@ class EngineRequest:
         )
 
     def end(self, reason: str, error: Exception | None = None) -> None:
-        """End the samples that still run."""
-        self.error = error
+        """End the samples that still run. It raises nothing: a tokenizer that fails on the last text of a sample is the
+        request's error, unless it has one."""
+        self.error = self.error or error
         for sample in self.samples:
-            sample.abort(reason)
+            try:
+                sample.abort(reason, flush=self.beams is None)
+            except BaseException as flushing:
+                self.error = self.error or failure("the tokenizer", flushing)
+
+    def end_beams(self) -> None:
+        """End a beam search that is over, and make the outputs of its best beams. Raises errors of the tokenizer."""
+        assert self.beams is not None, "only a request with beams ends them"
+        best = self.beams.complete[: self.prompt.params.n]
+        self.found = [self._beam_output(at, beam.token_ids, beam.logprob) for at, beam in enumerate(best)]
+        self.end("stop")
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -111,22 +135,15 @@ class EngineRequest:
         )
 
     def _outputs(self) -> list[CompletionOutput]:
-        if self.beams is not None:
-            return self._beam_outputs(self.beams)
+        if self.beams is not None:  # there are no tokens while the search goes on
+            reason = self.samples[0].finish_reason
+            return self.found or [
+                CompletionOutput(at, "", (), finish_reason=reason) for at in range(self.prompt.params.n)
+            ]
         outputs = [sample.output() for sample in self.samples]
         if len(outputs) > self.prompt.params.n:
-            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            outputs.sort(key=_likelihood, reverse=True)
         return outputs[: self.prompt.params.n]
-
-    def _beam_outputs(self, beams: BeamSearch) -> list[CompletionOutput]:
-        """Return the complete beams, best first. There are none while the search goes on."""
-        if not beams.over:
-            reason = self.samples[0].finish_reason
-            return [CompletionOutput(at, "", (), finish_reason=reason) for at in range(self.prompt.params.n)]
-        return [
-            self._beam_output(at, beam.token_ids, beam.logprob)
-            for at, beam in enumerate(beams.complete[: self.prompt.params.n])
-        ]
 
     def _beam_output(self, index: int, token_ids: tuple[int, ...], logprob: float) -> CompletionOutput:
         sample = self.samples[0].restarted(index)
@@ -134,3 +151,118 @@ class EngineRequest:
             sample.add(token_id)
         output = sample.output()
         return CompletionOutput(index, output.text, token_ids, logprob, None, output.finish_reason, output.stop_reason)
+
+
+def _likelihood(output: CompletionOutput) -> float:
+    """Return the key by which the best of several samples are found. No number is the least likely."""
+    logprob = output.cumulative_logprob
+    return -math.inf if logprob is None or math.isnan(logprob) else logprob
+
+
+def scheduled(model: PreTrainedModel, requests: Sequence[EngineRequest]) -> list[ScheduledRequest]:
+    """Return new requests as the scheduler takes them."""
+    return [_whole(request, keys) for request, keys in zip(requests, _keys(model, len(requests)), strict=True)]
+
+
+def remaining(model: PreTrainedModel, requests: Sequence[EngineRequest]) -> list[ScheduledRequest]:
+    """Return what is left of requests after their state in the daemon is lost.
+
+    Samples that have tokens become requests of their own, with these tokens as part of their prompts. Beams begin
+    again, since a beam search is the same each time.
+    """
+    left: list[ScheduledRequest] = []
+    for request, keys in zip(requests, _keys(model, len(requests)), strict=True):
+        request.restart_beams()
+        for sample in request.samples:
+            sample.proposals = []
+        request.grouped = not any(sample.num_generated for sample in request.samples)
+        if request.grouped:
+            left.append(_whole(request, keys))
+            continue
+        left += [
+            ScheduledRequest(
+                sample.sequence_id,
+                sample.token_ids,
+                sample.max_tokens - sample.num_generated,
+                priority=sample.params.priority,
+                extra_keys=keys,
+            )
+            for sample in request.samples
+            if not sample.finished
+        ]
+    return left
+
+
+def submit(scheduler: WatchedScheduler, requests: Sequence[ScheduledRequest], info: PoolInfo) -> None:
+    """Queue all requests, or none, in as many calls as their limits need. No step of the scheduler is made meanwhile.
+
+    Raises the daemon's errors.
+    """
+    added: list[int] = []
+    for part in _parts(requests, info):
+        try:
+            scheduler.add(part)
+        except DAEMON_LOST:
+            raise
+        except KVServiceError as error:
+            error.field = _shifted(error.field, len(added))
+            abort(scheduler, added, info)
+            raise
+        added += [request.request_id for request in part]
+
+
+def _shifted(field: str, num_before: int) -> str:
+    """Return the name of a field of a part, with the index of its request among all requests."""
+    return re.sub(r"\[(\d+)\]", lambda at: f"[{int(at[1]) + num_before}]", field, count=1)
+
+
+def abort(scheduler: WatchedScheduler, request_ids: Sequence[int], info: PoolInfo) -> list[int]:
+    """Abort requests, in as many calls as their limits need. Returns those that have ended already."""
+    most = info.max_request_sequences
+    ended: list[int] = []
+    for first in range(0, len(request_ids), most):
+        ended += scheduler.abort(request_ids[first : first + most])
+    return ended
+
+
+def _parts(requests: Sequence[ScheduledRequest], info: PoolInfo) -> Iterator[list[ScheduledRequest]]:
+    """Yield the requests in parts that fit into one call each."""
+    part: list[ScheduledRequest] = []
+    num_tokens = 0
+    for request in requests:
+        length = len(request.token_ids)  # type: ignore[arg-type]  # it is a list or a tuple
+        if part and (len(part) == info.max_request_sequences or num_tokens + length > info.max_request_tokens):
+            yield part
+            part, num_tokens = [], 0
+        part.append(request)
+        num_tokens += length
+    if part:
+        yield part
+
+
+def aborted_ids(request: EngineRequest) -> list[int]:
+    """Return the ids by which the scheduler knows what is aborted of a request."""
+    if request.grouped:
+        return [request.request_id]
+    return [sample.sequence_id for sample in request.samples if sample.finish_reason in ("abort", "error")]
+
+
+def _whole(request: EngineRequest, keys: ExtraKeys) -> ScheduledRequest:
+    prompt = request.prompt
+    return ScheduledRequest(
+        request.request_id,
+        prompt.token_ids,
+        prompt.max_tokens,
+        priority=prompt.params.priority,
+        extra_keys=keys,
+        width=prompt.params.width,
+        beams=request.beams is not None,
+    )
+
+
+def _keys(model: PreTrainedModel, count: int) -> list[ExtraKeys]:
+    """Return the extra keys of `count` prompts. Those of a model whose K/V are not shared are all different."""
+    identity = identify(model)
+    if identity.private_because:
+        return [private_keys() for _ in range(count)]
+    return [shared_keys(identity)] * count

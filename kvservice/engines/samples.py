@@ -10,14 +10,39 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from kvservice.engines.detokenizer import Detokenizer, find_stop
 from kvservice.engines.outputs import CompletionOutput, TokenLogprob
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.processors import is_shared
+from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
+
+
+def failure(origin: str, error: BaseException) -> Exception:
+    """Return the error of a request for an exception of something that it brought, with a note that names this origin.
+    Ctrl-C is nobody's failure, and is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if not isinstance(error, Exception):
+        return InternalError(f"{origin} raised {error!r}")
+    note = f"raised by {origin}"
+    if not isinstance(error, KVServiceError) and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+def error_text(error: Exception) -> str:
+    """Return what is to be said of an error of a request: what happened, and what raised it."""
+    if isinstance(error, KVServiceError):
+        return str(error)
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # an exception whose text is an error, too
+        text = type(error).__name__
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 class Sample:
     """A generated sequence of a request.
 
     `token_ids` are the prompt and the generated tokens. `ending_ids` are the tokens that end it. `stream` is the state
-    of its random numbers, which with the position determines each of them.
+    of its random numbers, which with the position determines each of them. `unusable_ids` are tokens after which the
+    model computes no other.
     """
 
     def __init__(
@@ -31,8 +56,10 @@ class Sample:
         stream: int,
         tokenizer: PreTrainedTokenizerBase | None,
         processors: tuple[LogitsProcessor, ...] = (),
+        unusable_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.sequence_id, self.index, self.params, self.stream = sequence_id, index, params, stream
+        self.unusable_ids = unusable_ids
         self.processors = processors
         self.token_ids = list(prompt_ids)
         self.prompt_length, self.max_tokens = len(prompt_ids), max_tokens
@@ -59,21 +86,22 @@ class Sample:
         return self.token_ids[self.prompt_length :]
 
     @property
-    def may_speculate(self) -> bool:
-        """Return whether one step can verify several tokens, which processors with a state of their own prevent."""
-        return all(map(is_shared, self.processors))
-
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def tokens_of(self, start: int, stop: int) -> list[int]:
         """Return the tokens at positions start <= p < stop. The proposals follow the tokens, and zeros follow them: the
-        tokens that are reported for a sample that was aborted."""
+        tokens that are reported for a sample that was aborted. What follows a finished sample means nothing, so that
+        it has any token there that the model takes."""
         if stop <= len(self.token_ids):
-            return self.token_ids[start:stop]
-        tokens = [*self.token_ids, *self.proposals][start:stop]
-        return tokens + [0] * (stop - start - len(tokens))
+            tokens = self.token_ids[start:stop]
+        else:
+            tokens = [*self.token_ids, *self.proposals][start:stop]
+            tokens += [0] * (stop - start - len(tokens))
+        if self.finished and self.unusable_ids:
+            usable = min({0, 1} - self.unusable_ids)
+            tokens = [usable if token in self.unusable_ids else token for token in tokens]
+        return tokens
 
     @property
     def last_token(self) -> int:
@@ -81,7 +109,17 @@ class Sample:
         return 0 if self.finished or not self.num_generated else self.token_ids[-1]
 
     def add(self, token_id: int, logprobs: dict[int, TokenLogprob] | None = None) -> None:
-        """Append a generated token, and end if it or its text says so."""
+        """Append a generated token, and end if it or its text says so.
+
+        Raises InvalidArgumentError for a token that ends nothing and after which the model computes no other, and any
+        error of the tokenizer.
+        """
+        num_generated = self.num_generated + 1
+        ends = num_generated >= self.max_tokens or (
+            num_generated >= self.params.min_tokens and token_id in self.ending_ids
+        )
+        if token_id in self.unusable_ids and not ends:
+            raise InvalidArgumentError(f"{token_id} is padding, which has no position in this model", field="token_ids")
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.cumulative_logprob += logprobs[token_id].logprob
@@ -97,9 +135,10 @@ class Sample:
         if not self.finished and self.num_generated >= self.max_tokens:
             self._end("length")
 
-    def abort(self, reason: str = "abort") -> None:
+    def abort(self, reason: str = "abort", *, flush: bool = True) -> None:
+        """End the sample. Raises errors of the tokenizer; it has ended then, too. Without `flush` it is not asked."""
         if not self.finished:
-            self._end(reason)
+            self._end(reason, flush=flush)
 
     def restarted(self, index: int) -> Sample:
         """Return a sample of the same prompt and parameters without generated tokens."""

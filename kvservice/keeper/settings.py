@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from kvservice import plain_json
+
 # Longest path of a unix socket; Linux's sun_path has one byte more, for the terminating zero.
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -32,7 +34,7 @@ class KeeperSettings:
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return plain_json.dumps(asdict(self))
 
 
 def control_path(unix_socket: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvservice import plain_json
 from kvservice.kept.errors import KeptStateError
 
 # The version increases with every change of the meaning of any kept bytes.
@@ -39,7 +40,7 @@ class StateHeader:
     @classmethod
     def create(cls, identity: Mapping[str, Any]) -> StateHeader:
         """Write a new header. `identity` has values of JSON by name."""
-        text = json.dumps(dict(identity)).encode()
+        text = plain_json.dumps(dict(identity)).encode()
         assert len(text) <= _NUM_BYTES - _TEXT_AT, "the identity has a few dozen items"
         fd = os.memfd_create("kvservice-state", os.MFD_CLOEXEC)
         os.ftruncate(fd, _NUM_BYTES)
@@ -63,7 +64,7 @@ class StateHeader:
             before = dict(json.loads(self._memory[_TEXT_AT : _TEXT_AT + int(self._words[_TEXT_BYTES])]))
         except (TypeError, ValueError, RecursionError):
             return "its identity is unreadable"
-        now = json.loads(json.dumps(dict(identity)))
+        now = json.loads(plain_json.dumps(dict(identity)))
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         return "; ".join(f"{name} was {before.get(name)}, is {now.get(name)}" for name in names)
 

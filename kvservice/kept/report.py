@@ -7,6 +7,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from kvservice import plain_json
+
 FIRST_START: Final = "first start"
 TAKEN_OVER: Final = "taken over"
 REFUSED: Final = "refused"
@@ -136,7 +138,7 @@ def count_restart(
     causes = [*map(_cause_of, ended_early), *filter(None, [report.cause])]
     added = {cause: getattr(totals, cause) + causes.count(cause) for cause in causes}
     totals = replace(totals, **added, lost_sequences=totals.lost_sequences + report.lost.sequences)
-    section[_TOTALS] = json.dumps(asdict(totals)).encode()
+    section[_TOTALS] = plain_json.dumps(asdict(totals)).encode()
     restarts = max(report.num_restarts, sum(totals.by_cause.values()))
     return replace(report, totals=totals, num_restarts=restarts)
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
+from kvservice import plain_json
 from kvservice.kept.arrays import KeptArrays
 from kvservice.kept.errors import KeptStateError
 from kvservice.kept.files import KeptFiles
@@ -53,7 +54,7 @@ class Facts(MutableMapping[str, Any]):
         return len(self._values)
 
     def _replace(self, values: dict[str, Any]) -> None:
-        self._section[0] = json.dumps(values).encode()
+        self._section[0] = plain_json.dumps(values).encode()
         self._values = values
 
 
@@ -230,7 +231,7 @@ class KeptState:
 
     def _record_files(self) -> None:
         arrays = {_SHARED: self.arrays.shared.manifest, _PRIVATE: self.arrays.private.manifest}
-        self.table.section(Section.FILES)[0] = json.dumps({"sizes": self._sizes, **arrays}).encode()
+        self.table.section(Section.FILES)[0] = plain_json.dumps({"sizes": self._sizes, **arrays}).encode()
 
 
 class _Aside:

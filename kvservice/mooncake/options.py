@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from kvservice import plain_json
+
 # Mooncake's word for metadata that its processes ask each other for.
 PEER_TO_PEER = "P2PHANDSHAKE"
 
@@ -21,7 +23,7 @@ class MooncakeOptions:
     device: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return plain_json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> MooncakeOptions:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +16,7 @@ from typing import Any, Final
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from kvservice import plain_json
 from kvservice.observer.access import refusal
 from kvservice.observer.blocks import PoolMap
 from kvservice.observer.views import Views
@@ -135,8 +135,8 @@ def event(name: str, data: Any) -> bytes:
 
 
 def encode(data: Any) -> bytes:
-    """Return compact JSON in which ids are strings. NaN and infinity, which JSON does not have, raise ValueError."""
-    return json.dumps(_with_text_ids(data), separators=(",", ":"), allow_nan=False).encode()
+    """Return compact JSON in which ids are strings, and numbers that are not finite are null."""
+    return plain_json.dumps(_with_text_ids(data), separators=(",", ":")).encode()
 
 
 def _with_text_ids(data: Any) -> Any:

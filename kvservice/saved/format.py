@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvservice import plain_json
 from kvservice.blocks import SavedSequence, SavedSequences
 from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
 from kvservice.saved.errors import DamagedFileError
@@ -80,7 +81,7 @@ class Manifest:
                 for one in sequences
             ],
         }
-        text = json.dumps(head).encode()
+        text = plain_json.dumps(head).encode()
         tokens = b"".join(one.token_ids.astype("<i4", copy=False).tobytes() for one in sequences)
         numbers = b"".join(one.blocks.astype("<i8", copy=False).tobytes() for one in sequences)
         return _JSON_BYTES.pack(len(text)) + text + tokens + numbers + self.checksums.astype("<u8").tobytes()

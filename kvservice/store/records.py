@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvservice import plain_json
 from kvservice.store.namespaces import NamespaceIdentity
 
 # The number of this opening is the last id.
@@ -29,7 +30,7 @@ class NamespaceRecord(NamedTuple):
     quota_bytes: int
 
     def pack(self) -> bytes:
-        return json.dumps([asdict(self.identity), self.quota_bytes]).encode()
+        return plain_json.dumps([asdict(self.identity), self.quota_bytes]).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> NamespaceRecord:

@@ -10,10 +10,10 @@ other exception. A cancelled call drops what it has not begun. It ends only when
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol
 
+from kvservice import plain_json
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.namespaces import NamespaceIdentity
 
@@ -33,7 +33,7 @@ class Space:
 
 def space_of(identity: NamespaceIdentity) -> Space:
     """Return the space of a namespace. Two namespaces that differ in any field have different ones."""
-    text = json.dumps(asdict(identity), sort_keys=True)
+    text = plain_json.dumps(asdict(identity), sort_keys=True)
     return Space(hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES], identity.block_bytes, identity.model)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from kvservice import plain_json
 from kvservice.top.columns import TABLES, Table
 from kvservice.top.source import to_json
 from kvservice.top.summary import summary
@@ -19,7 +18,7 @@ _WIDTH = 160
 
 
 def print_json(snapshot: Snapshot) -> None:
-    print(json.dumps(to_json(snapshot)))
+    print(plain_json.dumps(to_json(snapshot)))
 
 
 def print_tables(snapshot: Snapshot, address: str, sort_key: str) -> None:

@@ -6,6 +6,8 @@ import json
 import socket
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from kvservice import plain_json
+
 READ: Final = "read"
 WRITE: Final = "write"
 Operation: TypeAlias = Literal["read", "write"]
@@ -27,7 +29,7 @@ class Range(NamedTuple):
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Raises OSError."""
-    connection.send(json.dumps(message, separators=(",", ":")).encode())
+    connection.send(plain_json.dumps(message, separators=(",", ":")).encode())
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from transfer_rig import is_gone
 from waiting import until
 
 from kvservice.cli import main
-from kvservice.engines import LLM, SamplingParams
+from kvservice.engines import LLM, CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from kvservice.owned import OwnedFolder
 
 
@@ -122,6 +122,17 @@ def test_failed_requests_are_an_error_at_the_end(run) -> None:
     assert "not finite" in errors[0]
     assert errors[1] is None
     assert "1 of 2 requests failed" in done.stderr
+
+
+def test_a_number_that_is_not_finite_is_null(run, monkeypatch) -> None:
+    """A model can exclude tokens by itself."""
+    excluded = TokenLogprob(float("-inf"), 512, "w5")
+    one = CompletionOutput(0, "w5", (5,), float("-inf"), ({5: excluded},), "length")
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: [RequestOutput(0, "w5", (5,), (one,), True)])
+    done = run("w5\n", "--json")
+    (output,) = (json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines())
+    assert output["outputs"][0]["cumulative_logprob"] is None
+    assert output["outputs"][0]["logprobs"] == [{"5": {"logprob": None, "rank": 512, "decoded_token": "w5"}}]
 
 
 def test_every_sampling_parameter_has_an_option() -> None:

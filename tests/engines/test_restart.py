@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -142,13 +143,16 @@ def test_a_killed_engine_goes_on(
 
 
 def test_samples_go_on_with_their_own_random_numbers(directory, engine_daemon, llm, prompts, tmp_path) -> None:
-    params = [GREEDY, SamplingParams(n=3, seed=8, max_tokens=30)]
+    excluded = dict.fromkeys(range(3, 500, 2), -math.inf)
+    params = [GREEDY, SamplingParams(n=3, seed=8, max_tokens=30, logit_bias=excluded)]
     expected = llm.generate(prompts[:2], params)
     journal = tmp_path / "journal"
     first = LLM(directory, address=engine_daemon.address, journal=journal)
     with pytest.raises(EndedError):
         first.generate(prompts[:2], params, progress=EndsAt(7))
     first.close()
+    for line in journal.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
     with LLM(directory, address=engine_daemon.address, journal=journal) as second:
         outputs = second.finish_resumed()
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
@@ -339,8 +343,21 @@ def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts,
     assert refused.never
 
 
-def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, tmp_path, monkeypatch) -> None:
-    """A private daemon is started again."""
+def one_stops_early(llm: LLM, prompt: list[int], index: int) -> tuple[SamplingParams, list[tuple[int, ...]]]:
+    """Return parameters with which this one of two samples ends after six tokens and the other goes on, and the tokens
+    of both."""
+    params: dict[str, Any] = {"n": 2, "seed": 1, "ignore_eos": True, "max_tokens": 40}
+    (plain,) = llm.generate([prompt], SamplingParams(**params))
+    tokens = [one.token_ids for one in plain.outputs]
+    stop = next(token for token in tokens[index][5:] if token not in tokens[1 - index])
+    tokens[index] = tokens[index][: tokens[index].index(stop) + 1]
+    assert len(tokens[index]) < 10
+    return SamplingParams(**params, stop_token_ids=[stop]), tokens
+
+
+def test_a_daemon_killed_in_the_middle_of_requests(llm, directory, prompts, alone, tmp_path, monkeypatch) -> None:
+    """A private daemon is started again. Of one request, a sample is done before."""
+    early, early_tokens = one_stops_early(llm, prompts[3], index=0)
     socket, steps = tmp_path / "kv.sock", 0
 
     def kill(_: object) -> None:
@@ -351,17 +368,44 @@ def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, tm
             os.kill(pids[0], signal.SIGKILL)
 
     pids: list[int] = []
-    with LLM(directory, daemon={"num_blocks": 64, "unix_socket": str(socket)}) as llm:
+    with LLM(directory, daemon={"num_blocks": 64, "unix_socket": str(socket)}) as engine:
         with monkeypatch.context() as patched:
             before_steps(patched, kill)
-            params = [GREEDY, GREEDY, SamplingParams(n=2, temperature=0, max_tokens=40)]
-            outputs = llm.generate(prompts[:3], params)
+            params = [GREEDY, GREEDY, SamplingParams(n=2, temperature=0, max_tokens=40), early]
+            *outputs, last = engine.generate(prompts[:4], params)
         assert owner_of(socket) not in pids
+    assert [one.token_ids for one in last.outputs] == early_tokens
     expected = [alone(prompt, 40) for prompt in prompts[:3]]
     assert [[list(one.token_ids) for one in output.outputs] for output in outputs] == [
         [expected[0]], [expected[1]], [expected[2]] * 2
     ]  # fmt: skip
     assert steps > 10
+
+
+def test_a_journal_goes_on_with_the_samples_that_are_not_done(
+    llm, directory, sizes, prompts, tmp_path, monkeypatch
+) -> None:
+    """The daemon is replaced while one of two samples runs, and the engine afterwards."""
+    params, expected = one_stops_early(llm, prompts[3], index=1)
+    socket, journal, steps = tmp_path / "kv.sock", tmp_path / "journal", list[int]()
+    with ExitStack() as daemons:
+        daemon = daemons.enter_context(Daemon(**sizes, unix_socket=socket))
+
+        def replace_daemon(_: object) -> None:
+            steps.append(1)
+            if len(steps) == 20:
+                daemon.process.kill()
+                daemon.process.wait()
+                daemons.enter_context(Daemon(**sizes, unix_socket=socket))
+
+        before_steps(monkeypatch, replace_daemon)
+        first = LLM(directory, address=daemon.address, journal=journal)
+        with pytest.raises(EndedError):
+            first.generate([prompts[3]], params, progress=EndsAt(30))
+        first.close()
+        with LLM(directory, address=daemon.address, journal=journal) as second:
+            (output,) = second.finish_resumed()
+    assert [one.token_ids for one in output.outputs] == expected
 
 
 def test_what_a_journal_cannot_hold_is_refused(directory, engine_daemon, tmp_path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from kvservice import plain_json
 from kvservice.auth import Identity
 from kvservice.blocks import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
@@ -46,7 +47,7 @@ class SessionRecord:
 
     def to_bytes(self) -> bytes:
         values = asdict(self) | {"token": self.token.hex(), "credential": self.credential.hex()}
-        return json.dumps(values).encode()
+        return plain_json.dumps(values).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> SessionRecord:

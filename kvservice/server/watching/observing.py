@@ -8,7 +8,6 @@ computation in its own process; see kvservice.observer.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -18,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvservice import __version__
+from kvservice import __version__, plain_json
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.engine import CacheEngine
@@ -151,7 +150,7 @@ class Observing:
         """Configure the observer, and answer its requests until it ends."""
         answering = asyncio.ensure_future(answer_all(reader, writer, self._answer))
         try:
-            await asker.ask(CONFIGURE + json.dumps(self._configuration).encode())
+            await asker.ask(CONFIGURE + plain_json.dumps(self._configuration).encode())
             self._ready.set()
             self._answer_s = ANSWER_S
             await answering
