@@ -19,7 +19,7 @@ KINDS = ("allocate", "allocate", "append", "fork", "swap_out", "swap_in", "trunc
 # The code that saves and restores sessions and sequences, below kvservice.
 FOLDERS = (
     "saved/", "server/saved_sessions.py", "server/disk_swaps.py", "server/sessions.py", "server/dispatch.py",
-    "blocks/restoring.py",
+    "blocks/swapping.py",
 )  # fmt: skip
 
 
