@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from kvservice.blocks import AllocStatus, FoundPrompt
+from kvservice.blocks import AllocStatus, FoundPrompt, SequenceSnapshot
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
 from kvservice.scheduler.drafts import Draft, checked_blocks
 from kvservice.scheduler.preemption import Preemptor
@@ -68,7 +68,7 @@ class Admission:
                 return
             unit = state.unit
             ids = [one.sequence_id for one in unit]
-            required = sum(one.blocks + self._config.lookahead + 1 for one in unit)
+            required = sum(map(self._blocks_to_decode, self._manager.describe(self._namespace, ids)))
             room = self._room(draft.needed, len(queues.decodes))
             if queues.num_running + len(unit) > draft.max_running or room < required:
                 return
@@ -80,6 +80,12 @@ class Admission:
             for one, snapshot in zip(unit, self._manager.describe(self._namespace, ids), strict=True):
                 one.phase, one.blocks = Phase.DECODING, snapshot.num_blocks
                 queues.decodes.add(one, snapshot.length, one.next_token)
+
+    def _blocks_to_decode(self, swapped: SequenceSnapshot) -> int:
+        """Return how many blocks a sequence needs to go on: those of its table, and of its next token and the lookahead
+        past it."""
+        length = swapped.length + 1 + self._config.lookahead
+        return max(swapped.num_blocks, self._blocks_config.num_blocks_for(length))
 
     def _room(self, needed: int, num_running: int) -> int:
         """Return how many blocks new requests may take beside `needed` ones: above the watermark, and above what the
