@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvservice.blocks import BlocksStats
-from kvservice.blocks.ages import BUCKETS_S as AGE_BUCKETS_S
-from kvservice.blocks.ages import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
+from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
+from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.kept.report import RestartReport
 from kvservice.metrics.about import CONFIG_LABELS, about_metrics

@@ -59,7 +59,7 @@ class _Bench:
         self.namespace = self.manager.open_namespace()
         self.repetitions = repetitions
         self.rng = np.random.default_rng(0)
-        self.rng.shuffle(self.manager.state.device._free_stack)
+        self.rng.shuffle(self.manager.device._free_stack)
         self.times: dict[str, list[float]] = {}
 
     def run(self) -> dict[str, float]:

@@ -45,7 +45,7 @@ class _ScheduleBench:
         self.manager = BlockManager(BlocksConfig(num_blocks=100_000, watermark=0.0, max_sequences=2048))
         self.namespace = self.manager.open_namespace()
         self.rng = np.random.default_rng(0)
-        self.rng.shuffle(self.manager.state.device._free_stack)
+        self.rng.shuffle(self.manager.device._free_stack)
         config = SchedulerConfig(max_step_tokens=1 << 20, max_running=BATCH, share_prefixes=True)
         self.engine: EngineScheduler = Scheduler(self.manager).open_engine(self.namespace, config)
         self.times: dict[str, list[float]] = {}

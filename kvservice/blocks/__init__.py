@@ -1,58 +1,66 @@
 """Block management for the KV pool: block tables, allocation, prefix cache and swap. Python and NumPy, with
 native loops over tables where a step would otherwise spend its time.
 
-`BlockManager` is the API. Its parts do the work, each on the same `BlockState`. Imports point down this list:
+`BlockManager` is the API: it is the state together with all operations. Imports point down this list:
 
-manager      BlockManager                          integrity    checks of all invariants (with sums, invariants)
-allocation   Allocator: new sequences              swapping     Swapper: moves between the tiers
-advancing    Advancer: mixed and following steps   layers       LayerTracker: written layers and the commit
-steps        StepPlanner: append and open_step     sharing      Forker: fork and common prefixes
-growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequences continue others
-freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
-reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
-ahead        AheadStepper: tokens not known yet
-recovery     Recoverer: state of an earlier process saved_steps  live steps for an orderly take-over
-loading      Loader: blocks from outside, copies    restoring    Restorer: sequences as values and back
+manager      BlockManager: the list of all operations
+loading      Loader: blocks from outside, and copies of blocks
+recovery     the state of an earlier process, and live steps of an orderly take-over
+integrity    checks of all invariants
+inspection   slots of tokens, descriptions, statistics
+prefix       chain hashes; cached prefixes are found, pinned, dropped
+swapping     to the swap tier and back; sequences as values and back
+freeing      truncate, free, close a namespace
+advancing    mixed batches, steps that follow another one, steps ahead
+layers       written layers of a step, and its commit
+steps        append and open a step: new blocks, copies of shared ones
+allocation   new sequences: allocated, forked, rearranged
 
-state        BlockState: pools, slots, pins, namespaces and counters, as one value
-block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
-sequences    SequenceSlots: tables and states      namespaces   SessionNamespace: ids, steps, pins of one client
-pins         PinTable                              prefix       chain hashes and PrefixIndex
-stats        BlocksStats: gauges and counters        intents     the operation in progress, for a restart
-events       EventJournal: changes of the index    ages         BlockAges: lifetimes and idle times of blocks
-
-config, limits, arguments     sizes, limits of a request, validation
-kept                          values of kept maps
-plans, slices, ranges         frozen results, operations in slices, concatenated ranges
+state        BlockState: session namespaces, sequence slots, pins and the intent of the operation in progress
+pool         ref counts, free blocks, the prefix index, the eviction queue, ages
+events       EventJournal: changes of the index
+kept         values that survive the process
+arguments    sizes, limits and validation
+slices       operations in slices
+plans        frozen results
 """
 
-from kvservice.blocks.ages import BUCKETS_S as AGE_BUCKETS_S
-from kvservice.blocks.ages import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.allocation import FoundPrompt
-from kvservice.blocks.arguments import extra_keys_by_block
-from kvservice.blocks.config import BlocksConfig
+from kvservice.blocks.arguments import BlocksConfig, extra_keys_by_block
 from kvservice.blocks.events import Cleared, EventJournal, RemovedBlocks, StoreChange, StoredBlock
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.loading import Loader, MissingBlocks, PoolCopy, PoolLoad
 from kvservice.blocks.manager import BlockManager
-from kvservice.blocks.namespaces import COMPUTED_TOKENS, NUM_COUNTERS, DiskSequence, SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
     AllocStatus,
     BlockCopies,
+    BlocksStats,
     PinnedPrefix,
     SequenceSnapshot,
     StepPlan,
     SwapPlan,
     numpy_memory,
 )
+from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
+from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.prefix import chain_hashes
 from kvservice.blocks.recovery import Recovery
-from kvservice.blocks.restoring import RestoredBlocks, SavedSequence, SavedSequences, SavedTables
-from kvservice.blocks.sequences import NAMESPACE, NUM_BLOCKS, SCHEDULED, SEQUENCE_ID, STEP, SWAPPED
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
-from kvservice.blocks.stats import BlocksStats
+from kvservice.blocks.state import (
+    COMPUTED_TOKENS,
+    NAMESPACE,
+    NUM_BLOCKS,
+    NUM_COUNTERS,
+    SCHEDULED,
+    SEQUENCE_ID,
+    STEP,
+    SWAPPED,
+    DiskSequence,
+    SessionNamespace,
+)
+from kvservice.blocks.swapping import RestoredBlocks, SavedSequence, SavedSequences, SavedTables
 
 __all__ = [
     "AGE_BUCKETS_S",

@@ -1,7 +1,7 @@
-"""Allocation of sequences. The computed blocks of a prompt are shared through the prefix index.
+"""How sequences begin: they are allocated, forked, or they continue others.
 
-`can_allocate` and `allocate` compute the same plan, so they cannot contradict each other.
-"""
+The computed blocks of a prompt are shared through the prefix index. `can_allocate` and `allocate` compute the same
+plan, so they cannot contradict each other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,31 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice._ext import fill_sequences
-from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.namespaces import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SessionNamespace
+from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
-from kvservice.blocks.sequences import SCHEDULED
-from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, in_turn
-from kvservice.blocks.state import BlockState
+from kvservice.blocks.pool import ONE
+from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
+from kvservice.blocks.state import (
+    DROP,
+    FLAGS,
+    HIT_TOKENS,
+    LENGTH,
+    NO_STEP,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    QUERY_TOKENS,
+    SCHEDULED,
+    SEQUENCE_ID,
+    STATE_COLUMNS,
+    STEP,
+    BlockState,
+    SessionNamespace,
+    id_array,
+    ragged,
+)
 from kvservice.errors import InvalidArgumentError
 
 _NO_BLOCKS = np.zeros(0, np.int64)
@@ -74,170 +91,337 @@ class _Plan:
     required: int
 
 
-class Allocator:
-    """Allocates sequences, and says whether they fit."""
+def can_allocate(state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> AllocStatus:
+    """Return whether the whole batch fits above the watermark (the three answers of vLLM v0).
 
-    def __init__(self, state: BlockState) -> None:
-        self._state, self._config = state, state.config
-        self._device, self._sequences = state.device, state.sequences
-        self._shift, self._mask = state.config.block_shift, state.config.block_mask
+    OK: after the allocation at least `watermark_blocks` blocks remain available. A prefix-cache hit needs no new
+    block, but a hit on an evictable block makes that block unavailable; each block is counted exactly once.
+    NEVER: not OK, and `num_blocks - required < watermark_blocks`, where `required` is the number of blocks of all
+    tables, ceil((tokens + lookahead) / block_size) each; or the batch has more than max_sequences sequences.
+    LATER: otherwise. As in vLLM v0, this check includes the lookahead slots; the steps reserve them.
+    Raises DuplicateSequenceError.
+    """
+    return finish(can_allocate_in_slices(state, namespace, requests))
 
-    def can_allocate(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[AllocStatus]:
-        """See BlockManager.can_allocate. The answer describes the state at the last slice."""
-        plan = yield from self._plan(namespace, requests)
-        return plan.status
 
-    def allocate(
-        self, namespace: SessionNamespace, requests: Sequence[AllocationRequest], before: BeforeAllocation | None
-    ) -> Waits[list[Allocation]]:
-        """See BlockManager.allocate_in_slices. The last slice creates all sequences."""
-        plan = yield from self._plan(namespace, requests)
-        if before is not None and (event := before(plan.sequences)) is not None:
-            yield event
-            plan = yield from self._plan(namespace, requests)
-        self._execute(namespace, plan)
-        return [
-            Allocation(new.sequence_id, len(new.tokens), len(new.found) << self._shift, new.num_blocks)
-            for new in plan.sequences
-        ]
+def can_allocate_in_slices(
+    state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
+) -> Slices[AllocStatus]:
+    """`can_allocate` in slices. The answer describes the state at the last slice."""
+    plan = yield from _plan(state, namespace, requests)
+    return plan.status
 
-    def find_prompt(
-        self, sequence_id: int, tokens: Int32Array, extra: dict[int, bytes], chain_hashes: list[bytes], lookahead: int
-    ) -> FoundPrompt:
-        """See BlockManager.find_prompt."""
-        found, num_held = self._device.match_hashes(chain_hashes, (len(tokens) - 1) >> self._shift)
-        num_blocks, required = self._num_blocks(len(tokens)), self._num_blocks(len(tokens) + lookahead)
-        new = NewSequence(sequence_id, tokens, extra, found, num_blocks, required, num_held)
-        return FoundPrompt(new, chain_hashes, self._state.generation)
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return (num_tokens + self._mask) >> self._shift
+def allocate(state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> list[Allocation]:
+    """Allocate all sequences of the batch, or none.
 
-    def allocate_found(self, namespace: SessionNamespace, prompts: list[FoundPrompt]) -> list[NewSequence]:
-        """See BlockManager.allocate_found."""
-        generation = self._state.generation
-        sequences = [one.new if one.generation == generation else self._find_again(one) for one in prompts]
-        self._state.enter(namespace)
-        namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
-        self._execute(namespace, self._plan_for(sequences), SCHEDULED)
-        return sequences
+    Full blocks of a prompt that are already computed under the same extra keys are shared (vLLM's automatic prefix
+    caching). At least the last token is left to compute, because an engine needs its logits. Requests of one batch
+    do not share each other's new blocks, since those are not computed yet. `open_step` covers the remaining
+    tokens. Raises DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
+    """
+    return finish(allocate_in_slices(state, namespace, requests))
 
-    def _find_again(self, prompt: FoundPrompt) -> NewSequence:
-        """Look up the hits of a prompt as they are now."""
-        found, num_held = self._device.match_hashes(prompt.chain_hashes, (len(prompt.new.tokens) - 1) >> self._shift)
-        return prompt.new._replace(found=found, num_held=num_held)
 
-    def _execute(self, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
-        """Create the sequences of a plan that describes the current state, with these flags."""
-        self._sequences.require_free_rows(len(plan.sequences), "requests")
-        if plan.status is not AllocStatus.OK:
-            never = plan.status is AllocStatus.NEVER
-            raise self._device.out_of_blocks(plan.required, never=never, num_kept=self._config.watermark_blocks)
-        if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
-            self._device.incref_hits(plan.hits)
-        self._create(namespace, plan.sequences, len(plan.hits), flags)
+def allocate_in_slices(
+    state: BlockState,
+    namespace: SessionNamespace,
+    requests: Sequence[AllocationRequest],
+    before: BeforeAllocation | None = None,
+) -> Waits[list[Allocation]]:
+    """`allocate` in slices; the last slice creates all sequences. `before` may load missing blocks first. Raises
+    UnknownSessionError if the namespace is closed in the meantime."""
+    plan = yield from _plan(state, namespace, requests)
+    if before is not None and (event := before(plan.sequences)) is not None:
+        yield event
+        plan = yield from _plan(state, namespace, requests)
+    _execute(state, namespace, plan)
+    return [
+        Allocation(new.sequence_id, len(new.tokens), len(new.found) << state.shift, new.num_blocks)
+        for new in plan.sequences
+    ]
 
-    def _plan(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
-        """Make the plan in slices. It describes the state at the last slice."""
-        self._state.enter(namespace)
-        if not requests:
-            raise InvalidArgumentError("must not be empty", field="requests")
-        if len(requests) <= SLICE_SEQUENCES:
-            sequences = [self._check_request(request, f"requests[{i}]") for i, request in enumerate(requests)]
+
+def find_prompt(
+    state: BlockState,
+    sequence_id: int,
+    token_ids: Int32Array,
+    extra: dict[int, bytes],
+    chain_hashes: list[bytes],
+    lookahead: int = 0,
+) -> FoundPrompt:
+    """Look up a prompt of this process that is known to be valid: token_ids int32[n], its encoded extra keys by
+    block, and the chain hashes of its full blocks. Nothing is reserved or counted."""
+    found, num_held = state.device.match_hashes(chain_hashes, (len(token_ids) - 1) >> state.shift)
+    num_blocks, required = _sizes(state, len(token_ids), lookahead)
+    new = NewSequence(sequence_id, token_ids, extra, found, num_blocks, required, num_held)
+    return FoundPrompt(new, chain_hashes, state.generation)
+
+
+def _sizes(state: BlockState, num_tokens: int, lookahead: int) -> tuple[int, int]:
+    """Return the size of a block table without and with lookahead."""
+    return (num_tokens + state.mask) >> state.shift, (num_tokens + lookahead + state.mask) >> state.shift
+
+
+def allocate_found(state: BlockState, namespace: SessionNamespace, prompts: list[FoundPrompt]) -> list[NewSequence]:
+    """Allocate all sequences of `find_prompt`, or none, as `allocate` does. If the state changed since they were
+    found, they are looked up again. Returns the sequences with the hits that they share."""
+    generation = state.generation
+    sequences = [one.new if one.generation == generation else _find_again(state, one) for one in prompts]
+    state.enter(namespace)
+    namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
+    _execute(state, namespace, _plan_for(state, sequences), SCHEDULED)
+    return sequences
+
+
+def _find_again(state: BlockState, prompt: FoundPrompt) -> NewSequence:
+    """Look up the hits of a prompt as they are now."""
+    found, num_held = state.device.match_hashes(prompt.chain_hashes, (len(prompt.new.tokens) - 1) >> state.shift)
+    return prompt.new._replace(found=found, num_held=num_held)
+
+
+def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
+    """Create the sequences of a plan that describes the current state, with these flags."""
+    state.sequences.require_free_rows(len(plan.sequences), "requests")
+    if plan.status is not AllocStatus.OK:
+        never = plan.status is AllocStatus.NEVER
+        raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
+    if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
+        state.device.incref_hits(plan.hits)
+    _create(state, namespace, plan.sequences, len(plan.hits), flags)
+
+
+def _plan(state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
+    """Make the plan in slices. It describes the state at the last slice."""
+    state.enter(namespace)
+    if not requests:
+        raise InvalidArgumentError("must not be empty", field="requests")
+    if len(requests) <= SLICE_SEQUENCES:
+        sequences = [_check_request(state, request, f"requests[{i}]") for i, request in enumerate(requests)]
+    else:
+        sequences = yield from _check_in_slices(state, requests)
+        state.enter(namespace)
+    namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
+    return _plan_for(state, sequences)
+
+
+def _plan_for(state: BlockState, sequences: list[NewSequence]) -> _Plan:
+    """Plan the allocation of sequences whose hits are those of the current state."""
+    required = sum([new.required for new in sequences])
+    hits = [new.found for new in sequences if len(new.found)]
+    found = hits[0] if len(hits) == 1 else np.concatenate(hits) if hits else _NO_BLOCKS
+    most_consumed = required - sum([new.num_held for new in sequences])
+    status = _allocation_status(state, len(sequences), required, most_consumed)
+    if status is not AllocStatus.OK and hits:
+        num_consumed = required + state.device.num_evictable(np.unique(found)) - len(found)
+        status = _allocation_status(state, len(sequences), required, num_consumed)
+    return _Plan(sequences, found, status, required)
+
+
+def _check_in_slices(state: BlockState, requests: Sequence[AllocationRequest]) -> Slices[list[NewSequence]]:
+    """Validate the requests in slices. Prefix-cache hits count only if the index still has them after the last
+    slice."""
+
+    def checked() -> Iterator[tuple[NewSequence, list[Any]]]:
+        for i, request in enumerate(requests):
+            new = _check_request(state, request, f"requests[{i}]")
+            yield new, [state.device.hashes[block] for block in new.found.tolist()]
+
+    return [_still_found(state, *one) for one in (yield from in_turn(checked()))]
+
+
+def _still_found(state: BlockState, new: NewSequence, hashes: list[bytes]) -> NewSequence:
+    found, index = new.found.tolist(), state.device.index.blocks
+    gone = (
+        i for i, (block, chain_hash) in enumerate(zip(found, hashes, strict=True)) if index.get(chain_hash) != block
+    )
+    first = next(gone, len(found))
+    return new if first == len(found) else new._replace(found=new.found[:first])
+
+
+def _allocation_status(state: BlockState, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
+    fits = state.device.num_available - num_consumed >= state.config.watermark_blocks
+    if fits and num_sequences <= len(state.sequences.free_rows):
+        return AllocStatus.OK
+    if num_sequences > state.config.max_sequences:
+        return AllocStatus.NEVER
+    if state.config.num_blocks - required < state.config.watermark_blocks and not fits:
+        return AllocStatus.NEVER
+    return AllocStatus.LATER
+
+
+def _check_request(state: BlockState, request: AllocationRequest, field: str) -> NewSequence:
+    tokens = int32_array(request.token_ids, f"{field}.token_ids")
+    limit = state.config.max_sequence_tokens
+    if len(tokens) > limit:
+        raise InvalidArgumentError(
+            f"has {len(tokens)} tokens, more than max_sequence_tokens = {limit}", field=f"{field}.token_ids"
+        )
+    lookahead = whole_number(request.lookahead, f"{field}.lookahead", 0, limit - len(tokens))
+    extra: dict[int, bytes] = {}
+    if request.extra_keys:
+        extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", state.config.block_size, limit)
+    found = _NO_BLOCKS
+    if state.config.enable_prefix_caching:  # the last token is always computed
+        found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
+    num_blocks, required = _sizes(state, len(tokens), lookahead)
+    return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
+
+
+def _create(
+    state: BlockState, namespace: SessionNamespace, sequences: list[NewSequence], num_hits: int, flags: int
+) -> None:
+    """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""
+    slots, shift = state.sequences, state.shift
+    blocks = state.device.allocate(sum([new.num_blocks - len(new.found) for new in sequences]))
+    rows = [slots.free_rows.pop() for _ in sequences]
+    fill_sequences(
+        slots.block_tables,
+        state.device.token_ids,
+        rows,
+        [new.found for new in sequences],
+        [new.tokens for new in sequences],
+        blocks,
+    )
+    state.intents.begin_new(rows)
+    states, number = slots.states, namespace.number
+    for new, row in zip(sequences, rows, strict=True):
+        if new.extra:
+            slots.set_extra_keys(row, new.extra)
+        namespace.rows[new.sequence_id] = row
+        length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
+        states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
+    if namespace.lost:
+        state.create_lost(namespace, [new.sequence_id for new in sequences])
+    # Tokens that were looked up in the prefix cache, and those found there.
+    counters, queried, hit = state.counters, sum([len(new.tokens) for new in sequences]), num_hits << shift
+    slots.num_tokens += queried
+    counters.prefix_cache_query_tokens += queried
+    counters.prefix_cache_hit_tokens += hit
+    namespace.counters[QUERY_TOKENS] += queried
+    namespace.counters[HIT_TOKENS] += hit
+
+
+def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
+    """Create children that share every block of their parents (vLLM v0: fork). Moves no bytes.
+
+    parent_ids int64[n] may repeat a parent; child_ids int64[n] are distinct and unused.
+    The parents' steps become stale, because their slots are now shared.
+    Raises DuplicateSequenceError, QuotaExceededError.
+    """
+    state.enter(namespace)
+    parents, children = id_array(parent_ids, "parent_ids").tolist(), id_array(child_ids, "child_ids").tolist()
+    if len(parents) != len(children):
+        raise InvalidArgumentError(f"has {len(children)} elements for {len(parents)} parents", field="child_ids")
+    rows = _parent_rows(state, namespace, parents)
+    namespace.check_new_ids(children, "child_ids[{}]")
+    state.sequences.require_free_rows(len(children), "child_ids")
+    if len(rows) > 1:
+        check_request_blocks(state.config, int(state.sequences.num_blocks[rows].sum()), "parent_ids")
+    state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
+    if namespace.lost:
+        state.create_lost(namespace, children)
+    if len(rows) == 1:
+        namespace.rows[children[0]] = _fork_row(state, namespace, rows[0], children)[0]
+        return
+    by_parent: dict[int, list[int]] = {}
+    for row, child_id in zip(rows, children, strict=True):
+        by_parent.setdefault(row, []).append(child_id)
+    made: dict[int, int] = {}
+    for row, child_ids in by_parent.items():
+        made.update(zip(child_ids, _fork_row(state, namespace, row, child_ids), strict=True))
+    for child_id in children:  # `describe` lists sequences in creation order
+        namespace.rows[child_id] = made[child_id]
+
+
+def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[int]) -> list[int]:
+    """Return the rows of the parents. Unlike `lookup`, it accepts repeated ids."""
+    try:
+        rows = [namespace.rows[parent] for parent in parents]
+    except KeyError:
+        raise namespace.unknown_sequence(parents, "parent_ids") from None
+    if state.sequences.num_swapped:
+        state.sequences.resident_states(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
+    return rows
+
+
+def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
+    """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
+    sequences = state.sequences
+    states, tables, items, at = sequences.states, sequences.block_tables, sequences.items, parent * STATE_COLUMNS
+    step_id = items[at + STEP]
+    if step_id != NO_STEP:
+        namespace.supersede((step_id,))
+        items[at + STEP] = NO_STEP
+    table = tables[parent, : items[at + NUM_BLOCKS]]
+    state.device.incref_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
+    flags, rows = items[at + FLAGS] & SCHEDULED, []
+    for child_id in child_ids:
+        row = sequences.free_rows.pop()
+        rows.append(row)
+        tables[row, : len(table)] = table
+        states[row] = states[parent]
+        items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
+        items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
+        if parent in sequences.extra_keys:
+            sequences.set_extra_keys(row, sequences.extra_keys[parent])
+    sequences.num_tokens += items[at + LENGTH] * len(child_ids)
+    return rows
+
+
+def rearrange(
+    state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, parent_ids: npt.ArrayLike
+) -> None:
+    """Let sequences continue others, for beam search (vLLM v0: fork and free; Hugging Face: reorder_cache). Moves
+    no bytes.
+
+    sequence_ids int64[n], distinct; parent_ids int64[n] may repeat a parent. Sequence i gets the tokens, the blocks
+    and the extra keys that its parent had before the call, without the parent's lookahead blocks, and its own are
+    released. A sequence that is its own parent stays as it is. The steps of the others and of their parents become
+    stale. Raises QuotaExceededError.
+    """
+    state.enter(namespace)
+    ids, rows = namespace.lookup(sequence_ids)
+    parents, parent_rows = _parents(namespace, parent_ids, len(ids))
+    state.sequences.resident_states(ids, rows)
+    state.sequences.resident_states(parents, parent_rows, "parent_ids")
+    moved = rows != parent_rows
+    if np.count_nonzero(moved):
+        _continue(state, namespace, rows[moved], parent_rows[moved])
+
+
+def _parents(namespace: SessionNamespace, parent_ids: npt.ArrayLike, count: int) -> tuple[Int64Array, Int64Array]:
+    """Return (ids int64[n], rows int64[n]) of the parents, which may be repeated."""
+    parents = id_array(parent_ids, "parent_ids")
+    if len(parents) != count:
+        raise InvalidArgumentError(f"has {len(parents)} elements for {count} sequences", field="parent_ids")
+    names = parents.tolist()
+    try:
+        return parents, np.array([namespace.rows[name] for name in names], np.int64)
+    except KeyError:
+        raise namespace.unknown_sequence(names, "parent_ids") from None
+
+
+def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, parent_rows: Int64Array) -> None:
+    """Replace the content of rows with that of their parents. All of it is read before anything changes."""
+    device, sequences = state.device, state.sequences
+    states = sequences.states[parent_rows]
+    counts = (states[:, LENGTH] + state.mask) >> state.shift
+    check_request_blocks(state.config, int(counts.sum() + sequences.num_blocks[rows].sum()), "sequence_ids")
+    which, entries = ragged(np.zeros(len(rows), np.int64), counts)
+    blocks = sequences.block_tables[parent_rows[which], entries].astype(np.int64)
+    extra_keys = [sequences.extra_keys.get(row) for row in parent_rows.tolist()]
+    state.intents.begin(DROP, rows)
+    sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
+    dropped = sequences.table_entries(rows)
+    device.incref(*np.unique(blocks, return_counts=True))
+    device.decref_entries(*dropped)
+    sequences.num_tokens += int((states[:, LENGTH] - sequences.lengths[rows]).sum())
+    sequences.block_tables[rows[which], entries] = blocks
+    sequences.lengths[rows], sequences.num_computed[rows] = states[:, LENGTH], states[:, NUM_COMPUTED]
+    sequences.states[rows, NUM_BLOCKS] = counts
+    for row, keys in zip(rows.tolist(), extra_keys, strict=True):
+        if keys is not None:
+            sequences.set_extra_keys(row, keys)
         else:
-            sequences = yield from self._check_in_slices(requests)
-            self._state.enter(namespace)
-        namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
-        return self._plan_for(sequences)
-
-    def _plan_for(self, sequences: list[NewSequence]) -> _Plan:
-        """Plan the allocation of sequences whose hits are those of the current state."""
-        required = sum([new.required for new in sequences])
-        hits = [new.found for new in sequences if len(new.found)]
-        found = hits[0] if len(hits) == 1 else np.concatenate(hits) if hits else _NO_BLOCKS
-        most_consumed = required - sum([new.num_held for new in sequences])
-        status = self._allocation_status(len(sequences), required, most_consumed)
-        if status is not AllocStatus.OK and hits:
-            num_consumed = required + self._device.num_evictable(np.unique(found)) - len(found)
-            status = self._allocation_status(len(sequences), required, num_consumed)
-        return _Plan(sequences, found, status, required)
-
-    def _check_in_slices(self, requests: Sequence[AllocationRequest]) -> Slices[list[NewSequence]]:
-        """Validate the requests in slices. Prefix-cache hits count only if the index still has them after the last
-        slice."""
-
-        def checked() -> Iterator[tuple[NewSequence, list[Any]]]:
-            for i, request in enumerate(requests):
-                new = self._check_request(request, f"requests[{i}]")
-                yield new, [self._device.hashes[block] for block in new.found.tolist()]
-
-        return [self._still_found(*one) for one in (yield from in_turn(checked()))]
-
-    def _still_found(self, new: NewSequence, hashes: list[bytes]) -> NewSequence:
-        found, index = new.found.tolist(), self._device.index.blocks
-        gone = (
-            i for i, (block, chain_hash) in enumerate(zip(found, hashes, strict=True)) if index.get(chain_hash) != block
-        )
-        first = next(gone, len(found))
-        return new if first == len(found) else new._replace(found=new.found[:first])
-
-    def _allocation_status(self, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
-        fits = self._device.num_available - num_consumed >= self._config.watermark_blocks
-        if fits and num_sequences <= len(self._sequences.free_rows):
-            return AllocStatus.OK
-        if num_sequences > self._config.max_sequences:
-            return AllocStatus.NEVER
-        if self._config.num_blocks - required < self._config.watermark_blocks and not fits:
-            return AllocStatus.NEVER
-        return AllocStatus.LATER
-
-    def _check_request(self, request: AllocationRequest, field: str) -> NewSequence:
-        tokens = int32_array(request.token_ids, f"{field}.token_ids")
-        limit = self._config.max_sequence_tokens
-        if len(tokens) > limit:
-            raise InvalidArgumentError(
-                f"has {len(tokens)} tokens, more than max_sequence_tokens = {limit}", field=f"{field}.token_ids"
-            )
-        lookahead = whole_number(request.lookahead, f"{field}.lookahead", 0, limit - len(tokens))
-        extra: dict[int, bytes] = {}
-        if request.extra_keys:
-            extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", self._config.block_size, limit)
-        found = _NO_BLOCKS
-        if self._config.enable_prefix_caching:  # the last token is always computed
-            found = np.array(self._device.index.match(tokens[:-1], extra), np.int64)
-        num_blocks, required = self._num_blocks(len(tokens)), self._num_blocks(len(tokens) + lookahead)
-        return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
-
-    def _create(self, namespace: SessionNamespace, sequences: list[NewSequence], num_hits: int, flags: int) -> None:
-        """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""
-        slots, shift = self._sequences, self._shift
-        blocks = self._device.allocate(sum([new.num_blocks - len(new.found) for new in sequences]))
-        rows = [slots.free_rows.pop() for _ in sequences]
-        fill_sequences(
-            slots.block_tables,
-            self._device.token_ids,
-            rows,
-            [new.found for new in sequences],
-            [new.tokens for new in sequences],
-            blocks,
-        )
-        self._state.intents.begin_new(rows)
-        states, number = slots.states, namespace.number
-        for new, row in zip(sequences, rows, strict=True):
-            if new.extra:
-                slots.set_extra_keys(row, new.extra)
-            namespace.rows[new.sequence_id] = row
-            length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
-            states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
-        if namespace.lost:
-            self._state.create_lost(namespace, [new.sequence_id for new in sequences])
-        self._count(namespace, sum([len(new.tokens) for new in sequences]), num_hits << shift)
-
-    def _count(self, namespace: SessionNamespace, queried: int, hit: int) -> None:
-        """Count tokens that were looked up in the prefix cache, and those found there."""
-        counters = self._state.counters
-        self._sequences.num_tokens += queried
-        counters.prefix_cache_query_tokens += queried
-        counters.prefix_cache_hit_tokens += hit
-        namespace.counters[QUERY_TOKENS] += queried
-        namespace.counters[HIT_TOKENS] += hit
+            sequences.drop_extra_keys([row])

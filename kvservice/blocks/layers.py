@@ -2,8 +2,7 @@
 
 A step that follows another one commits after it, and only when its tokens are known, because the chain hashes of its
 blocks depend on them. Checking and marking are separate operations. The bytes are written in between, so a failed write
-changes nothing.
-"""
+changes nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import int32_array, whole_number
-from kvservice.blocks.intents import RESTORE
-from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int32Array, Int64Array, StepPlan
-from kvservice.blocks.prefix import token_bytes
-from kvservice.blocks.ranges import ragged
-from kvservice.blocks.state import BlockState
+from kvservice.blocks.pool import token_bytes
+from kvservice.blocks.state import COMPUTED_TOKENS, RESTORE, BlockState, LiveStep, SessionNamespace, ragged
 from kvservice.chain_hash import block_hash
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
 
@@ -34,216 +30,248 @@ class _FullBlocks(NamedTuple):
     tokens: bytes
 
 
-class LayerTracker:
-    """Checks and marks the layers of live steps, and commits a step after its last layer."""
+def get_step(state: BlockState, namespace: SessionNamespace, step_id: int) -> StepPlan:
+    """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
+    newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
+    return _live_step(state, namespace, step_id).plan
 
-    def __init__(self, state: BlockState) -> None:
-        self._state, self._config = state, state.config
-        self._device, self._sequences = state.device, state.sequences
-        self._shift = state.config.block_shift
 
-    def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
-        """See BlockManager.get_step."""
-        return self._live_step(namespace, step_id).plan
+def written_layers(namespace: SessionNamespace, step_id: int) -> bytearray | None:
+    """Return the flags of a live step, one byte per layer, which the writer of a layer sets. None if the step is
+    not live."""
+    entry = namespace.steps.get(step_id)
+    return None if entry is None else entry.written
 
-    def written_layers(self, namespace: SessionNamespace, step_id: int) -> bytearray | None:
-        """See BlockManager.written_layers."""
-        entry = namespace.steps.get(step_id)
-        return None if entry is None else entry.written
 
-    def hand_to_lane(self, namespace: SessionNamespace, step_id: int) -> bytearray | None:
-        """See BlockManager.hand_to_lane."""
-        entry = namespace.steps.get(step_id)
-        if entry is None:
-            return None
-        self._state.lane_lens[entry.plan.rows] = entry.plan.context_lens
-        return entry.written
+def finished_ids(state: BlockState, namespace: SessionNamespace) -> Int64Array:
+    """Return int64[n] in kept memory. A lane stores the id of a step there, at id % n, when it has written all its
+    layers, and `recover` commits the step if the process ends before `commit_written`."""
+    ids: Int64Array = state.lane_finished_ids[namespace.number - 1]
+    return ids
 
-    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
-        """See BlockManager.check_layer."""
-        entry = self._step_with_layers(namespace, step_id)
-        layer = whole_number(layer, "layer", 0, self._config.num_layers - 1)
-        if entry.written[layer]:
-            raise LayerWrittenError(
-                f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
-            )
-        return entry.plan
 
-    def mark_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> bool:
-        """See BlockManager.mark_layer."""
-        self.check_layer(namespace, step_id, layer)
-        entry = namespace.steps[step_id]
+def hand_to_lane(state: BlockState, namespace: SessionNamespace, step_id: int) -> bytearray | None:
+    """Return the `written_layers` of a step that a lane may finish from now on."""
+    entry = namespace.steps.get(step_id)
+    if entry is None:
+        return None
+    state.lane_lens[entry.plan.rows] = entry.plan.context_lens
+    return entry.written
+
+
+def check_layer(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
+    """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
+    entry = _step_with_layers(state, namespace, step_id)
+    layer = whole_number(layer, "layer", 0, state.config.num_layers - 1)
+    if entry.written[layer]:
+        raise LayerWrittenError(
+            f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
+        )
+    return entry.plan
+
+
+def mark_layer(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int) -> bool:
+    """Record that a layer is written. Returns True if that commits the step: it was the last layer, all tokens are
+    known, and the step that it follows is committed. The step's tokens are then computed, and its full blocks can
+    be shared. Raises LayerWrittenError."""
+    check_layer(state, namespace, step_id, layer)
+    entry = namespace.steps[step_id]
+    entry.written[layer] = 1
+    return _commit_if_complete(state, namespace, entry)
+
+
+def check_part(
+    state: BlockState, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int
+) -> StepPlan:
+    """Return the part of a step that is written next in this layer: `count` tokens from `first` on, or all
+    remaining tokens if `count` is 0. Returns the step itself if the part covers all of it. Changes nothing.
+
+    Raises LayerWrittenError, and FailedPreconditionError if tokens before the part are not written.
+    """
+    step = check_layer(state, namespace, step_id, layer)
+    entry = namespace.steps[step_id]
+    if not (first or count or entry.sent):
+        return step
+    num_tokens = len(step.slot_mapping)
+    first = whole_number(first, "first_token", 0, num_tokens - 1)
+    stop = first + whole_number(count, "num_tokens", 0, num_tokens - first) if count else num_tokens
+    sent = entry.sent.get(layer, 0)
+    if first < sent:
+        raise LayerWrittenError(
+            f"the first {sent} tokens of layer {layer} of step {step_id} are written", field="first_token",
+            step_id=step_id, layer=layer,
+        )  # fmt: skip
+    if first > sent:
+        raise FailedPreconditionError(f"the next part must begin at token {sent}", field="first_token")
+    if stop - first == num_tokens:
+        return step
+    if (first, stop) not in entry.parts:
+        entry.parts[first, stop] = step.part(first, stop)
+    return entry.parts[first, stop]
+
+
+def mark_part(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
+    """Record that a part from `check_part` is written. The last part marks the layer and returns as
+    `mark_layer`."""
+    entry = namespace.steps[step_id]
+    if part is not entry.plan:
+        sent = entry.sent.pop(layer, 0) + len(part.slot_mapping)
+        if sent < len(entry.plan.slot_mapping):
+            entry.sent[layer] = sent
+            return False
+    return mark_layer(state, namespace, step_id, layer)
+
+
+def completes(namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
+    """Return whether `mark_part` of this part from `check_part` marks the last layer of the step."""
+    entry = namespace.steps[step_id]
+    if part is not entry.plan:
+        sent = entry.sent.get(layer, 0) + len(part.slot_mapping)
+        if sent < len(entry.plan.slot_mapping):
+            return False
+    return entry.written.count(0) == 1
+
+
+def commit_written(state: BlockState, namespace: SessionNamespace, step_id: int) -> bool:
+    """Commit a step whose layers were marked directly in its `written_layers`. Returns False if the step is not
+    live, cannot commit yet, or was committed before."""
+    entry = namespace.steps.get(step_id)
+    return entry is not None and _commit_if_complete(state, namespace, entry)
+
+
+def set_tokens(state: BlockState, namespace: SessionNamespace, step_id: int, token_ids: npt.ArrayLike) -> bool:
+    """Give a following step the tokens that were not known when it was opened.
+
+    token_ids int32[u], one for each of its sequences that got a token and that the followed step covers, in their
+    order. Returns True if the step is complete, and thereby commits. Raises FailedPreconditionError if all tokens
+    of the step are known.
+    """
+    entry = _live_step(state, namespace, step_id)
+    if entry.unknown is None:
+        raise FailedPreconditionError(f"step {step_id} does not wait for tokens of another", field="step_id")
+    tokens, step, which = int32_array(token_ids, "token_ids"), entry.plan, entry.unknown
+    if len(tokens) != len(which):
+        raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(which)} sequences", field="token_ids")
+    last = np.cumsum(step.query_lens, dtype=np.int64)[which] - 1
+    rows = step.rows[which]
+    state.intents.begin(RESTORE, rows)
+    state.device.tokens_by_slot[step.slot_mapping[last]] = tokens
+    state.sequences.lengths[rows] = step.context_lens[which]
+    state.sequences.num_tokens += len(tokens)
+    entry.unknown = None
+    return _commit_if_complete(state, namespace, entry)
+
+
+def _commit_if_complete(state: BlockState, namespace: SessionNamespace, entry: LiveStep) -> bool:
+    if entry.committed or not entry.complete or not entry.tokens_known:
+        return False
+    if entry.follows and not namespace.steps[entry.follows].committed:
+        return False
+    entry.committed = True
+    state.generation += 1
+    num_tokens = len(entry.plan.slot_mapping)
+    state.counters.computed_tokens += num_tokens
+    namespace.counters[COMPUTED_TOKENS] += num_tokens
+    commit_rows(state, entry.plan.rows, entry.plan.context_lens)
+    if entry.follower:
+        _commit_if_complete(state, namespace, namespace.steps[entry.follower])
+    return True
+
+
+def check_all_layers(state: BlockState, namespace: SessionNamespace, step_id: int) -> StepPlan:
+    """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
+    entry = _step_with_layers(state, namespace, step_id)
+    if entry.begun:
+        layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
+        raise LayerWrittenError(
+            f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
+        )
+    return entry.plan
+
+
+def mark_all_layers(state: BlockState, namespace: SessionNamespace, step_id: int) -> None:
+    """Record that all layers are written, and commit the step as `mark_layer`. Raises LayerWrittenError."""
+    check_all_layers(state, namespace, step_id)
+    entry = namespace.steps[step_id]
+    entry.written[:] = b"\1" * state.config.num_layers
+    _commit_if_complete(state, namespace, entry)
+
+
+def mark_layers(state: BlockState, namespace: SessionNamespace, step_id: int, layers: Sequence[int]) -> None:
+    """Record that these distinct layers are written, all or none, as `mark_layer`."""
+    if len(set(layers)) != len(layers):
+        raise InvalidArgumentError("a layer is named twice", field="layers")
+    for layer in layers:
+        check_part(state, namespace, step_id, layer, 0, 0)
+    entry = namespace.steps[step_id]
+    for layer in layers:
         entry.written[layer] = 1
-        return self._commit_if_complete(namespace, entry)
+    _commit_if_complete(state, namespace, entry)
 
-    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> StepPlan:
-        """See BlockManager.check_part."""
-        step = self.check_layer(namespace, step_id, layer)
-        entry = namespace.steps[step_id]
-        if not (first or count or entry.sent):
-            return step
-        num_tokens = len(step.slot_mapping)
-        first = whole_number(first, "first_token", 0, num_tokens - 1)
-        stop = first + whole_number(count, "num_tokens", 0, num_tokens - first) if count else num_tokens
-        sent = entry.sent.get(layer, 0)
-        if first < sent:
-            raise LayerWrittenError(
-                f"the first {sent} tokens of layer {layer} of step {step_id} are written", field="first_token",
-                step_id=step_id, layer=layer,
-            )  # fmt: skip
-        if first > sent:
-            raise FailedPreconditionError(f"the next part must begin at token {sent}", field="first_token")
-        if stop - first == num_tokens:
-            return step
-        if (first, stop) not in entry.parts:
-            entry.parts[first, stop] = step.part(first, stop)
-        return entry.parts[first, stop]
 
-    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
-        """See BlockManager.mark_part."""
-        entry = namespace.steps[step_id]
-        if part is not entry.plan:
-            sent = entry.sent.pop(layer, 0) + len(part.slot_mapping)
-            if sent < len(entry.plan.slot_mapping):
-                entry.sent[layer] = sent
-                return False
-        return self.mark_layer(namespace, step_id, layer)
+def _live_step(state: BlockState, namespace: SessionNamespace, step_id: int) -> LiveStep:
+    state.enter(namespace)
+    return namespace.live_step(step_id)
 
-    def completes(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
-        """See BlockManager.completes."""
-        entry = namespace.steps[step_id]
-        if part is not entry.plan:
-            sent = entry.sent.get(layer, 0) + len(part.slot_mapping)
-            if sent < len(entry.plan.slot_mapping):
-                return False
-        return entry.written.count(0) == 1
 
-    def commit_written(self, namespace: SessionNamespace, step_id: int) -> bool:
-        """See BlockManager.commit_written."""
-        entry = namespace.steps.get(step_id)
-        return entry is not None and self._commit_if_complete(namespace, entry)
+def _step_with_layers(state: BlockState, namespace: SessionNamespace, step_id: int) -> LiveStep:
+    """Return a live step whose layers can be written."""
+    entry = _live_step(state, namespace, step_id)
+    if entry.ahead:
+        raise FailedPreconditionError(
+            f"step {step_id} is ahead: its client writes it in the mapped pool", field="step_id", step_id=step_id
+        )
+    return entry
 
-    def set_tokens(self, namespace: SessionNamespace, step_id: int, token_ids: npt.ArrayLike) -> bool:
-        """See BlockManager.set_tokens."""
-        entry = self._live_step(namespace, step_id)
-        if entry.unknown is None:
-            raise FailedPreconditionError(f"step {step_id} does not wait for tokens of another", field="step_id")
-        tokens, step, which = int32_array(token_ids, "token_ids"), entry.plan, entry.unknown
-        if len(tokens) != len(which):
-            raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(which)} sequences", field="token_ids")
-        last = np.cumsum(step.query_lens, dtype=np.int64)[which] - 1
-        rows = step.rows[which]
-        self._state.intents.begin(RESTORE, rows)
-        self._device.tokens_by_slot[step.slot_mapping[last]] = tokens
-        self._sequences.lengths[rows] = step.context_lens[which]
-        self._sequences.num_tokens += len(tokens)
-        entry.unknown = None
-        return self._commit_if_complete(namespace, entry)
 
-    def _commit_if_complete(self, namespace: SessionNamespace, entry: LiveStep) -> bool:
-        if entry.committed or not entry.complete or not entry.tokens_known:
-            return False
-        if entry.follows and not namespace.steps[entry.follows].committed:
-            return False
-        entry.committed = True
-        self._state.generation += 1
-        num_tokens = len(entry.plan.slot_mapping)
-        self._state.counters.computed_tokens += num_tokens
-        namespace.counters[COMPUTED_TOKENS] += num_tokens
-        self.commit_rows(entry.plan.rows, entry.plan.context_lens)
-        if entry.follower:
-            self._commit_if_complete(namespace, namespace.steps[entry.follower])
-        return True
+def commit_rows(state: BlockState, rows: Int64Array, context_lens: Int32Array) -> None:
+    """Mark the tokens of each row up to these context lengths as computed. Blocks that became full get their hash
+    and can be shared. A full block has its hash before its tokens count as computed, and is whole before the index
+    finds it."""
+    full = None
+    if state.config.enable_prefix_caching:
+        first = state.sequences.num_computed[rows] >> state.shift
+        num_full = (context_lens >> state.shift) - first
+        if np.count_nonzero(num_full):
+            full = _hash_blocks(state, rows, first, num_full)
+            state.device.keep_hashes(full.blocks, full.hashes)
+    state.sequences.num_computed[rows] = context_lens
+    if full is not None:
+        _index_blocks(state, full)
 
-    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
-        """See BlockManager.check_all_layers."""
-        entry = self._step_with_layers(namespace, step_id)
-        if entry.begun:
-            layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
-            raise LayerWrittenError(
-                f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
-            )
-        return entry.plan
 
-    def mark_all_layers(self, namespace: SessionNamespace, step_id: int) -> None:
-        """See BlockManager.mark_all_layers."""
-        self.check_all_layers(namespace, step_id)
-        entry = namespace.steps[step_id]
-        entry.written[:] = b"\1" * self._config.num_layers
-        self._commit_if_complete(namespace, entry)
+def _hash_blocks(state: BlockState, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> _FullBlocks:
+    """Compute the chain hashes of num_full[i] blocks of each row from entry first[i] on."""
+    device = state.device
+    which, entries = ragged(first, num_full)
+    rows = rows[which]
+    blocks = state.sequences.block_tables[rows, entries].astype(np.int64)
+    before = state.sequences.block_tables[rows, np.maximum(entries - 1, 0)].tolist()
+    data, size = token_bytes(device.token_ids[blocks]), 4 * state.config.block_size
+    names = blocks.tolist()
+    known, root, extra_keys = device.hashes, device.index.root, state.sequences.extra_keys
+    hashes: list[bytes] = []
+    parents: list[bytes] = []
+    starts = range(0, len(data), size)
+    for row, entry, block, previous, start in zip(rows.tolist(), entries.tolist(), names, before, starts, strict=True):
+        parent = known[previous] if entry else root
+        assert parent is not None, "a full block stands before this one, so it has a hash"
+        extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
+        known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
+        hashes.append(chain_hash)
+        parents.append(parent)
+    return _FullBlocks(blocks, hashes, parents, data)
 
-    def mark_layers(self, namespace: SessionNamespace, step_id: int, layers: Sequence[int]) -> None:
-        """See BlockManager.mark_layers."""
-        if len(set(layers)) != len(layers):
-            raise InvalidArgumentError("a layer is named twice", field="layers")
-        for layer in layers:
-            self.check_part(namespace, step_id, layer, 0, 0)
-        entry = namespace.steps[step_id]
-        for layer in layers:
-            entry.written[layer] = 1
-        self._commit_if_complete(namespace, entry)
 
-    def _live_step(self, namespace: SessionNamespace, step_id: int) -> LiveStep:
-        self._state.enter(namespace)
-        return namespace.live_step(step_id)
-
-    def _step_with_layers(self, namespace: SessionNamespace, step_id: int) -> LiveStep:
-        """Return a live step whose layers can be written."""
-        entry = self._live_step(namespace, step_id)
-        if entry.ahead:
-            raise FailedPreconditionError(
-                f"step {step_id} is ahead: its client writes it in the mapped pool", field="step_id", step_id=step_id
-            )
-        return entry
-
-    def commit_rows(self, rows: Int64Array, context_lens: Int32Array) -> None:
-        """Mark the tokens of each row up to these context lengths as computed. Blocks that became full get their hash
-        and can be shared. A full block has its hash before its tokens count as computed, and is whole before the index
-        finds it."""
-        full = None
-        if self._config.enable_prefix_caching:
-            first = self._sequences.num_computed[rows] >> self._shift
-            num_full = (context_lens >> self._shift) - first
-            if np.count_nonzero(num_full):
-                full = self._hash_blocks(rows, first, num_full)
-                self._device.keep_hashes(full.blocks, full.hashes)
-        self._sequences.num_computed[rows] = context_lens
-        if full is not None:
-            self._index_blocks(full)
-
-    def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> _FullBlocks:
-        """Compute the chain hashes of num_full[i] blocks of each row from entry first[i] on."""
-        device = self._device
-        which, entries = ragged(first, num_full)
-        rows = rows[which]
-        blocks = self._sequences.block_tables[rows, entries].astype(np.int64)
-        before = self._sequences.block_tables[rows, np.maximum(entries - 1, 0)].tolist()
-        data, size = token_bytes(device.token_ids[blocks]), 4 * self._config.block_size
-        names = blocks.tolist()
-        known, root, extra_keys = device.hashes, device.index.root, self._sequences.extra_keys
-        hashes: list[bytes] = []
-        parents: list[bytes] = []
-        starts = range(0, len(data), size)
-        for row, entry, block, previous, start in zip(
-            rows.tolist(), entries.tolist(), names, before, starts, strict=True
-        ):
-            parent = known[previous] if entry else root
-            assert parent is not None, "a full block stands before this one, so it has a hash"
-            extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
-            known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
-            hashes.append(chain_hash)
-            parents.append(parent)
-        return _FullBlocks(blocks, hashes, parents, data)
-
-    def _index_blocks(self, full: _FullBlocks) -> None:
-        """Add full blocks to the prefix index."""
-        device, journal = self._device, self._device.journal
-        found = device.add_to_index(full.blocks, full.hashes)
-        if journal is not None and any(found):
-            root, size = device.index.root, 4 * self._config.block_size
-            contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
-            parents = (None if parent == root else parent for parent in full.parents)
-            journal.stored(list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found)))
+def _index_blocks(state: BlockState, full: _FullBlocks) -> None:
+    """Add full blocks to the prefix index."""
+    device, journal = state.device, state.device.journal
+    found = device.add_to_index(full.blocks, full.hashes)
+    if journal is not None and any(found):
+        root, size = device.index.root, 4 * state.config.block_size
+        contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
+        parents = (None if parent == root else parent for parent in full.parents)
+        journal.stored(list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found)))
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

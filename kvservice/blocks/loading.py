@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array
-from kvservice.blocks.block_pool import NOT_COPIED
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
-from kvservice.blocks.prefix import block_hashes, token_bytes
+from kvservice.blocks.pool import NOT_COPIED, token_bytes
 from kvservice.blocks.state import BlockState
+from kvservice.chain_hash import block_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Loader:
         parent = self._device.hashes[int(found[-1])] if first else self._device.index.root
         assert parent is not None, "the index has just found this block"
         part = np.asarray(tokens[first * size : (first + count) * size], np.int32).reshape(count, size)
-        return MissingBlocks(found, parent, block_hashes(parent, part, extra, first), part)
+        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part)
 
     def missing_prefix(
         self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]], most: int
@@ -219,3 +219,14 @@ class Loader:
     def forget_copied(self) -> None:
         """Forget which blocks have copies somewhere, because the copies may be gone."""
         self._era += 1
+
+
+def _block_hashes(parent: bytes, tokens: Int32Array, extra: Mapping[int, bytes], first: int) -> list[bytes]:
+    """Return the chain hashes of full blocks, of which tokens int32[n, block_size] are given and the first is block
+    `first` of its sequence. `parent` is the hash before them."""
+    size, data = 4 * tokens.shape[1], token_bytes(tokens)
+    hashes: list[bytes] = []
+    for entry, start in enumerate(range(0, len(data), size), start=first):
+        parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
+        hashes.append(parent)
+    return hashes

@@ -1,21 +1,26 @@
-"""The chain hashes of a prompt, and the index from chain hashes to blocks; see chain_hash."""
+"""The prefix cache: the chain hashes of a prompt, and its cached prefix, which is found, pinned and dropped.
+
+The index itself is in pool.py, and a block enters it in layers.py; see also chain_hash."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvservice.blocks.plans import Int32Array
-from kvservice.blocks.slices import Slices, finish
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.plans import Int32Array, Int64Array, PinnedPrefix
+from kvservice.blocks.pool import token_bytes
+from kvservice.blocks.slices import Slices, cut, finish
+from kvservice.blocks.state import BlockState, SessionNamespace
 from kvservice.chain_hash import block_hash, root_hash
+from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
 
 # Hashes of one slice, which takes a few milliseconds.
 _SLICE_HASHES: Final = 2048
-
-
-def token_bytes(token_ids: Int32Array) -> bytes:
-    """Return the token ids as little-endian int32, on any machine."""
-    return token_ids.astype("<i4", copy=False).tobytes()
 
 
 def chain_hashes(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: int) -> list[bytes]:
@@ -37,46 +42,87 @@ def chain_hashes_in_slices(token_ids: Int32Array, extra: Mapping[int, bytes], bl
     return hashes
 
 
-def block_hashes(parent: bytes, tokens: Int32Array, extra: Mapping[int, bytes], first: int) -> list[bytes]:
-    """Return the chain hashes of full blocks, of which tokens int32[n, block_size] are given and the first is block
-    `first` of its sequence. `parent` is the hash before them."""
-    size, data = 4 * tokens.shape[1], token_bytes(tokens)
-    hashes: list[bytes] = []
-    for entry, start in enumerate(range(0, len(data), size), start=first):
-        parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
-        hashes.append(parent)
-    return hashes
+def match_prefix(state: BlockState, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
+    """Return how many leading tokens of a prompt int32[n] the prefix cache holds, a multiple of the block size."""
+    state.expire_pins()
+    return len(_find(state, token_ids, extra_keys)) << state.config.block_shift
 
 
-class PrefixIndex:
-    """Map from chain hashes to device blocks with that content. Each hash has one block, and each block one hash."""
+def touch(state: BlockState, chain_hashes: Sequence[bytes]) -> int:
+    """Make the cached blocks of a prompt with these chain hashes the last to be evicted. Returns how many they
+    are."""
+    state.expire_pins()
+    state.generation += 1
+    found = np.array(state.device.index.match_hashes(chain_hashes), np.int64)
+    cached = found[(state.device.ref_count[found] == 0) & ~state.device.pinned[found]]
+    state.device.evictable.remove(cached)
+    state.device.evictable.add(cached[::-1])
+    return len(cached)
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.root = root_hash(block_size)
-        self.blocks: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+def pin(
+    state: BlockState,
+    namespace: SessionNamespace,
+    token_ids: npt.ArrayLike,
+    extra_keys: Sequence[tuple[int, bytes]] = (),
+    *,
+    ttl_s: float,
+) -> PinnedPrefix:
+    """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or
+    close_namespace.
 
-    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of these tokens, in order. It stops hashing at the first
-        miss."""
-        size = 4 * self.block_size
-        data = token_bytes(token_ids)
-        blocks, parent = self.blocks, self.root
-        found: list[int] = []
-        for entry, start in enumerate(range(0, len(data) - size + 1, size)):
-            parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
-            block = blocks.get(parent)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
+    max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.
+    """
+    state.enter(namespace)
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
+        raise InvalidArgumentError("must be a positive number of seconds", field="ttl_s")
+    blocks = _find(state, token_ids, extra_keys)
+    if not len(blocks):
+        raise NotComputedError("no block of this prefix is cached", field="token_ids")
+    num_new, limit = int(np.count_nonzero(~state.device.pinned[blocks])), state.config.max_pinned_blocks
+    if state.pins.num_pinned + num_new > limit or state.pins.num_pins >= limit:
+        raise QuotaExceededError(
+            f"at most {limit} blocks, and as many pins, may be pinned",
+            field="token_ids", limit="max_pinned_fraction", value=str(state.config.max_pinned_fraction),
+        )  # fmt: skip
+    pin_id = state.pins.add(namespace, blocks, ttl_s)
+    return PinnedPrefix(pin_id, len(blocks) << state.config.block_shift, len(blocks))
 
-    def match_hashes(self, chain_hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks that these chain hashes find, in order, up to the first miss."""
-        if not chain_hashes or chain_hashes[0] not in self.blocks:
-            return []
-        found = list(map(self.blocks.get, chain_hashes))
-        return found[: found.index(None)] if None in found else found  # type: ignore[return-value]  # without None
+
+def unpin(state: BlockState, namespace: SessionNamespace, pin_id: int) -> None:
+    """Remove a pin. Raises UnknownPinError if the id is unknown or the pin has ended."""
+    state.enter(namespace)
+    if pin_id not in namespace.pins:
+        pin_id = whole_number(pin_id, "pin_id", 0, 2**63 - 1)
+        raise UnknownPinError(f"pin {pin_id} is unknown or has ended", field="pin_id", pin_id=pin_id)
+    state.pins.remove(namespace, pin_id)
+    state.pins.forget_removed()
+
+
+def reset_prefix_cache(state: BlockState) -> int:
+    """Remove all blocks from the prefix index, except pinned ones. Returns how many cached blocks became free."""
+    return finish(reset_prefix_cache_in_slices(state))
+
+
+def reset_prefix_cache_in_slices(state: BlockState) -> Slices[int]:
+    """`reset_prefix_cache` in slices. It removes the blocks that are in the index at the first slice."""
+    state.expire_pins()
+    blocks = state.device.unpinned()
+    num_freed = 0
+    for i, part in enumerate(cut(blocks)):
+        if i:
+            yield
+        state.generation += 1
+        num_freed += state.device.reset(part, whole=len(part) == len(blocks))
+    return num_freed
+
+
+def _find(state: BlockState, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]]) -> Int64Array:
+    """Return the blocks of the longest cached prefix, in order. Raises InvalidArgumentError."""
+    tokens = int32_array(token_ids, "token_ids")
+    limit = state.config.max_sequence_tokens
+    if len(tokens) > limit:
+        raise InvalidArgumentError(f"has more than max_sequence_tokens = {limit} tokens", field="token_ids")
+    extra = extra_keys_by_block(extra_keys, "extra_keys", state.config.block_size, limit)
+    return np.array(state.device.index.match(tokens, extra), np.int64)

@@ -1,30 +1,42 @@
 """Recovery: the state of an earlier process of the daemon, made whole.
 
-The process may have ended at any point. The operation in progress is undone, or drops its sequences (see intents.py).
-Blocks whose bytes may be incomplete leave the prefix index, and the sequences that hold them are lost. The sequences of
-schedulers and of closed sessions end. Reference counts, free blocks, the index and the eviction queue are derived.
+The process may have ended at any point. The operation in progress is undone, or drops its sequences (see Intents in
+state.py). Blocks whose bytes may be incomplete leave the prefix index, and the sequences that hold them are lost. The
+sequences of schedulers and of closed sessions end. Reference counts, free blocks, the index and the eviction queue are
+derived. An orderly take-over also carries live steps to the next process, with their written layers and parts.
 
 Recovery may be interrupted, too, and then runs again from its start: sequences are recorded as lost before their rows
-become free, the intent ends after its rows are valid, and unfinished blocks are forgotten last.
-"""
+become free, the intent ends after its rows are valid, and unfinished blocks are forgotten last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from kvservice.blocks.intents import CREATE, DROP, RESTORE
-from kvservice.blocks.invariants import require_range
-from kvservice.blocks.kept import unpack_ids
-from kvservice.blocks.layers import LayerTracker
-from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
-from kvservice.blocks.plans import BoolArray, Int64Array
-from kvservice.blocks.ranges import ragged
-from kvservice.blocks.saved_steps import restore_steps
-from kvservice.blocks.sequences import FLAGS, NAMESPACE, NUM_BLOCKS, SCHEDULED, SEQUENCE_ID, SWAPPED
-from kvservice.blocks.state import BlockState
+from kvservice.blocks.integrity import require_range
+from kvservice.blocks.kept import pack_steps, unpack_ids, unpack_steps
+from kvservice.blocks.layers import commit_rows
+from kvservice.blocks.plans import BoolArray, Int64Array, StepPlan
+from kvservice.blocks.state import (
+    CREATE,
+    DROP,
+    FLAGS,
+    NAMESPACE,
+    NO_STEP,
+    NUM_BLOCKS,
+    RESTORE,
+    SCHEDULED,
+    SEQUENCE_ID,
+    SWAPPED,
+    BlockState,
+    LiveStep,
+    SessionNamespace,
+    ragged,
+)
+from kvservice.blocks.steps import NO_COPIES
 
 
 @dataclass(frozen=True)
@@ -53,138 +65,220 @@ class _Tables:
     swapped: BoolArray
 
 
-class Recoverer:
-    """Makes the state of an earlier process whole."""
+def recover(
+    state: BlockState, open_namespaces: Mapping[int, MutableSequence[int]], *, with_steps: bool = False
+) -> Recovery:
+    """Make the state of an earlier process whole, before any other operation of this manager.
 
-    def __init__(self, state: BlockState) -> None:
-        self._state, self._kept, self._sequences = state, state.kept, state.sequences
-        self._device, self._swap, self._states = state.device, state.swap, state.sequences.states
+    `open_namespaces` maps the numbers of namespaces that live on to their counters; the sequences and pins of all
+    others end. `with_steps` says that the process before ended with `save_steps`; otherwise all steps end. May be
+    interrupted and repeated. Raises InternalError if the tables are invalid.
+    """
+    lost = {number: unpack_ids(state.kept.lost.get(number, b"")) for number in open_namespaces}
+    num_lost_before = sum(map(len, lost.values()))
+    _undo_operation(state, lost)
+    tables = _tables(state)
+    ended = _end_sequences(state, tables, lost)
+    state.device.indexed[_unfinished_blocks(state)] = False
+    state.intents.end()
+    _derive(state, tables, ended)
+    namespaces = {
+        number: _namespace(state, number, counters, lost[number]) for number, counters in open_namespaces.items()
+    }
+    _commit_finished(state, namespaces)
+    state.pins.recover(namespaces, state.config.max_pinned_blocks)
+    _end_steps(state, namespaces, with_steps)
+    _forget(state, open_namespaces)
+    return Recovery(
+        namespaces=namespaces,
+        num_sequences=sum(map(len, namespaces.values())),
+        num_lost=sum(map(len, lost.values())) - num_lost_before,
+        num_ended=int(np.count_nonzero(ended)),
+        num_cached_blocks=state.device.num_cached + state.device.num_pinned_cached,
+        num_pins=state.pins.num_pins,
+        num_steps=sum(len(namespace.steps) for namespace in namespaces.values()),
+    )
 
-    def recover(self, open_namespaces: Mapping[int, MutableSequence[int]], with_steps: bool) -> Recovery:
-        """See BlockManager.recover."""
-        lost = {number: unpack_ids(self._kept.lost.get(number, b"")) for number in open_namespaces}
-        num_lost_before = sum(map(len, lost.values()))
-        self._end_operation(lost)
-        tables = self._tables()
-        ended = self._end_sequences(tables, lost)
-        self._device.indexed[self._unfinished_blocks()] = False
-        self._state.intents.end()
-        self._derive(tables, ended)
-        namespaces = {
-            number: self._namespace(number, counters, lost[number]) for number, counters in open_namespaces.items()
-        }
-        self._commit_finished(namespaces)
-        self._state.pins.recover(namespaces, self._state.config.max_pinned_blocks)
-        self._end_steps(namespaces, with_steps)
-        self._forget(open_namespaces)
-        return Recovery(
-            namespaces=namespaces,
-            num_sequences=sum(map(len, namespaces.values())),
-            num_lost=sum(map(len, lost.values())) - num_lost_before,
-            num_ended=int(np.count_nonzero(ended)),
-            num_cached_blocks=self._device.num_cached + self._device.num_pinned_cached,
-            num_pins=self._state.pins.num_pins,
-            num_steps=sum(len(namespace.steps) for namespace in namespaces.values()),
-        )
 
-    def _end_operation(self, lost: dict[int, set[int]]) -> None:
-        """Undo the operation in progress, or drop its sequences, and record these in `lost`."""
-        kind, rows, before = self._state.intents.read()
-        if kind == DROP:
-            self._lose(before, lost)
-            self._states[rows] = 0
-        elif kind == CREATE:
-            self._states[rows] = 0
-        elif kind == RESTORE:
-            self._states[rows] = before
+def _undo_operation(state: BlockState, lost: dict[int, set[int]]) -> None:
+    """Undo the operation in progress, or drop its sequences, and record these in `lost`."""
+    kind, rows, before = state.intents.read()
+    if kind == DROP:
+        _lose(state, before, lost)
+        state.sequences.states[rows] = 0
+    elif kind == CREATE:
+        state.sequences.states[rows] = 0
+    elif kind == RESTORE:
+        state.sequences.states[rows] = before
 
-    def _lose(self, states: Int64Array, lost: dict[int, set[int]]) -> None:
-        """Record the sequences with these states int64[n, 8] as lost, if their clients can still ask for them."""
-        for number in {number for number in states[:, NAMESPACE].tolist() if number in lost}:
-            mine = (states[:, NAMESPACE] == number) & (states[:, FLAGS] & SCHEDULED == 0)
-            lost[number].update(states[mine, SEQUENCE_ID].tolist())
-            self._state.keep_lost(number, lost[number])
 
-    def _tables(self) -> _Tables:
-        """Return the entries of all rows in use. Raises InternalError if one cannot be."""
-        used = np.flatnonzero(self._states[:, NAMESPACE])
-        counts = self._states[used, NUM_BLOCKS]
-        require_range(counts, self._sequences.block_tables.shape[1] + 1, "the size of a table")
-        which, entries = ragged(np.zeros(len(used), np.int64), counts)
-        rows = used[which]
-        blocks = self._sequences.block_tables[rows, entries].astype(np.int64)
-        swapped = self._states[rows, SWAPPED] != 0
-        require_range(blocks[~swapped], self._device.num_blocks, "a block in a table")
-        require_range(blocks[swapped], self._swap.num_blocks, "a swap block in a table")
-        return _Tables(rows, entries, blocks, swapped)
+def _lose(state: BlockState, states: Int64Array, lost: dict[int, set[int]]) -> None:
+    """Record the sequences with these states int64[n, 8] as lost, if their clients can still ask for them."""
+    for number in {number for number in states[:, NAMESPACE].tolist() if number in lost}:
+        mine = (states[:, NAMESPACE] == number) & (states[:, FLAGS] & SCHEDULED == 0)
+        lost[number].update(states[mine, SEQUENCE_ID].tolist())
+        state.keep_lost(number, lost[number])
 
-    def _end_sequences(self, tables: _Tables, lost: dict[int, set[int]]) -> BoolArray:
-        """Free the rows of sequences that do not live on. Returns bool[max_sequences]: which ones."""
-        states = self._states
-        torn = np.zeros(len(states), np.bool_)
-        for swapped, unfinished in (
-            (tables.swapped, self._state.unfinished_swap != 0),
-            (~tables.swapped, self._unfinished_blocks()),
-        ):
-            torn[tables.rows[swapped][unfinished[tables.blocks[swapped]]]] = True
-        owned = np.isin(states[:, NAMESPACE], list(lost)) & (states[:, FLAGS] & SCHEDULED == 0)
-        self._lose(states[owned & torn], lost)
-        ended: BoolArray = (states[:, NAMESPACE] != 0) & (torn | ~owned)
-        states[ended, NAMESPACE] = 0
-        states[states[:, NAMESPACE] == 0] = 0
-        return ended
 
-    def _unfinished_blocks(self) -> BoolArray:
-        """Return bool[num_blocks]: the device blocks whose bytes may be incomplete."""
-        blocks: BoolArray = (self._state.unfinished_device != 0) | self._state.unsubmitted
-        return blocks
+def _tables(state: BlockState) -> _Tables:
+    """Return the entries of all rows in use. Raises InternalError if one cannot be."""
+    used = np.flatnonzero(state.sequences.states[:, NAMESPACE])
+    counts = state.sequences.states[used, NUM_BLOCKS]
+    require_range(counts, state.sequences.block_tables.shape[1] + 1, "the size of a table")
+    which, entries = ragged(np.zeros(len(used), np.int64), counts)
+    rows = used[which]
+    blocks = state.sequences.block_tables[rows, entries].astype(np.int64)
+    swapped = state.sequences.states[rows, SWAPPED] != 0
+    require_range(blocks[~swapped], state.device.num_blocks, "a block in a table")
+    require_range(blocks[swapped], state.swap.num_blocks, "a swap block in a table")
+    return _Tables(rows, entries, blocks, swapped)
 
-    def _derive(self, tables: _Tables, ended: BoolArray) -> None:
-        """Derive all that is not kept from what is, without the tables of rows that ended."""
-        depths = np.zeros(self._device.num_blocks, np.int64)
-        gone = ended[tables.rows] & ~tables.swapped
-        depths[tables.blocks[gone]] = tables.entries[gone]
-        held = ~ended[tables.rows]
-        self._device.recover_cache(tables.blocks[held & ~tables.swapped], depths)
-        self._swap.recover(tables.blocks[held & tables.swapped])
-        self._sequences.recover()
 
-    def _namespace(self, number: int, counters: MutableSequence[int], lost: set[int]) -> SessionNamespace:
-        """Open a namespace with its sequences, in the order of their creation."""
-        namespace = self._state.add_namespace(number, counters)
-        namespace.last_step_before_restart = namespace.last_step_id
-        rows = np.flatnonzero(self._states[:, NAMESPACE] == number)
-        rows = rows[np.argsort(self._states[rows, FLAGS])]
-        namespace.rows.update(zip(self._states[rows, SEQUENCE_ID].tolist(), rows.tolist(), strict=True))
-        namespace.lost = lost.difference(namespace.rows)
-        self._state.keep_lost(number, namespace.lost)
-        return namespace
+def _end_sequences(state: BlockState, tables: _Tables, lost: dict[int, set[int]]) -> BoolArray:
+    """Free the rows of sequences that do not live on. Returns bool[max_sequences]: which ones."""
+    states = state.sequences.states
+    torn = np.zeros(len(states), np.bool_)
+    for swapped, unfinished in (
+        (tables.swapped, state.unfinished_swap != 0),
+        (~tables.swapped, _unfinished_blocks(state)),
+    ):
+        torn[tables.rows[swapped][unfinished[tables.blocks[swapped]]]] = True
+    owned = np.isin(states[:, NAMESPACE], list(lost)) & (states[:, FLAGS] & SCHEDULED == 0)
+    _lose(state, states[owned & torn], lost)
+    ended: BoolArray = (states[:, NAMESPACE] != 0) & (torn | ~owned)
+    states[ended, NAMESPACE] = 0
+    states[states[:, NAMESPACE] == 0] = 0
+    return ended
 
-    def _commit_finished(self, namespaces: Mapping[int, SessionNamespace]) -> None:
-        """Commit the steps that lanes have finished, and that the process before had not committed."""
-        layers, steps, num_computed = LayerTracker(self._state), self._sequences.steps, self._sequences.num_computed
+
+def _unfinished_blocks(state: BlockState) -> BoolArray:
+    """Return bool[num_blocks]: the device blocks whose bytes may be incomplete."""
+    blocks: BoolArray = (state.unfinished_device != 0) | state.unsubmitted
+    return blocks
+
+
+def _derive(state: BlockState, tables: _Tables, ended: BoolArray) -> None:
+    """Derive all that is not kept from what is, without the tables of rows that ended."""
+    depths = np.zeros(state.device.num_blocks, np.int64)
+    gone = ended[tables.rows] & ~tables.swapped
+    depths[tables.blocks[gone]] = tables.entries[gone]
+    held = ~ended[tables.rows]
+    state.device.recover_cache(tables.blocks[held & ~tables.swapped], depths)
+    state.swap.recover(tables.blocks[held & tables.swapped])
+    state.sequences.recover()
+
+
+def _namespace(state: BlockState, number: int, counters: MutableSequence[int], lost: set[int]) -> SessionNamespace:
+    """Open a namespace with its sequences, in the order of their creation."""
+    namespace = state.add_namespace(number, counters)
+    namespace.last_step_before_restart = namespace.last_step_id
+    rows = np.flatnonzero(state.sequences.states[:, NAMESPACE] == number)
+    rows = rows[np.argsort(state.sequences.states[rows, FLAGS])]
+    namespace.rows.update(zip(state.sequences.states[rows, SEQUENCE_ID].tolist(), rows.tolist(), strict=True))
+    namespace.lost = lost.difference(namespace.rows)
+    state.keep_lost(number, namespace.lost)
+    return namespace
+
+
+def _commit_finished(state: BlockState, namespaces: Mapping[int, SessionNamespace]) -> None:
+    """Commit the steps that lanes have finished, and that the process before had not committed."""
+    steps, num_computed = state.sequences.steps, state.sequences.num_computed
+    for number, namespace in namespaces.items():
+        finished = state.lane_finished_ids[number - 1]
+        if np.count_nonzero(finished):
+            rows = np.array(list(namespace.rows.values()), np.int64)
+            rows = rows[np.isin(steps[rows], finished[finished != NO_STEP])]
+            rows = rows[num_computed[rows] < state.lane_lens[rows]]
+            commit_rows(state, rows, state.lane_lens[rows])
+
+
+def _end_steps(state: BlockState, namespaces: Mapping[int, SessionNamespace], with_steps: bool) -> None:
+    """Make all steps stale except those that were saved."""
+    live = np.zeros(len(state.sequences.states), np.bool_)
+    if with_steps:
         for number, namespace in namespaces.items():
-            finished = self._state.finished_ids[number - 1]
-            if np.count_nonzero(finished):
-                rows = np.array(list(namespace.rows.values()), np.int64)
-                rows = rows[np.isin(steps[rows], finished[finished != NO_STEP])]
-                rows = rows[num_computed[rows] < self._state.lane_lens[rows]]
-                layers.commit_rows(rows, self._state.lane_lens[rows])
+            live[_restore_steps(state, namespace, state.kept.steps.get(number, b"[]"))] = True
+    state.sequences.steps[~live] = NO_STEP
 
-    def _end_steps(self, namespaces: Mapping[int, SessionNamespace], with_steps: bool) -> None:
-        """Make all steps stale except those that were saved."""
-        live = np.zeros(len(self._states), np.bool_)
-        if with_steps:
-            for number, namespace in namespaces.items():
-                live[restore_steps(self._state, namespace, self._kept.steps.get(number, b"[]"))] = True
-        self._sequences.steps[~live] = NO_STEP
 
-    def _forget(self, open_namespaces: Mapping[int, MutableSequence[int]]) -> None:
-        """Remove what only this recovery needed."""
-        self._kept.steps.clear()
-        for number in [number for number in self._kept.lost if number not in open_namespaces]:
-            del self._kept.lost[number]
-        self._state.finished_ids[:] = NO_STEP
-        self._state.unsubmitted[:] = False
-        self._state.unfinished_device[:] = 0
-        self._state.unfinished_swap[:] = 0
+def _forget(state: BlockState, open_namespaces: Mapping[int, MutableSequence[int]]) -> None:
+    """Remove what only this recovery needed."""
+    state.kept.steps.clear()
+    for number in [number for number in state.kept.lost if number not in open_namespaces]:
+        del state.kept.lost[number]
+    state.lane_finished_ids[:] = NO_STEP
+    state.unsubmitted[:] = False
+    state.unfinished_device[:] = 0
+    state.unfinished_swap[:] = 0
+
+
+# ---- Live steps of an orderly take-over
+
+
+def save_steps(state: BlockState) -> int:
+    """Save the live steps for the process that takes the state over, as the last operation of this one. Returns how
+    many they are. Steps of a scheduler, and steps that follow others, are not saved."""
+    num_saved = 0
+    for namespace in state.namespaces:
+        steps = [_saved_step(entry) for entry in namespace.steps.values() if _can_be_saved(state, entry)]
+        num_saved += len(steps)
+        state.kept.steps[namespace.number] = pack_steps(steps)
+    return num_saved
+
+
+def _restore_steps(state: BlockState, namespace: SessionNamespace, data: bytes) -> Int64Array:
+    """Make the saved steps of a namespace live, if they are the newest of all their sequences. Returns their rows
+    int64[n]."""
+    rows = [_restore_step(state, namespace, saved) for saved in unpack_steps(data)]
+    return np.concatenate(rows) if rows else np.zeros(0, np.int64)
+
+
+def _can_be_saved(state: BlockState, entry: LiveStep) -> bool:
+    """Return whether a step means something without a scheduler and without other steps."""
+    alone = not entry.follows and not entry.follower and entry.tokens_known
+    return alone and not np.count_nonzero(state.sequences.states[entry.plan.rows, FLAGS] & SCHEDULED)
+
+
+def _saved_step(entry: LiveStep) -> dict[str, Any]:
+    step, appended = entry.plan, entry.num_appended
+    return {
+        "step_id": step.step_id,
+        "sequence_ids": step.sequence_ids.tolist(),
+        "query_lens": step.query_lens.tolist(),
+        "context_lens": step.context_lens.tolist(),
+        "num_appended": appended.tolist() if isinstance(appended, np.ndarray) else appended,
+        "written": list(entry.written),
+        "sent": list(entry.sent.items()),
+        "committed": entry.committed,
+    }
+
+
+def _restore_step(state: BlockState, namespace: SessionNamespace, saved: dict[str, Any]) -> Int64Array:
+    """Make a saved step live. Returns its rows, or none if one of its sequences is gone."""
+    ids, sequences = saved["sequence_ids"], state.sequences
+    rows = np.array([namespace.rows.get(sequence_id, -1) for sequence_id in ids], np.int64)
+    if (rows < 0).any() or (sequences.steps[rows] != saved["step_id"]).any():
+        return rows[:0]
+    query_lens, context_lens = (np.array(saved[name], np.int64) for name in ("query_lens", "context_lens"))
+    assert (context_lens <= sequences.states[rows, NUM_BLOCKS] * state.config.block_size).all()
+    step = StepPlan(
+        step_id=saved["step_id"],
+        sequence_ids=np.array(ids, np.int64),
+        rows=rows,
+        query_lens=query_lens.astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        slot_mapping=sequences.slots(rows, context_lens - query_lens, query_lens),
+        copies=NO_COPIES,
+        tables=sequences.block_tables,
+        block_size=state.config.block_size,
+    )
+    appended = saved["num_appended"]
+    entry = LiveStep(
+        step,
+        bytearray(saved["written"]),
+        np.array(appended, np.int64) if isinstance(appended, list) else appended,
+        committed=saved["committed"],
+        sent=dict(saved["sent"]),
+    )
+    namespace.steps[step.step_id] = entry
+    return rows

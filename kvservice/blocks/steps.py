@@ -4,227 +4,348 @@ A step covers the next uncomputed tokens of its sequences. Opening a step makes 
 the end of the sequence exclusive. A block that is shared or pinned is copied (copy-on-write, as in vLLM's v0 block
 manager, but with each copy counted in advance). A block that only this sequence holds leaves the prefix index, because
 its content will change. New blocks are added at the end, also for the lookahead. Lookahead blocks are reserved space,
-not slots to write, so a fork may share them; a later append that writes there makes them exclusive.
-"""
+not slots to write, so a fork may share them; a later append that writes there makes them exclusive."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
-from kvservice.blocks.block_pool import ONE
-from kvservice.blocks.growth import NO_COPIES, DecodeGrowth, GrowthPlanner, WriteBatch
-from kvservice.blocks.limits import check_request_tokens
-from kvservice.blocks.namespaces import LiveStep, SessionNamespace, distinct_steps
-from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, StepPlan
-from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP
-from kvservice.blocks.state import BlockState
+from kvservice.blocks.arguments import (
+    check_request_blocks,
+    check_request_tokens,
+    check_sequence_lengths,
+    counts_for,
+    int32_array,
+    int64_array,
+    refuse,
+    whole_number,
+)
+from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, StepPlan
+from kvservice.blocks.pool import ONE
+from kvservice.blocks.state import (
+    DROP,
+    LENGTH,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    RESTORE,
+    STEP,
+    BlockState,
+    LiveStep,
+    SessionNamespace,
+    distinct_steps,
+    ragged,
+)
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
 
+NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-class StepPlanner:
-    """Opens steps: append and open_step. `growth` and `open` serve other ways to open a step, too."""
 
-    def __init__(self, state: BlockState) -> None:
-        self._state, self._config = state, state.config
-        self._device, self._sequences = state.device, state.sequences
-        self.growth = GrowthPlanner(state)
-        self._ones = np.ones(state.config.max_sequences, np.int32)
-        self._ones.flags.writeable = False
+class WriteBatch(NamedTuple):
+    """Sequences that will be written: ids int64[n], rows int64[n], a copy of their states int64[n, 8], and their new
+    lengths int64[n]."""
 
-    def can_append(
-        self,
-        namespace: SessionNamespace,
-        sequence_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None,
-        lookahead: int,
-    ) -> bool:
-        """See BlockManager.can_append."""
-        self._state.enter(namespace)
-        ids, rows = namespace.lookup(sequence_ids)
-        counts = self._append_counts(num_tokens, len(ids))
-        states = self._sequences.resident_states(ids, rows)
-        if num_tokens is None and lookahead == 0:
-            decode = self.growth.plan_decode(rows, states)
-            if decode is not None:
-                return len(decode.fresh) <= self._device.num_available
-        batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
-        check_request_tokens(self._config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self.growth.plan(batch, lookahead).num_new <= self._device.num_available
+    ids: Int64Array
+    rows: Int64Array
+    states: Int64Array
+    lengths: Int64Array
 
-    def append(
-        self,
-        namespace: SessionNamespace,
-        sequence_ids: npt.ArrayLike,
-        token_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None,
-        expected_lengths: npt.ArrayLike | None,
-        lookahead: int,
-    ) -> StepPlan:
-        """See BlockManager.append."""
-        self._state.enter(namespace)
-        ids, rows = namespace.lookup(sequence_ids)
-        tokens = int32_array(token_ids, "token_ids")
-        counts = self._append_counts(num_tokens, len(ids))
-        expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
-        if expected_tokens != len(tokens):
-            raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
-        states = self._sequences.resident_states(ids, rows)
-        if expected_lengths is not None:
-            expected = _expected_of(expected_lengths, len(ids))
-            if np.count_nonzero(states[:, LENGTH] != expected):
-                return self._repeated_append(namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
-        if num_tokens is None and lookahead == 0:
-            decode = self.growth.plan_decode(rows, states)
-            if decode is not None:
-                batch = WriteBatch(ids, rows, states, decode.positions + ONE)
-                slots = self.append_decode(rows, decode, tokens)
-                self._sequences.num_tokens += len(tokens)
-                context_lens = batch.lengths.astype(np.int32)
-                return self.open(namespace, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
-        batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
-        query_lens = batch.lengths - states[:, NUM_COMPUTED]
-        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self.growth.plan(batch, lookahead)
-        self._device.require_available(growth.num_new)
 
-        copies = self.growth.apply(batch, growth)
-        slots = self._sequences.slots(batch.rows, states[:, NUM_COMPUTED], query_lens)
-        if len(slots) == len(tokens):  # no tokens were pending before
-            self._device.tokens_by_slot[slots] = tokens
-        else:
-            appended = np.broadcast_to(np.asarray(counts), len(ids))
-            self._device.tokens_by_slot[self._sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
-        self._sequences.num_tokens += len(tokens)
-        context_lens = batch.lengths.astype(np.int32)
-        return self.open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
+@dataclass(frozen=True, slots=True)
+class _CopyOnWrite:
+    """Blocks to copy: row, table entry and block id, int64[c] each. `computed` bool[c] says which of them hold computed
+    tokens of their sequence. `unindexed` int64[u] are blocks that are not copied but leave the prefix index."""
 
-    def append_decode(self, rows: Int64Array, plan: DecodeGrowth, tokens: Int32Array) -> Int64Array:
-        """Store the tokens of a decode step: no tokens were pending, and no block needs a copy. Returns their slots
-        int64[n]."""
-        self._device.require_available(len(plan.fresh))
-        slots = self.growth.apply_decode(rows, plan)
-        self._device.tokens_by_slot[slots] = tokens
-        return slots
+    rows: Int64Array
+    entries: Int64Array
+    src: Int64Array
+    computed: BoolArray
+    unindexed: Int64Array
 
-    def can_open_step(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> bool:
-        """See BlockManager.can_open_step."""
-        self._state.enter(namespace)
-        batch = self._pending(namespace, sequence_ids)
-        check_request_tokens(self._config, int((batch.lengths - batch.states[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self.growth.plan(batch, lookahead).num_new <= self._device.num_available
 
-    def open_step(
-        self,
-        namespace: SessionNamespace,
-        sequence_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None,
-        lookahead: int,
-    ) -> StepPlan:
-        """See BlockManager.open_step."""
-        self._state.enter(namespace)
-        batch = self._pending(namespace, sequence_ids)
-        pending = batch.lengths - batch.states[:, NUM_COMPUTED]
-        query_lens = pending
-        if num_tokens is not None:
-            query_lens = check_query_lens(num_tokens, pending)
-        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self.growth.plan(batch, lookahead)
-        self._device.require_available(growth.num_new)
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks that a batch needs: `grown` int64[n] new blocks at the end of each table, and copies of shared blocks."""
 
-        copies = self.growth.apply(batch, growth)
-        slots = self._sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
-        context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-        return self.open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+    grown: Int64Array
+    num_grown: int
+    copies: _CopyOnWrite | None
 
-    def _append_counts(self, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
-        if num_tokens is None:
-            return 1
-        counts = counts_for(num_tokens, "num_tokens", batch)
-        if np.minimum.reduce(counts) < 1:
-            refuse("num_tokens", counts < 1, "must be at least 1")
-        if np.maximum.reduce(counts) > self._config.max_sequence_tokens:
-            limit = self._config.max_sequence_tokens
-            refuse("num_tokens", counts > limit, f"must be at most max_sequence_tokens = {limit}")
-        return counts
+    @property
+    def num_new(self) -> int:
+        return self.num_grown + self.num_copied
 
-    def _pending(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> WriteBatch:
-        ids, rows = namespace.lookup(sequence_ids)
-        states = self._sequences.resident_states(ids, rows)
-        done = states[:, NUM_COMPUTED] == states[:, LENGTH]
-        if np.count_nonzero(done):
-            i = int(done.argmax())
-            raise FailedPreconditionError(
-                f"all tokens of sequence {ids[i]} are computed", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
-            )
-        return WriteBatch(ids, rows, states, states[:, LENGTH])
+    @property
+    def num_copied(self) -> int:
+        return len(self.copies.src) if self.copies else 0
 
-    def _repeated_append(
-        self, namespace: SessionNamespace, batch: WriteBatch, tokens: Int32Array, counts: Int64Array | int
-    ) -> StepPlan:
-        """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
-        otherwise."""
-        expected, lengths = batch.lengths, batch.states[:, LENGTH]
-        entry = namespace.steps.get(int(batch.states[0, STEP]))
-        if (
-            entry is not None
-            and entry.num_appended is not None
-            and np.array_equal(entry.plan.sequence_ids, batch.ids)
-            and bool(np.all(entry.num_appended == counts))
-            and np.array_equal(lengths, expected + counts)
-        ):
-            appended = np.broadcast_to(np.asarray(counts), len(batch.ids))
-            slots = self._sequences.slots(batch.rows, expected, appended)
-            if np.array_equal(self._device.tokens_by_slot[slots], tokens):
-                return dataclasses.replace(entry.plan, copies=NO_COPIES)
-        raise _mismatch(batch.ids, lengths, expected)
 
-    def open(
-        self,
-        namespace: SessionNamespace,
-        batch: WriteBatch,
-        query_lens: Int32Array,
-        context_lens: Int32Array,
-        slots: Int64Array,
-        copies: BlockCopies,
-        appended: Int64Array | int | None,
-        followed: LiveStep | None = None,
-    ) -> StepPlan:
-        """Open a step over a batch that has its blocks. It replaces the steps of its sequences, except the one that it
-        follows."""
-        if followed is None:
-            namespace.supersede(distinct_steps(batch.states[:, STEP]))
-        else:
-            self._supersede_others(namespace, batch, followed)
-        step = StepPlan(
-            step_id=namespace.next_step_id(),
-            sequence_ids=batch.ids,
-            rows=batch.rows,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            slot_mapping=slots,
-            copies=copies,
-            tables=self._sequences.block_tables,
-            block_size=self._config.block_size,
+class DecodeGrowth(NamedTuple):
+    """Plan for a batch where each sequence gets one token, has no other pending tokens, and owns the block to write.
+
+    `positions` int64[n] are the token positions. `cells` int64[n] are indices into the flat block tables, and `blocks`
+    int64[n] the block ids there. `fresh` int64[f] are the sequences whose block is still to be allocated.
+    """
+
+    positions: Int64Array
+    cells: Int64Array
+    blocks: Int64Array
+    fresh: Int64Array
+
+
+def can_append(
+    state: BlockState,
+    namespace: SessionNamespace,
+    sequence_ids: npt.ArrayLike,
+    num_tokens: npt.ArrayLike | None = None,
+    lookahead: int = 0,
+) -> bool:
+    """Return whether enough blocks are available for `append`. The answer is exact: an append with the same
+    arguments does not run out of blocks.
+
+    Unlike allocate, append may use the blocks below the watermark, which exists for running sequences.
+    """
+    state.enter(namespace)
+    ids, rows = namespace.lookup(sequence_ids)
+    counts = _append_counts(state, num_tokens, len(ids))
+    states = state.sequences.resident_states(ids, rows)
+    if num_tokens is None and lookahead == 0:
+        decode = plan_decode(state, rows, states)
+        if decode is not None:
+            return len(decode.fresh) <= state.device.num_available
+    batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
+    check_request_tokens(state.config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
+    return plan_growth(state, batch, lookahead).num_new <= state.device.num_available
+
+
+def append(
+    state: BlockState,
+    namespace: SessionNamespace,
+    sequence_ids: npt.ArrayLike,
+    token_ids: npt.ArrayLike,
+    num_tokens: npt.ArrayLike | None = None,
+    expected_lengths: npt.ArrayLike | None = None,
+    lookahead: int = 0,
+) -> StepPlan:
+    """Append tokens and open a step over all uncomputed tokens (vLLM v0: append_slots).
+
+    sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
+    each >= 1, one each if None; expected_lengths int64[n], the lengths before the append. If the lengths show that
+    this very append was the last operation, the same step is returned again, without its copies (which were already
+    made), so a retry is safe. Raises LengthMismatchError, OutOfBlocksError.
+    """
+    state.enter(namespace)
+    ids, rows = namespace.lookup(sequence_ids)
+    tokens = int32_array(token_ids, "token_ids")
+    counts = _append_counts(state, num_tokens, len(ids))
+    expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
+    if expected_tokens != len(tokens):
+        raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
+    states = state.sequences.resident_states(ids, rows)
+    if expected_lengths is not None:
+        expected = _expected_of(expected_lengths, len(ids))
+        if np.count_nonzero(states[:, LENGTH] != expected):
+            return _repeated_append(state, namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
+    if num_tokens is None and lookahead == 0:
+        decode = plan_decode(state, rows, states)
+        if decode is not None:
+            batch = WriteBatch(ids, rows, states, decode.positions + ONE)
+            slots = append_decode(state, rows, decode, tokens)
+            state.sequences.num_tokens += len(tokens)
+            context_lens = batch.lengths.astype(np.int32)
+            return start_step(state, namespace, batch, state.ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
+    batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
+    query_lens = batch.lengths - states[:, NUM_COMPUTED]
+    check_request_tokens(state.config, int(np.add.reduce(query_lens)), "sequence_ids")
+    growth = plan_growth(state, batch, lookahead)
+    state.device.require_available(growth.num_new)
+
+    copies = apply_growth(state, batch, growth)
+    slots = state.sequences.slots(batch.rows, states[:, NUM_COMPUTED], query_lens)
+    if len(slots) == len(tokens):  # no tokens were pending before
+        state.device.tokens_by_slot[slots] = tokens
+    else:
+        appended = np.broadcast_to(np.asarray(counts), len(ids))
+        state.device.tokens_by_slot[state.sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
+    state.sequences.num_tokens += len(tokens)
+    context_lens = batch.lengths.astype(np.int32)
+    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
+
+
+def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: Int32Array) -> Int64Array:
+    """Store the tokens of a decode step: no tokens were pending, and no block needs a copy. Returns their slots
+    int64[n]."""
+    state.device.require_available(len(plan.fresh))
+    slots = apply_decode(state, rows, plan)
+    state.device.tokens_by_slot[slots] = tokens
+    return slots
+
+
+def can_open_step(
+    state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int = 0
+) -> bool:
+    """Return whether enough blocks are available for `open_step`. The answer is exact."""
+    state.enter(namespace)
+    batch = _pending(state, namespace, sequence_ids)
+    check_request_tokens(state.config, int((batch.lengths - batch.states[:, NUM_COMPUTED]).sum()), "sequence_ids")
+    return plan_growth(state, batch, lookahead).num_new <= state.device.num_available
+
+
+def open_step(
+    state: BlockState,
+    namespace: SessionNamespace,
+    sequence_ids: npt.ArrayLike,
+    num_tokens: npt.ArrayLike | None = None,
+    lookahead: int = 0,
+) -> StepPlan:
+    """Open a step over existing tokens that are not computed: a prefill, or one chunk of it with num_tokens.
+
+    num_tokens int64[n], each from 1 to the sequence's pending tokens; None means all pending tokens. Raises the
+    errors of append, and FailedPreconditionError if a sequence has no pending tokens.
+    """
+    state.enter(namespace)
+    batch = _pending(state, namespace, sequence_ids)
+    pending = batch.lengths - batch.states[:, NUM_COMPUTED]
+    query_lens = pending
+    if num_tokens is not None:
+        query_lens = check_query_lens(num_tokens, pending)
+    check_request_tokens(state.config, int(np.add.reduce(query_lens)), "sequence_ids")
+    growth = plan_growth(state, batch, lookahead)
+    state.device.require_available(growth.num_new)
+
+    copies = apply_growth(state, batch, growth)
+    slots = state.sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
+    context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
+    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+
+
+def _append_counts(state: BlockState, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
+    if num_tokens is None:
+        return 1
+    counts = counts_for(num_tokens, "num_tokens", batch)
+    if np.minimum.reduce(counts) < 1:
+        refuse("num_tokens", counts < 1, "must be at least 1")
+    if np.maximum.reduce(counts) > state.config.max_sequence_tokens:
+        limit = state.config.max_sequence_tokens
+        refuse("num_tokens", counts > limit, f"must be at most max_sequence_tokens = {limit}")
+    return counts
+
+
+def _pending(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> WriteBatch:
+    ids, rows = namespace.lookup(sequence_ids)
+    states = state.sequences.resident_states(ids, rows)
+    done = states[:, NUM_COMPUTED] == states[:, LENGTH]
+    if np.count_nonzero(done):
+        i = int(done.argmax())
+        raise FailedPreconditionError(
+            f"all tokens of sequence {ids[i]} are computed", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
         )
-        self._sequences.lengths[batch.rows] = batch.lengths
-        self._sequences.steps[batch.rows] = step.step_id
-        entry = LiveStep(step, bytearray(self._config.num_layers), appended)
-        namespace.steps[step.step_id] = entry
-        if followed is not None:
-            entry.follows, followed.follower = followed.plan.step_id, step.step_id
-        return step
+    return WriteBatch(ids, rows, states, states[:, LENGTH])
 
-    def _supersede_others(self, namespace: SessionNamespace, batch: WriteBatch, followed: LiveStep) -> None:
-        """End the steps of a batch except the one that it follows. The step before that one ends, too: it is complete,
-        and two live steps share sequences at most."""
-        others = set(distinct_steps(batch.states[:, STEP]))
-        others.discard(followed.plan.step_id)
-        others.add(followed.follows)
-        namespace.supersede(others)
+
+def _repeated_append(
+    state: BlockState, namespace: SessionNamespace, batch: WriteBatch, tokens: Int32Array, counts: Int64Array | int
+) -> StepPlan:
+    """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
+    otherwise."""
+    expected, lengths = batch.lengths, batch.states[:, LENGTH]
+    entry = namespace.steps.get(int(batch.states[0, STEP]))
+    if (
+        entry is not None
+        and entry.num_appended is not None
+        and np.array_equal(entry.plan.sequence_ids, batch.ids)
+        and bool(np.all(entry.num_appended == counts))
+        and np.array_equal(lengths, expected + counts)
+    ):
+        appended = np.broadcast_to(np.asarray(counts), len(batch.ids))
+        slots = state.sequences.slots(batch.rows, expected, appended)
+        if np.array_equal(state.device.tokens_by_slot[slots], tokens):
+            return dataclasses.replace(entry.plan, copies=NO_COPIES)
+    raise _mismatch(batch.ids, lengths, expected)
+
+
+def start_step(
+    state: BlockState,
+    namespace: SessionNamespace,
+    batch: WriteBatch,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    slots: Int64Array,
+    copies: BlockCopies,
+    appended: Int64Array | int | None,
+    followed: LiveStep | None = None,
+) -> StepPlan:
+    """Open a step over a batch that has its blocks. It replaces the steps of its sequences, except the one that it
+    follows."""
+    if followed is None:
+        namespace.supersede(distinct_steps(batch.states[:, STEP]))
+    else:
+        _supersede_others(namespace, batch, followed)
+    step = StepPlan(
+        step_id=namespace.next_step_id(),
+        sequence_ids=batch.ids,
+        rows=batch.rows,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        slot_mapping=slots,
+        copies=copies,
+        tables=state.sequences.block_tables,
+        block_size=state.config.block_size,
+    )
+    state.sequences.lengths[batch.rows] = batch.lengths
+    state.sequences.steps[batch.rows] = step.step_id
+    entry = LiveStep(step, bytearray(state.config.num_layers), appended)
+    namespace.steps[step.step_id] = entry
+    if followed is not None:
+        entry.follows, followed.follower = followed.plan.step_id, step.step_id
+    return step
+
+
+def _supersede_others(namespace: SessionNamespace, batch: WriteBatch, followed: LiveStep) -> None:
+    """End the steps of a batch except the one that it follows. The step before that one ends, too: it is complete,
+    and two live steps share sequences at most."""
+    others = set(distinct_steps(batch.states[:, STEP]))
+    others.discard(followed.plan.step_id)
+    others.add(followed.follows)
+    namespace.supersede(others)
+
+
+def reopen(
+    state: BlockState,
+    namespace: SessionNamespace,
+    sequence_ids: npt.ArrayLike,
+    starts: npt.ArrayLike,
+    num_tokens: npt.ArrayLike,
+    lookahead: int = 0,
+) -> StepPlan:
+    """Open a step over tokens that may be computed already, for an engine that lost what it computed.
+
+    sequence_ids int64[n], distinct; starts int64[n], the first token of the step in each sequence, at most its
+    number of computed tokens; num_tokens int64[n], at least 1. Tokens from the start on are not computed any more,
+    and their blocks leave the prefix index or are copied. Raises OutOfBlocksError.
+    """
+    state.enter(namespace)
+    ids, rows = namespace.lookup(sequence_ids)
+    states = state.sequences.resident_states(ids, rows)
+    first = counts_for(starts, "starts", len(ids))
+    if np.count_nonzero(first > states[:, NUM_COMPUTED]):
+        refuse("starts", first > states[:, NUM_COMPUTED], "must not be above the sequence's computed tokens")
+    states[:, NUM_COMPUTED] = first
+    query_lens = check_query_lens(num_tokens, states[:, LENGTH] - first)
+    check_request_tokens(state.config, int(query_lens.sum()), "sequence_ids")
+    batch = WriteBatch(ids, rows, states, states[:, LENGTH])
+    growth = plan_growth(state, batch, lookahead)
+    state.device.require_available(growth.num_new)
+
+    copies = apply_growth(state, batch, growth)
+    state.sequences.num_computed[rows] = first
+    slots = state.sequences.slots(rows, first, query_lens)
+    context_lens = (first + query_lens).astype(np.int32)
+    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
 
 def check_query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:
@@ -258,3 +379,103 @@ def _mismatch(ids: Int64Array, lengths: Int64Array, expected: Int64Array) -> Len
         f"sequence {ids[i]} has {lengths[i]} tokens, not {expected[i]}", field=f"expected_lengths[{i}]",
         sequence_id=int(ids[i]), length=int(lengths[i]), expected_length=int(expected[i]),
     )  # fmt: skip
+
+
+# ---- Growth: new blocks at the end of tables, and copies of shared blocks. Planning counts every block before anything
+# changes; applying a plan cannot fail.
+
+
+def plan_decode(state: BlockState, rows: Int64Array, states: Int64Array) -> DecodeGrowth | None:
+    """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan."""
+    positions = states[:, LENGTH]
+    if np.count_nonzero(positions != states[:, NUM_COMPUTED]):
+        return None
+    if np.count_nonzero(positions >= state.max_length_array):
+        return None
+    entries = positions >> state.shift_array
+    cells = rows * state.table_width_array
+    cells += entries
+    blocks = state.sequences.flat_tables[cells]
+    fresh = (entries >= states[:, NUM_BLOCKS]).nonzero()[0]
+    if len(fresh):
+        blocks[fresh] = 0  # these table entries are not valid yet
+    not_exclusive = (state.device.ref_count[blocks] > ONE) | state.device.indexed[blocks]
+    if len(fresh):
+        not_exclusive[fresh] = False
+    return None if np.count_nonzero(not_exclusive) else DecodeGrowth(positions, cells, blocks, fresh)
+
+
+def apply_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth) -> Int64Array:
+    """Apply a plan that is known to fit. Returns the slots int64[n] of the tokens."""
+    state.intents.begin(RESTORE, rows)
+    blocks, fresh = plan.blocks, plan.fresh
+    if len(fresh):
+        new = state.device.allocate(len(fresh))
+        blocks[fresh] = new
+        state.sequences.flat_tables[plan.cells[fresh]] = new
+        state.sequences.num_blocks[rows[fresh]] += 1
+    slots: Int64Array = blocks << state.shift_array
+    slots += plan.positions & state.mask_array
+    return slots
+
+
+def plan_growth(state: BlockState, batch: WriteBatch, lookahead: Int64Array | int) -> Growth:
+    """Count every block that the batch will allocate, before anything changes. `lookahead` is one number, or a
+    valid number for each sequence int64[n]."""
+    if not isinstance(lookahead, np.ndarray) and lookahead != 0:
+        lookahead = whole_number(lookahead, "lookahead", 0, state.config.max_sequence_tokens)
+    check_sequence_lengths(state.config, batch.lengths, lookahead)
+    held = batch.states[:, NUM_BLOCKS]
+    grown = np.maximum(((batch.lengths + (lookahead + state.mask)) >> state.shift) - held, 0)
+    first = batch.states[:, NUM_COMPUTED] >> state.shift
+    written = (batch.lengths + state.mask) >> state.shift
+    pending = np.minimum(written, held) - first
+    num_grown = int(np.add.reduce(grown))
+    check_request_blocks(state.config, int(np.add.reduce(pending)) + num_grown, "sequence_ids")
+    shared = state.sequences.shared_entries(batch.rows, first, pending, state.device.ref_count, state.device.indexed)
+    if not len(shared):
+        return Growth(grown, num_grown, None)
+    which, entries = (numbers[shared] for numbers in ragged(first, pending))
+    blocks = state.sequences.block_tables[batch.rows[which], entries].astype(np.int64)
+    copied, unindexed = _plan_copies(state, blocks)
+    which, entries = which[copied], entries[copied]
+    computed = (entries << state.shift) < batch.states[which, NUM_COMPUTED]
+    copies = _CopyOnWrite(batch.rows[which], entries, blocks[copied], computed, unindexed)
+    return Growth(grown, num_grown, copies)
+
+
+def _plan_copies(state: BlockState, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:
+    """Plan copy-on-write for `blocks` int64[n], which are shared or indexed and will be written.
+
+    Returns (bool[n], which of them are copied; int64[m], blocks that leave the prefix index). If all holders of a
+    block write to it, the last of them keeps the block, unless the block is pinned.
+    """
+    distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
+    kept = (writers == state.device.ref_count[distinct]) & ~state.device.pinned[distinct]
+    last = np.zeros(len(distinct), np.int64)
+    last[inverse] = np.arange(len(blocks))
+    copied = np.ones(len(blocks), np.bool_)
+    copied[last[kept]] = False
+    return copied, distinct[kept & state.device.indexed[distinct]]
+
+
+def apply_growth(state: BlockState, batch: WriteBatch, growth: Growth) -> BlockCopies:
+    """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change."""
+    state.intents.begin(DROP if growth.num_copied else RESTORE, batch.rows)
+    new = state.device.allocate(growth.num_new) if growth.num_new else np.zeros(0, np.int64)
+    if growth.num_grown:
+        state.sequences.append_blocks(batch.rows, batch.states[:, NUM_BLOCKS], growth.grown, new[: growth.num_grown])
+    return _replace_copied(state, growth.copies, new[growth.num_grown :]) if growth.copies else NO_COPIES
+
+
+def _replace_copied(state: BlockState, copies: _CopyOnWrite, dst: Int64Array) -> BlockCopies:
+    """Replace the blocks to be copied with the new blocks `dst`."""
+    device, src = state.device, copies.src
+    device.remove_from_index(copies.unindexed)
+    device.token_ids[dst] = device.token_ids[src]
+    state.sequences.block_tables[copies.rows, copies.entries] = dst
+    distinct, holders = np.unique(src, return_counts=True)
+    device.decref(distinct, holders)
+    state.counters.cow_copies += len(src)
+    made = copies.computed
+    return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 
 from kvservice.blocks import BlocksStats
-from kvservice.blocks.ages import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
+from kvservice.blocks.pool import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.metrics.families import counter, counters, gauge, gauges, histogram
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from kvservice.blocks import AllocStatus, FoundPrompt
+from kvservice.blocks import AllocStatus, FoundPrompt, SequenceSnapshot
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
 from kvservice.scheduler.drafts import Draft, checked_blocks
 from kvservice.scheduler.preemption import Preemptor
@@ -68,7 +68,7 @@ class Admission:
                 return
             unit = state.unit
             ids = [one.sequence_id for one in unit]
-            required = sum(one.blocks + self._config.lookahead + 1 for one in unit)
+            required = sum(map(self._blocks_to_decode, self._manager.describe(self._namespace, ids)))
             room = self._room(draft.needed, len(queues.decodes))
             if queues.num_running + len(unit) > draft.max_running or room < required:
                 return
@@ -81,13 +81,19 @@ class Admission:
                 one.phase, one.blocks = Phase.DECODING, snapshot.num_blocks
                 queues.decodes.add(one, snapshot.length, one.next_token)
 
+    def _blocks_to_decode(self, swapped: SequenceSnapshot) -> int:
+        """Return how many blocks a sequence needs to go on: those of its table, and of its next token and the lookahead
+        past it."""
+        length = swapped.length + 1 + self._config.lookahead
+        return max(swapped.num_blocks, self._blocks_config.num_blocks_for(length))
+
     def _room(self, needed: int, num_running: int) -> int:
         """Return how many blocks new requests may take beside `needed` ones: above the watermark, and above what the
         running sequences need soon. With nothing running, only the watermark counts."""
         kept = self._blocks_config.watermark_blocks
         if num_running:
             kept = max(kept, self._queues.decodes.needs_within(self._config.reserve_steps))
-        return self._manager.num_available - needed - kept
+        return self._manager.device.num_available - needed - kept
 
     def _find(self, state: RequestState) -> FoundPrompt:
         """Look a waiting request up in the prefix cache."""
@@ -100,7 +106,9 @@ class Admission:
         queues, config = self._queues, self._config
         size, picked = self._blocks_config.block_size, list[tuple[RequestState, FoundPrompt]]()
         room = self._room(draft.needed, queues.num_running)
-        places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences - queues.num_promised)
+        places = min(
+            draft.max_running - queues.num_running, len(self._manager.sequences.free_rows) - queues.num_promised
+        )
         tokens_left, num_long = draft.tokens_left, self._num_long()
         checked = sum(checked_blocks(state.pending, size) for state, _ in draft.chunks)
         swapped = next(iter(queues.swapped), None)

@@ -36,7 +36,7 @@ class Preemptor:
         if copies:
             needed += copies[1]
         restricted = (draft.ahead or decodes.has_beams) and not self._eligible(draft).all()
-        if not restricted and len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
+        if not restricted and len(decodes) <= draft.tokens_left and needed <= self._manager.device.num_available:
             draft.decodes, draft.growth, draft.all_decodes = decodes.ids, growth, True
         else:
             chosen = self._choose(draft, restricted)
@@ -73,7 +73,7 @@ class Preemptor:
                 order = order[self._eligible(draft)[order]]
             order = self._within(order, draft.tokens_left)
             growth = self._needs()[order]
-            served = decodes.whole(order[(np.cumsum(growth) <= self._manager.num_available) | (growth == 0)])
+            served = decodes.whole(order[(np.cumsum(growth) <= self._manager.device.num_available) | (growth == 0)])
             unserved = len(order) - len(served)
             if not unserved or (unserved <= self._max_stalled(len(order)) and unserved < len(order)):
                 draft.num_stalled = unserved

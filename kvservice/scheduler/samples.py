@@ -59,7 +59,7 @@ class Samples:
 
     def _fork(self, first: RequestState, others: list[RequestState], over: bool) -> None:
         """Fork the other samples. If there is no room for a sequence, its sample waits, and with beams all do."""
-        queues, room = self._queues, self._manager.num_free_sequences
+        queues, room = self._queues, len(self._manager.sequences.free_rows)
         if first.group.request.beams and room < len(others):
             self._park(others if over else [first, *others])
             return

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvservice.blocks.ages import Float64Array
 from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.pool import Float64Array
 from kvservice.scheduler.batches import ScheduledBatch
 from kvservice.scheduler.requests import RequestState
 

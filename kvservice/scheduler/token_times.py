@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.blocks.ages import Float64Array
 from kvservice.blocks.plans import BoolArray, Int64Array
+from kvservice.blocks.pool import Float64Array
 
 
 class TokenTimes:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvservice.blocks import BlockManager, KeptMaps, Slices
-from kvservice.blocks.sequences import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
 from kvservice.blocks.slices import finish
+from kvservice.blocks.state import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
 from kvservice.config import GIB, ServeConfig
 from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
@@ -252,7 +252,7 @@ def _recover(kept: KeptState, manager: BlockManager, sessions: SessionRegistry) 
 
 def _open_work(manager: BlockManager) -> tuple[int, int]:
     """Return the number of steps that the earlier process left incomplete, and of its schedulers with sequences."""
-    states = manager.state.sequences.states
+    states = manager.sequences.states
     states = states[states[:, NAMESPACE] != 0]
     incomplete = states[(states[:, STEP] != 0) & (states[:, NUM_COMPUTED] < states[:, LENGTH])]
     scheduled = states[states[:, FLAGS] & SCHEDULED != 0]

@@ -11,8 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks import BlocksStats
-from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
-from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
+from kvservice.blocks.state import (
+    COMPUTED_TOKENS,
+    HIT_TOKENS,
+    LENGTH,
+    NAMESPACE,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    NUM_COUNTERS,
+    QUERY_TOKENS,
+    SEQUENCE_ID,
+    SWAPPED,
+)
 from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
 from kvservice.store.figures import ModelFigures

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.namespaces import NUM_COUNTERS
 from kvservice.blocks.plans import Zeros
+from kvservice.blocks.state import NUM_COUNTERS
 
 # Columns of a session row, after the token counters of its namespace.
 SESSION_ID, ATTACHED, OPENED_MS, REGIONS, REGION_BYTES, LANE, TENANT = range(NUM_COUNTERS, NUM_COUNTERS + 7)

@@ -37,8 +37,8 @@ class Pool:
 
     def histogram(self, which: int) -> tuple[dict[float, int], float]:
         """Return the counts of a histogram by upper bound, and the sum of its seconds."""
-        ages = self.manager.state.device.ages
-        self.manager.fold_ages()
+        ages = self.manager.device.ages
+        self.manager.device.ages.fold()
         counts = zip((*AGE_BUCKETS_S, float("inf")), ages.counts[which].tolist(), strict=True)
         return {bound: count for bound, count in counts if count}, float(ages.seconds[which])
 

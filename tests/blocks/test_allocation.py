@@ -189,7 +189,7 @@ def test_hashes_are_chains_of_sha256(make: Make) -> None:
     first = sha256(root + np.array([1, 2, 3, 4], "<i4").tobytes()).digest()
     key = (1).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"image"
     second = sha256(first + np.array([5, 6, 7, 8], "<i4").tobytes() + key).digest()
-    assert set(manager.state.device.index.blocks) == {first, second}
+    assert set(manager.device.index.blocks) == {first, second}
 
 
 def test_a_hit_on_a_cached_block_is_counted_exactly(make: Make) -> None:
@@ -265,4 +265,4 @@ def test_without_prefix_caching_nothing_is_hashed_or_kept(make: Make) -> None:
     assert manager.allocate(space, [request(2, range(12))])[0].num_cached_tokens == 0
     manager.free(space, [1, 2])
     assert manager.stats().free_blocks == 32
-    assert not any(manager.state.device.hashes)
+    assert not any(manager.device.hashes)

@@ -111,10 +111,10 @@ def test_it_fits_where_only_the_exact_count_fits(make: Make) -> None:
     manager, space = make(num_blocks=6)
     cache(manager, space, 1, range(16))
     prompts = [find(manager, 2, range(17)), find(manager, 3, range(17))]
-    assert sum(prompt.num_consumed for prompt in prompts) > manager.num_available
+    assert sum(prompt.num_consumed for prompt in prompts) > manager.device.num_available
     manager.allocate_found(space, prompts)
     manager.check_integrity()
-    assert manager.num_available == 0
+    assert manager.device.num_available == 0
 
 
 def test_pinned_hits_are_shared_and_their_pin_may_end_in_between(make: Make) -> None:

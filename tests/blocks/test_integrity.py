@@ -188,7 +188,7 @@ def test_each_corruption_is_found_in_slices_of_any_size(make: Make) -> None:
             for size in (1, 3, 8192):
                 with row((what, size)):
                     manager, space = corruptible(make)
-                    corrupt(manager.state, space)
+                    corrupt(manager, space)
                     with pytest.raises(InternalError, match=r"^integrity: "):
                         finish(manager.check_integrity_in_slices(size))
 
@@ -196,7 +196,7 @@ def test_each_corruption_is_found_in_slices_of_any_size(make: Make) -> None:
 def test_the_whole_check_is_all_slices(make: Make) -> None:
     manager, _ = corruptible(make)
     manager.check_integrity()
-    manager.state.device.num_shared = 99
+    manager.device.num_shared = 99
     with pytest.raises(InternalError, match="shared blocks"):
         manager.check_integrity()
 
@@ -226,7 +226,7 @@ def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
         assert ((numbers >= 0) & (numbers < stop)).all()
 
     set_constants(monkeypatch, "kvservice.blocks", block_hash=counted_hash, require_range=counted_range)
-    manager.state.device.index.blocks = Index(manager.state.device.index.blocks)
+    manager.device.index.blocks = Index(manager.device.index.blocks)
     total_hashed = total_looked_up = total_added = 0
     for _ in manager.check_integrity_in_slices(64):
         assert len(hashed) <= 64 // 32
@@ -257,7 +257,7 @@ def test_sums_are_given_up_where_operations_never_end(make: Make) -> None:
 
     assert not disturbed()
     assert finish(manager.check_integrity_in_slices(3)) is True
-    manager.state.device.token_ids[table(manager.state, 0)[0], 0] = 999
+    manager.device.token_ids[table(manager, 0)[0], 0] = 999
     with pytest.raises(InternalError, match="not its content's"):
         disturbed()
 
@@ -370,7 +370,7 @@ class Operations:
 
     def swap(self, space: SessionNamespace) -> None:
         names = self.some(space)
-        if self.manager.state.sequences.states[space.rows[names[0]], SWAPPED]:
+        if self.manager.sequences.states[space.rows[names[0]], SWAPPED]:
             self.manager.swap_in(space, names)
         else:
             self.manager.swap_out(space, names)
@@ -404,9 +404,9 @@ def check_in_between(
     checking = manager.check_integrity_in_slices(3)
     results: list[bool] = []
     for _ in range(num_operations):
-        before, generation = snapshot(manager), manager.state.generation
+        before, generation = snapshot(manager), manager.generation
         operations.one()
-        if manager.state.generation == generation:
+        if manager.generation == generation:
             # Deadlines of removed pins may disappear.
             assert snapshot(manager) | {"deadlines": before["deadlines"]} == before
         for _ in range(choose.choice([0, 1, 5, 400])):

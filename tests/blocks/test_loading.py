@@ -23,7 +23,7 @@ def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens
 
 def missing_of(manager: BlockManager, tokens: Any, most: int = 100) -> MissingBlocks:
     prompt = np.array(tokens, np.int32)
-    found = np.array(manager.state.device.index.match(prompt[:-1], {}), np.int64)
+    found = np.array(manager.device.index.match(prompt[:-1], {}), np.int64)
     missing = manager.loader.missing(prompt, {}, found, most)
     assert missing is not None
     return missing
@@ -68,7 +68,7 @@ def test_a_load_leaves_the_watermark_and_what_is_to_be_kept(make: Make) -> None:
     load = manager.loader.begin_load(missing_of(manager, range(61)))
     assert load is not None
     assert len(load) == 8
-    assert manager.num_available == 2
+    assert manager.device.num_available == 2
     manager.loader.end_load(load, 0)
     load = manager.loader.begin_load(missing_of(manager, range(61)), 7)
     assert load is not None
@@ -151,7 +151,7 @@ def test_missing_blocks_by_hash_are_those_by_tokens(make: Make) -> None:
 
 def test_loaded_blocks_are_in_the_journal(make: Make) -> None:
     manager, _ = make(num_blocks=8)
-    journal = manager.state.device.journal = EventJournal(1000, with_tokens=True)
+    journal = manager.device.journal = EventJournal(1000, with_tokens=True)
     load = manager.loader.begin_load(missing_of(manager, range(13)))
     assert load is not None
     manager.loader.end_load(load, 3)
@@ -176,7 +176,7 @@ def test_the_coldest_blocks_are_those_that_are_evicted_first(make: Make) -> None
     manager, space = cached(make)
     add(manager, space, 2, range(100, 108))
     manager.free(space, [2])
-    order = manager.state.device.evictable.blocks()
+    order = manager.device.evictable.blocks()
     for count in (0, 1, 3, 6, 60):
         assert manager.loader.coldest(count).tolist() == order[:count].tolist()
 
@@ -220,7 +220,7 @@ def test_a_block_that_is_written_again_has_lost_its_copy(make: Make) -> None:
 
 
 def missing_free(manager: BlockManager, tokens: Any) -> Any:
-    return np.array(manager.state.device.index.match(np.array(tokens, np.int32), {}), np.int64)
+    return np.array(manager.device.index.match(np.array(tokens, np.int32), {}), np.int64)
 
 
 def test_blocks_that_are_known_to_have_copies_are_not_copied(make: Make) -> None:

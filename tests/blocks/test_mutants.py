@@ -11,13 +11,13 @@ pytestmark = pytest.mark.slow
 
 OF_MACHINE = {
     "no copy-on-write": """
--        return copied, distinct[kept & self._device.indexed[distinct]]
-+        return np.zeros(len(blocks), np.bool_), blocks[:0]
+-    return copied, distinct[kept & state.device.indexed[distinct]]
++    return np.zeros(len(blocks), np.bool_), blocks[:0]
 """,
     # The last holder's rule applied to every writer that is not alone.
     "everybody keeps the block": """
--        return copied, distinct[kept & self._device.indexed[distinct]]
-+        return copied & (self._device.ref_count[blocks] > 2), distinct[kept & self._device.indexed[distinct]]
+-    return copied, distinct[kept & state.device.indexed[distinct]]
++    return copied & (state.device.ref_count[blocks] > 2), distinct[kept & state.device.indexed[distinct]]
 """,
     "copies are not counted": """
 -        if required > self.num_available:
@@ -28,7 +28,7 @@ OF_MACHINE = {
 +        return
 """,
     "a beam that holds nothing": """
--        device.incref(*np.unique(blocks, return_counts=True))
+-    device.incref(*np.unique(blocks, return_counts=True))
 """,
     "a release that frees shared blocks": """
          self.num_shared -= int(np.count_nonzero(before > 1)) - int(np.count_nonzero(after > 1))
@@ -36,32 +36,34 @@ OF_MACHINE = {
 +        return blocks
 """,
     "a hash without its parent": """
--            known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
-+            known[block] = chain_hash = block_hash(b"", data[start : start + size], extra)
+-        known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
++        known[block] = chain_hash = block_hash(b"", data[start : start + size], extra)
 @@
          for entry, start in enumerate(range(0, len(data) - size + 1, size)):
 -            parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
 +            parent = block_hash(b"", data[start : start + size], extra.get(entry, b"") if extra else b"")
 """,
     "extra keys left out": """
--            known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
-+            known[block] = chain_hash = block_hash(parent, data[start : start + size])
+-        known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
++        known[block] = chain_hash = block_hash(parent, data[start : start + size])
 @@
          for entry, start in enumerate(range(0, len(data) - size + 1, size)):
 -            parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
 +            parent = block_hash(parent, data[start : start + size])
 """,
     "blocks shared before they are computed": """
--        return entry.plan
+-    return entry.plan
 -
--    def mark_layer(
-+        step = entry.plan
-+        before = self._sequences.num_computed[step.rows]
-+        self.commit_rows(step.rows, step.context_lens)
-+        self._sequences.num_computed[step.rows] = before
-+        return step
+-
+-def mark_layer(
++    step = entry.plan
++    before = state.sequences.num_computed[step.rows]
++    commit_rows(state, step.rows, step.context_lens)
++    state.sequences.num_computed[step.rows] = before
++    return step
 +
-+    def mark_layer(
++
++def mark_layer(
 """,
     "a hit that stays evictable": """
 -        unreferenced = blocks[self.ref_count[blocks] == 0]
@@ -70,19 +72,19 @@ OF_MACHINE = {
          self.incref(blocks, counts)
 """,
     "a hit on the whole prompt": """
--            found = np.array(self._device.index.match(tokens[:-1], extra), np.int64)
-+            found = np.array(self._device.index.match(tokens, extra), np.int64)
+-        found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
++        found = np.array(state.device.index.match(tokens, extra), np.int64)
 """,
     "a rewritten block that stays findable": """
--        device.remove_from_index(copies.unindexed)
+-    device.remove_from_index(copies.unindexed)
 """,
     "truncate that keeps what was computed": """
--        self._sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
+-    state.sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
 """,
     "swap-in that takes any block for found": """
--        chain_hash = self._swap.hashes[swap_block]
--        return _MISSING if chain_hash is None else self._device.index.blocks.get(chain_hash, _MISSING)
-+        return next(iter(self._device.index.blocks.values()), _MISSING)
+-    chain_hash = state.swap.hashes[swap_block]
+-    return _MISSING if chain_hash is None else state.device.index.blocks.get(chain_hash, _MISSING)
++    return next(iter(state.device.index.blocks.values()), _MISSING)
 """,
     "a follower that does not end": """
 -            self.on_step_end(step_id)
@@ -95,8 +97,8 @@ OF_MACHINE = {
 +        return True
 """,
     "a follower that begins at the computed tokens": """
--            covered = self._begin_after(followed, batch)
-+            covered = np.zeros(0, np.int64)
+-        covered = _begin_after(state, followed, batch)
++        covered = np.zeros(0, np.int64)
 """,
 }
 
@@ -116,11 +118,11 @@ OF_RECOVERY = {
 +        return int(np.count_nonzero(new))
 """,
     "tokens computed before their hashes": """
--                self._device.keep_hashes(full.blocks, full.hashes)
-         self._sequences.num_computed[rows] = context_lens
-         if full is not None:
-             self._index_blocks(full)
-+            self._device.keep_hashes(full.blocks, full.hashes)
+-            state.device.keep_hashes(full.blocks, full.hashes)
+     state.sequences.num_computed[rows] = context_lens
+     if full is not None:
+         _index_blocks(state, full)
++        state.device.keep_hashes(full.blocks, full.hashes)
 """,
     "no intent": """
 +        return
@@ -129,7 +131,7 @@ OF_RECOVERY = {
 """,
     "no intent of new sequences": """
 +        return
-         items, self._batch = self._row_items, _NO_ROWS
+         items, self._batch = self._row_items, _NO_BATCH[1]
 """,
     "an intent that counts before its rows": """
          count = len(rows)
@@ -146,22 +148,24 @@ OF_RECOVERY = {
 +            self.indexed[:] = before
 """,
     "unfinished blocks that can be found": """
--        blocks: BoolArray = (self._state.unfinished_device != 0) | self._state.unsubmitted
-+        blocks: BoolArray = np.zeros(self._device.num_blocks, np.bool_)
+-    blocks: BoolArray = (state.unfinished_device != 0) | state.unsubmitted
++    blocks: BoolArray = np.zeros(state.device.num_blocks, np.bool_)
 """,
     "swapped-in blocks that nobody copies": """
--        blocks: BoolArray = (self._state.unfinished_device != 0) | self._state.unsubmitted
-+        blocks: BoolArray = self._state.unfinished_device != 0
+-    blocks: BoolArray = (state.unfinished_device != 0) | state.unsubmitted
++    blocks: BoolArray = state.unfinished_device != 0
 """,
     "unfinished blocks forgotten first": """
-+        torn = self._unfinished_blocks()
-+        self._state.unfinished_device[:] = 0
-+        self._state.unsubmitted[:] = False
-+        self._unfinished_blocks = lambda: torn
-         tables = self._tables()
+-    blocks: BoolArray = (state.unfinished_device != 0) | state.unsubmitted
++    blocks: BoolArray = getattr(state, "torn", (state.unfinished_device != 0) | state.unsubmitted)
+@@
++    state.torn = _unfinished_blocks(state)
++    state.unfinished_device[:] = 0
++    state.unsubmitted[:] = False
+     tables = _tables(state)
 """,
     "an operation that is not undone": """
--        self._end_operation(lost)
+-    _undo_operation(state, lost)
 """,
     "lost sequences that are forgotten": """
 -            self.kept.lost[number] = pack_ids(lost)
@@ -175,8 +179,8 @@ OF_RECOVERY = {
 +            self.extra_keys.pop(row, None)
 """,
     "sequences that outlive their scheduler": """
--        self._execute(namespace, self._plan_for(sequences), SCHEDULED)
-+        self._execute(namespace, self._plan_for(sequences))
+-    _execute(state, namespace, _plan_for(state, sequences), SCHEDULED)
++    _execute(state, namespace, _plan_for(state, sequences))
 """,
     "step ids that are used again": """
 -        self.kept_ids[LAST_STEP_ID] = self.last_step_id
@@ -193,8 +197,8 @@ OF_CHURN = {
 +        whole: BoolArray = np.ones(len(kept), np.bool_)
 """,
     "hashes of other blocks": """
--        return MissingBlocks(found, parent, block_hashes(parent, part, extra, first), part)
-+        return MissingBlocks(found, parent, block_hashes(parent, part, extra, first), part[::-1].copy())
+-        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part)
++        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part[::-1].copy())
 """,
     "blocks that others can have": """
 -        return PoolLoad(device.begin_loading(count), missing.first(count))

@@ -259,10 +259,10 @@ def test_the_order_of_eviction_is_kept(daemon: Daemon) -> None:
         daemon.manager.free(daemon.space, [name])
     daemon.manager.touch(chain_hashes(np.arange(4, dtype=np.int32) + 200, {}, 4))
     daemon.manager.end_operation()
-    before = daemon.manager.state.device.evictable.blocks().tolist()
+    before = daemon.manager.device.evictable.blocks().tolist()
     assert len(before) == 4
     daemon.restart()
-    assert daemon.manager.state.device.evictable.blocks().tolist() == before
+    assert daemon.manager.device.evictable.blocks().tolist() == before
 
 
 def finish_by_lane(daemon: Daemon, step_id: int) -> None:

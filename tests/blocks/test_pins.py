@@ -130,5 +130,5 @@ def test_ended_pins_do_not_pile_up(make: Make) -> None:
     manager, space, _ = pinned(make)
     for _ in range(1000):
         manager.unpin(space, manager.pin(space, range(8), ttl_s=1e6).pin_id)
-    assert len(manager.state.pins.deadlines) < 100
+    assert len(manager.pins.deadlines) < 100
     manager.check_integrity()

@@ -27,7 +27,7 @@ NOT_REACHED = {
     "if expected_lengths is not None",
     "if np.count_nonzero(finished)",
     "if with_steps",
-    "for number in [number for number in self._kept.lost if number not in open_namespaces]",
+    "for number in [number for number in state.kept.lost if number not in open_namespaces]",
     "else of: if number in namespaces and fits and self._device.indexed[blocks].all()",
 }
 

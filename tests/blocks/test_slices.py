@@ -80,7 +80,7 @@ def test_free_while_others_work() -> None:
     slices, _ = run(manager.free_in_slices(space, [0, 1, 2]), between)
     assert slices > 2
     manager.check_integrity()
-    assert not manager.state.sequences.ending
+    assert not manager.sequences.ending
     assert manager.match_prefix(range(LONG)) == LONG
     assert manager.match_prefix(range(LONG, 2 * LONG)) == LONG, "they stay cached"
     assert manager.stats().used_swap_blocks == 0
@@ -121,8 +121,8 @@ def test_close_a_space_while_others_work() -> None:
     assert (slices > 3, freed) == (True, 3)
     assert set(steps) <= set(ended)
     manager.check_integrity()
-    assert (manager.state.pins.num_pins, manager.state.pins.num_pinned, len(other)) == (0, 0, slices - 1)
-    assert not manager.state.sequences.ending
+    assert (manager.pins.num_pins, manager.pins.num_pinned, len(other)) == (0, 0, slices - 1)
+    assert not manager.sequences.ending
     assert manager.close_namespace(space) == 0
 
 
@@ -171,9 +171,9 @@ def test_pins_that_end_at_one_time_end_one_slice_after_the_other() -> None:
         manager.pin(space, np.arange(LONG), ttl_s=1.0)
     clock[0] = 2.0
     left = []
-    while manager.state.pins.num_pins:
+    while manager.pins.num_pins:
         manager.can_append(space, [1])
-        left.append(manager.state.pins.num_pins)
+        left.append(manager.pins.num_pins)
         manager.check_integrity()
     assert left == [3, 1, 0]
 
@@ -332,10 +332,10 @@ def test_a_batch_finds_as_much_of_a_chain_as_is_left(batch: Batch) -> None:
     longest = AllocationRequest(7000, np.arange(4))
     slices = manager.allocate_in_slices(space, [longest, *many_requests(2 * SLICE_SEQUENCES)[1:]])
     next(slices)
-    block = manager.state.device.index.match(np.arange(4, dtype=np.int32), {})[1]
-    manager.state.device.evictable.remove(np.array([block]))
-    manager.state.device.remove_from_index(np.array([block]))
-    manager.state.device.free_unused(np.array([block]))
+    block = manager.device.index.match(np.arange(4, dtype=np.int32), {})[1]
+    manager.device.evictable.remove(np.array([block]))
+    manager.device.remove_from_index(np.array([block]))
+    manager.device.free_unused(np.array([block]))
     assert finish(slices)[0].num_cached_tokens == 1
     manager.check_integrity()
 

@@ -52,7 +52,7 @@ def test_a_step_says_where_its_tokens_lie(make: Make) -> None:
     assert step.slot_mapping.tolist() == slots_of(at[2], 1, 4) + slots_of(at[0], 6, 8)
     assert step.block_tables.tolist() == [[at[2][0], 0], at[0]]
     assert step.block_tables is step.block_tables
-    assert manager.state.sequences.block_tables[step.rows[1], :2].tolist() == at[0]
+    assert manager.sequences.block_tables[step.rows[1], :2].tolist() == at[0]
     dtypes = (step.sequence_ids, step.rows, step.query_lens, step.context_lens, step.slot_mapping, step.block_tables)
     assert [array.dtype for array in dtypes] == [np.int64, np.int64, np.int32, np.int32, np.int64, np.int32]
 
@@ -543,4 +543,4 @@ def test_an_advance_without_blocks_changes_nothing(
     with pytest.raises(OutOfBlocksError):
         manager.advance(space, [0, 1], [7], [1, 6])
     assert snapshot(manager) == before
-    assert manager.num_available == 0
+    assert manager.device.num_available == 0

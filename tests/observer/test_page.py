@@ -155,7 +155,7 @@ def test_a_block_is_chosen_with_the_pointer(pool: PagePool, port: int, open_page
     facts = dict(zip(page.texts("#detail dt"), page.texts("#detail dd"), strict=True))
     holders = pool.holders(block)
     assert {row[0] for row in rows(page, "#detail")} == {str(sequence_id) for sequence_id in holders}
-    chain_hash = pool.manager.state.device.hashes[block]
+    chain_hash = pool.manager.device.hashes[block]
     assert chain_hash is not None
     assert facts == {"References": str(len(holders)), "Taken": "3 d 5 h ago", "Hash": chain_hash.hex()}
     assert page.js("location.hash") == f"#block/device/{block}"

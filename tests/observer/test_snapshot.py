@@ -354,8 +354,8 @@ def test_a_reading_is_a_copy() -> None:
     pool.compute(pool.open("name"), 1, [1])
     reading = pool.reader.read()
     pool.calls.observe("free", "OK", "unary", 1.0)
-    pool.manager.state.device.ages.counts += 1
-    pool.manager.state.device.ages.seconds += 1
+    pool.manager.device.ages.counts += 1
+    pool.manager.device.ages.seconds += 1
     assert not np.any(reading.call_counts)
     assert not np.any(reading.call_seconds)
     assert not np.any(reading.age_counts)

@@ -41,13 +41,13 @@ def holders_of(pool: ObservedPool, tier: str) -> dict[int, list[Holder]]:
 def expected_states(pool: ObservedPool, tier: str, num_blocks: int) -> tuple[list[str], list[int]]:
     """Return the expected state of each block, from the tables, the prefix index and the pins."""
     counts = Counter({block: len(holders) for block, holders in holders_of(pool, tier).items()})
-    findable = set(pool.manager.state.device.index.blocks.values()) if tier == "device" else set()
+    findable = set(pool.manager.device.index.blocks.values()) if tier == "device" else set()
     states = []
     for block in range(num_blocks):
         if counts[block]:
             states.append("active" if counts[block] == 1 else "shared")
         elif block in findable:
-            states.append("pinned" if pool.manager.state.pins.counts[block] else "cached")
+            states.append("pinned" if pool.manager.pins.counts[block] else "cached")
         else:
             states.append("free")
     return states, [counts[block] for block in range(num_blocks)]
@@ -67,9 +67,7 @@ def assert_blocks(pool: ObservedPool, tier: str, num_blocks: int) -> None:
         assert sorted(told) == sorted(holders.get(block, []))
         assert found["sequences_left_out"] == 0
         hashes: list[str | None] = [
-            each.hex()
-            for each, at in pool.manager.state.device.index.blocks.items()
-            if at == block and tier == "device"
+            each.hex() for each, at in pool.manager.device.index.blocks.items() if at == block and tier == "device"
         ]
         assert [found["hash"]] == (hashes or [None])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,48 @@ def test_what_was_swapped_out_for_a_more_urgent_request_comes_back_after_it() ->
     rig.run()
     assert rig.finished == [2, 1, 3]
     rig.check_outputs()
+
+
+def test_a_swapped_request_comes_back_into_a_pool_that_it_fills() -> None:
+    rig = make_rig(5, {"num_swap_blocks": 5}, preemption=PreemptionMode.SWAP, lookahead=3, reserve_steps=0)
+    rig.add(1, 3, max_tokens=13)
+    rig.add(2, range(100, 103), max_tokens=13)
+    rig.run(max_steps=60)
+    assert sum(len(one.swapped_in) for one in rig.batches) > 0
+    rig.check_outputs()
+
+
+def test_no_request_waits_for_ever_in_a_small_pool() -> None:
+    swapped = 0
+    with each_row() as row:
+        for seed in range(12):
+            with row(seed):
+                rig = small_pool(random.Random(seed))
+                rig.run(max_steps=2000)
+                rig.check_outputs()
+                swapped += sum(len(one.swapped_in) for one in rig.batches)
+    assert swapped > 8
+
+
+def small_pool(choose: random.Random) -> EngineRig:
+    """Return an engine whose requests may fill its pool alone."""
+    lookahead, size, num_blocks = choose.randint(0, 9), choose.choice([1, 2, 4, 8]), choose.randint(4, 12)
+    rig = make_rig(
+        num_blocks,
+        {"block_size": size, "num_swap_blocks": 2 * num_blocks, "watermark": choose.choice([0.0, 0.2])},
+        preemption=PreemptionMode.SWAP,
+        lookahead=lookahead,
+        max_running=choose.randint(2, 4),
+        reserve_steps=choose.choice([0, 4]),
+    )
+    for number in range(choose.randint(2, 5)):
+        width = choose.choice([1, 1, 2])
+        beams = width > 1 and choose.random() < 0.5
+        room = (num_blocks - rig.manager.config.watermark_blocks) // (width if beams else 1) * size - lookahead
+        if room >= 2:
+            prompt = choose.randint(1, room // 2)
+            rig.add(10 * number, prompt, max_tokens=room - prompt, width=width, beams=beams)
+    return rig
 
 
 def test_priority_is_ignored_when_first_come_is_first_served() -> None:

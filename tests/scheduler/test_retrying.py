@@ -102,7 +102,7 @@ def test_a_retry_without_blocks_for_its_copies_preempts() -> None:
                 other = rig.manager.open_namespace()
                 for name in shared:
                     rig.manager.allocate(other, [AllocationRequest(name, np.arange(100 * name, 100 * name + 9))])
-                assert rig.manager.num_available == 0
+                assert rig.manager.device.num_available == 0
                 again = rig.retry()
                 assert [one.sequence_id for one in again.preempted] == preempted
                 assert (again.step.sequence_ids.tolist() if again.step else []) == left

@@ -33,7 +33,7 @@ def test_what_is_reset_does_not_come_back(start_spilling: Start, clock: ManualCl
         await save_all(life)
         namespace = tier_of(life).namespace.find()
         missing = life.manager.loader.missing(np.array(TOKENS, np.int32), {}, np.zeros(0, np.int64), 100)
-        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.state.device.indexed)))
+        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.device.indexed)))
         assert missing is not None
         assert (await life.core.store.chain.put(namespace, keys)).all()  # type: ignore[union-attr]
         assert len(tier.values) == 10
@@ -108,7 +108,7 @@ def test_after_a_reboot_named_weights_come_from_the_tier_below(
         add_tier(life, tier, clock)
         session = life.open()
         kv = await computed(life, session, TOKENS)
-        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.state.device.indexed)))
+        keys = b"".join(life.manager.loader.chain_hashes(np.flatnonzero(life.manager.device.indexed)))
         await save_all(life)
         await life.core.store.chain.put(tier_of(life).namespace.find(), keys)  # type: ignore[union-attr]
         return kv

@@ -135,7 +135,7 @@ def test_the_speed_of_swaps_is_estimated_then_measured(engine: Engine) -> None:
         core = engine.life.core
         assert engine.speeds.swap_block_s == core.engine.swap_block_s
         assert core.engine.swap_block_s == pytest.approx(core.engine.layout.block_bytes / 10e9)
-        counters = core.engine.manager.state.counters
+        counters = core.engine.manager.counters
         counters.swapped_out_blocks, counters.swapped_in_blocks = 30, 10
         core.device.swap_busy_s.update({"out": 0.03, "in": 0.01})
         await engine.schedule()

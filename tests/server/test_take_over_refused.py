@@ -144,7 +144,7 @@ def test_a_corrupt_state_is_dropped(start: Callable[..., Life], caplog: pytest.L
     async def scenario() -> None:
         life = start()
         session = await with_a_sequence(life)
-        state, row = life.manager.state, session.namespace.rows[1]
+        state, row = life.manager, session.namespace.rows[1]
         state.device.token_ids[state.sequences.block_tables[row, 0], 2] += 1
         life.kill()
         life = start()
@@ -166,7 +166,7 @@ def test_values_that_no_table_can_have_are_no_crash(start: Callable[..., Life]) 
         for now, value in ((3, 1 << 40), (len(TOKENS), -1)):  # the number of blocks, and the lengths
             life = start()
             session = await with_a_sequence(life)
-            columns = life.manager.state.sequences.states[session.namespace.rows[1]]
+            columns = life.manager.sequences.states[session.namespace.rows[1]]
             assert (columns == now).any()
             columns[columns == now] = value
             life.kill()
@@ -260,7 +260,7 @@ def test_a_lost_sequence_is_named_until_it_is_freed(start: Callable[..., Life]) 
         kv = await life.compute(session, 1, TOKENS)
         for sequence_id in (2, 4):
             await life.compute(session, sequence_id, list(range(20 * sequence_id, 20 * sequence_id + 8)))
-        state, rows = life.manager.state, session.namespace.rows
+        state, rows = life.manager, session.namespace.rows
         for sequence_id in (2, 4):
             state.unfinished_device[state.sequences.block_tables[rows[sequence_id], 1]] += 1
         life.kill()

@@ -702,7 +702,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.replica.follow()
-        assert self.replica.blocks.keys() == self.manager.state.device.index.blocks.keys()
+        assert self.replica.blocks.keys() == self.manager.device.index.blocks.keys()
         size = self.config.block_size
         for model in (model for models in self.models for model in models.values()):
             extra = extra_keys_by_block(model.salt, "salt", size, self.config.max_sequence_tokens)

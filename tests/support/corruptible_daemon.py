@@ -12,7 +12,7 @@ from kvservice.cli import main
 class Corruptible(BlockManager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        signal.signal(signal.SIGUSR1, lambda *_: self.state.device.ref_count.__setitem__(0, 7))
+        signal.signal(signal.SIGUSR1, lambda *_: self.device.ref_count.__setitem__(0, 7))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Operations(Rig):
             self.opened(space, step)
 
     def pending(self, number: int, name: int) -> int:
-        states = self.manager.state.sequences.states[self.spaces[number].rows[name]]
+        states = self.manager.sequences.states[self.spaces[number].rows[name]]
         return int(states[0] - states[1])
 
     def lookahead(self) -> int:
@@ -193,7 +193,7 @@ class Operations(Rig):
         holders = self.holders(blocks, swapped=False)
         if late:
             self.pool[step.slot_mapping] = -1
-            np.add.at(self.manager.state.unfinished_device, blocks, 1)
+            np.add.at(self.manager.unfinished_device, blocks, 1)
         else:
             self.write_kv(number, step)
 
@@ -219,7 +219,7 @@ class Operations(Rig):
         self.during("late commit" if late else "commit", mark, touched)
         if late and manager is self.manager:
             self.write_kv(number, step)
-            np.subtract.at(self.manager.state.unfinished_device, blocks, 1)
+            np.subtract.at(self.manager.unfinished_device, blocks, 1)
 
     def write_kv(self, number: int, step: StepPlan) -> None:
         found, slots = views(self.manager), iter(step.slot_mapping.tolist())
@@ -267,7 +267,7 @@ class Operations(Rig):
             space, keys = self.spaces[number], set(self.keys(number, ids))
             plan = self.during("swap_out", lambda: self.manager.swap_out(space, ids), keys)
             if plan is not None:
-                unfinished = self.manager.state.unfinished_swap
+                unfinished = self.manager.unfinished_swap
                 self.copy(plan.src, plan.dst, self.pool, self.swap_pool, unfinished, keys)
 
     def swap_in(self, number: int) -> None:
@@ -282,7 +282,7 @@ class Operations(Rig):
             if plan is not None:
                 self.manager.submitted(plan) if not len(plan) else None
                 holders = self.holders(plan.dst, swapped=False)
-                unfinished = self.manager.state.unfinished_device
+                unfinished = self.manager.unfinished_device
                 self.copy(plan.src, plan.dst, self.swap_pool, self.pool, unfinished, holders)
 
     def free(self, number: int) -> None:
@@ -311,7 +311,7 @@ class Operations(Rig):
             self.during("unpin", lambda: self.manager.unpin(space, next(iter(space.pins))))
 
     def expire(self, _: int) -> None:
-        if self.manager.state.pins.deadlines:
+        if self.manager.pins.deadlines:
             self.now += self.random.choice([1.0, 20.0])
             self.during("expire", lambda: self.manager.match_prefix([0]))
 
@@ -329,7 +329,7 @@ class Operations(Rig):
         loader = self.manager.loader
         tokens, salt = np.array([*self.prompt(), *self.prompt()], np.int32), self.random.choice(SALTS)
         extra = extra_keys_by_block(salt, "keys", CONFIG.block_size, 64)
-        found = np.array(self.manager.state.device.index.match(tokens[:-1], extra), np.int64)
+        found = np.array(self.manager.device.index.match(tokens[:-1], extra), np.int64)
         missing = loader.missing(tokens, extra, found, self.random.randint(1, 8))
         if missing is None:
             return
@@ -340,7 +340,7 @@ class Operations(Rig):
         load = self.during("begin_load", lambda: loader.begin_load(missing, num_kept))
         if load is None:
             return
-        unfinished = manager.state.unfinished_device
+        unfinished = manager.unfinished_device
         np.add.at(unfinished, load.blocks, 1)
         self.pool.reshape(-1, CONFIG.block_size)[load.blocks] = -1
         if self.random.random() < 0.3:
@@ -372,7 +372,7 @@ class Operations(Rig):
             self.closed(number)
 
     def closed(self, number: int) -> None:
-        if all(space.number != number for space in self.manager.state.namespaces):
+        if all(space.number != number for space in self.manager.namespaces):
             self.open.discard(number)
             self.spaces.pop(number)
 

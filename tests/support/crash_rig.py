@@ -57,7 +57,7 @@ class Rig:
     def during(self, name: str, call: Callable[[], Any], touched: Iterable[Key] = (), closing: int = 0) -> Any:
         """Run an operation, and check the states at each line of it. Returns None if it was refused, or if the rig went
         on from one of its lines."""
-        before, index, kept_pins = views(self.manager), dict(self.manager.state.device.index.blocks), pins(self.manager)
+        before, index, kept_pins = views(self.manager), dict(self.manager.device.index.blocks), pins(self.manager)
         lost = self.lost(self.manager)
         try:
             result, states = traced(self.manager, call, self.seen)
@@ -67,7 +67,7 @@ class Rig:
         self.counts[name] += 1
         after = views(self.manager)
         self.record(after.values())
-        stays = index.items() & self.manager.state.device.index.blocks.items()
+        stays = index.items() & self.manager.device.index.blocks.items()
         same_pins = {key: blocks for key, blocks in kept_pins.items() if pins(self.manager).get(key) == blocks}
         expected = (before, after, frozenset(touched), dict(stays), same_pins, lost)
         mixed = torn(states, self.manager.memory.items(), self.rng) if self.tear else []
@@ -103,12 +103,12 @@ class Rig:
                 assert key not in lost_before or key in found or key in touched
         assert found.keys() <= before.keys() | after.keys()
         self.check_content(made, found)
-        cached = made.state.device.index.blocks
+        cached = made.device.index.blocks
         assert index.items() <= cached.items()
         assert {key: at for key, at in kept_pins.items() if key[0] in open_numbers}.items() <= pins(made).items()
         for number, space in self.spaces.items():
             if number in open_numbers:
-                mine = next(one for one in made.state.namespaces if one.number == number)
+                mine = next(one for one in made.namespaces if one.number == number)
                 assert space.last_step_id - 1 <= mine.last_step_id <= space.last_step_id
                 assert space.last_pin_id - 1 <= mine.last_pin_id <= space.last_pin_id
                 assert not mine.steps
@@ -123,7 +123,7 @@ class Rig:
 
     def check_content(self, made: KeptManager, found: Views) -> None:
         """Check the K/V of computed tokens, and of blocks in the prefix index."""
-        size, device = CONFIG.block_size, made.state.device
+        size, device = CONFIG.block_size, made.device
         for one in found.values():
             pool = self.swap_pool if one.swapped else self.pool
             slots = [one.blocks[at // size] * size + at % size for at in range(one.num_computed)]
@@ -136,37 +136,37 @@ class Rig:
     def quiet(self) -> None:
         """Check that a restart between operations changes nothing except for sequences of a scheduler."""
         _, states = traced(self.manager, self.manager.end_operation, self.seen)
-        now, index = views(self.manager), dict(self.manager.state.device.index.blocks)
+        now, index = views(self.manager), dict(self.manager.device.index.blocks)
         arguments = now, now, frozenset[Key](), index, pins(self.manager), self.lost(self.manager), self.open
         made = [self.check(state, *arguments) for state in states[1:] or states][-1]
         if not any(one.scheduled for one in now.values()):
-            queues = [one.state.device.evictable.blocks().tolist() for one in (self.manager, made)]
+            queues = [one.device.evictable.blocks().tolist() for one in (self.manager, made)]
             assert queues[0] == queues[1]
             assert [list(space.rows) for space in self.ordered(self.manager)] == [
                 list(space.rows) for space in self.ordered(made)
             ]
 
     def ordered(self, manager: KeptManager) -> list[SessionNamespace]:
-        return sorted(manager.state.namespaces, key=lambda space: space.number)
+        return sorted(manager.namespaces, key=lambda space: space.number)
 
     def go_on_from(self, state: State) -> None:
         """Restart from a state of kept memory. That may end at any line, too."""
         made = self.make(state)
         opened = {number: [0] * NUM_COUNTERS for number in self.open}
         _, states = traced(made, lambda: made.recover(opened), self.seen_in_recovery)
-        expected = views(made), self.lost(made), pins(made), made.state.device.index.blocks
+        expected = views(made), self.lost(made), pins(made), made.device.index.blocks
         for one in (*states, *(torn(states, made.memory.items(), self.rng) if self.tear else ())):
             self.num_checked += 1
             again = self.recover(one, self.open)
             again.check_integrity()
-            assert (views(again), self.lost(again), pins(again), again.state.device.index.blocks) == expected
+            assert (views(again), self.lost(again), pins(again), again.device.index.blocks) == expected
         self.manager = made
-        self.spaces = {space.number: space for space in made.state.namespaces}
+        self.spaces = {space.number: space for space in made.namespaces}
         self.num_lost += len(self.lost(made))
         self.check_content(made, views(made))
 
     def lost(self, manager: KeptManager) -> set[Key]:
-        return {(space.number, name) for space in manager.state.namespaces for name in space.lost}
+        return {(space.number, name) for space in manager.namespaces for name in space.lost}
 
     def record(self, found: Iterable[View]) -> None:
         """Remember the content of all full blocks by hash."""
@@ -184,7 +184,7 @@ class Rig:
     ) -> None:
         """Let the device copy blocks: they are unfinished from submission to completion."""
         before, size = views(self.manager), CONFIG.block_size
-        index = self.manager.state.device.index.blocks
+        index = self.manager.device.index.blocks
         stays = {
             chain_hash: block for chain_hash, block in index.items() if block not in dst or dst_pool is not self.pool
         }
@@ -192,7 +192,7 @@ class Rig:
         expected = before, before, frozenset(touched), stays, no_pins, self.lost(self.manager), self.open
         read = src_pool.reshape(-1, size)[src].copy()
         np.add.at(unfinished, dst, 1)
-        self.manager.state.unsubmitted[dst if dst_pool is self.pool else dst[:0]] = False
+        self.manager.unsubmitted[dst if dst_pool is self.pool else dst[:0]] = False
         self.manager.end_operation()
         self.check(self.manager.kept_state(), *expected)
         dst_pool.reshape(-1, size)[dst] = read
@@ -202,7 +202,7 @@ class Rig:
     def copy_on_write(self, copies: BlockCopies) -> None:
         if len(copies):
             holders = self.holders(copies.dst, swapped=False)
-            self.copy(copies.src, copies.dst, self.pool, self.pool, self.manager.state.unfinished_device, holders)
+            self.copy(copies.src, copies.dst, self.pool, self.pool, self.manager.unfinished_device, holders)
 
     def holders(self, blocks: Array, *, swapped: bool) -> set[Key]:
         """Return the sequences that hold one of these blocks."""

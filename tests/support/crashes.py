@@ -71,7 +71,7 @@ class KeptManager(BlockManager):
         super().__init__(config, clock=clock, journal=journal, memory=self.memory, kept=maps)
 
     def kept_state(self) -> State:
-        kept = self.state.kept
+        kept = self.kept
         maps = tuple(dict(one) for one in (kept.extra_keys, kept.pins, kept.lost, kept.steps))
         return State(self.memory.buffer[: self.memory.used].tobytes(), maps)
 
@@ -159,14 +159,12 @@ class View:
 def views(manager: BlockManager) -> dict[Key, View]:
     """Return all sequences by number of the namespace and id."""
     return {
-        (space.number, name): view(manager, row)
-        for space in manager.state.namespaces
-        for name, row in space.rows.items()
+        (space.number, name): view(manager, row) for space in manager.namespaces for name, row in space.rows.items()
     }
 
 
 def view(manager: BlockManager, row: int) -> View:
-    state = manager.state
+    state = manager
     length, computed, num_blocks, _, swapped, _, _, flags = state.sequences.states[row].tolist()
     blocks = state.sequences.block_tables[row, :num_blocks]
     pool = state.swap if swapped else state.device
@@ -185,7 +183,5 @@ def view(manager: BlockManager, row: int) -> View:
 
 def pins(manager: BlockManager) -> dict[Key, list[int]]:
     return {
-        (space.number, pin_id): blocks.tolist()
-        for space in manager.state.namespaces
-        for pin_id, blocks in space.pins.items()
+        (space.number, pin_id): blocks.tolist() for space in manager.namespaces for pin_id, blocks in space.pins.items()
     }

@@ -25,20 +25,20 @@ def _space_state(space: SessionNamespace) -> dict[str, Any]:
 
 def full_state(manager: BlockManager) -> dict[str, Any]:
     """Return all state that an operation may change, as plain values."""
-    device = manager.state.device
+    device = manager.device
     return {
         "device": _pool_state(device),
-        "swap": _pool_state(manager.state.swap),
+        "swap": _pool_state(manager.swap),
         "index": dict(device.index.blocks),
         "indexed": device.indexed.tolist(),
         "pinned": device.pinned.tolist(),
         "evictable": device.evictable.blocks().tolist(),
-        "tables": manager.state.sequences.block_tables.tolist(),
-        "states": manager.state.sequences.states.tolist(),
-        "free_rows": list(manager.state.sequences.free_rows),
-        "extra_keys": dict(manager.state.sequences.extra_keys),
-        "pin_counts": manager.state.pins.counts.tolist(),
-        "deadlines": len(manager.state.pins.deadlines),
-        "spaces": [_space_state(space) for space in sorted(manager.state.namespaces, key=id)],
+        "tables": manager.sequences.block_tables.tolist(),
+        "states": manager.sequences.states.tolist(),
+        "free_rows": list(manager.sequences.free_rows),
+        "extra_keys": dict(manager.sequences.extra_keys),
+        "pin_counts": manager.pins.counts.tolist(),
+        "deadlines": len(manager.pins.deadlines),
+        "spaces": [_space_state(space) for space in sorted(manager.namespaces, key=id)],
         "stats": manager.stats(),
     }

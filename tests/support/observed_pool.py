@@ -94,7 +94,7 @@ class ObservedPool:
 
     async def _block_hash(self, block: int) -> bytes:
         """Return the expected hash of a block, from the oracle."""
-        found = [chain_hash for chain_hash, at in self.manager.state.device.index.blocks.items() if at == block]
+        found = [chain_hash for chain_hash, at in self.manager.device.index.blocks.items() if at == block]
         return found[0] if found else b""
 
     def open(self, name: str = "", tenant: str = "") -> OpenSession:

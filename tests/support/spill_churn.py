@@ -128,7 +128,7 @@ class SpillChurn:
             self.end_copy()
         blocks = self.loader.coldest(MOST_AT_ONCE)
         if self.random.random() < 0.5:
-            blocks = np.flatnonzero(self.system.manager.state.device.indexed)[-MOST_AT_ONCE:]
+            blocks = np.flatnonzero(self.system.manager.device.indexed)[-MOST_AT_ONCE:]
         copy = self.loader.begin_copy(blocks)
         memory = np.zeros((len(copy), self.system.engine.layout.block_bytes), np.uint8)
 
@@ -163,7 +163,7 @@ class SpillChurn:
             self.reset()
         prompt = np.array(tokens, np.int32)
         extra = extra_keys_by_block(keys, "keys", self.system.manager.config.block_size, 1 << 20)
-        found = np.array(self.system.manager.state.device.index.match(prompt[:-1], extra), np.int64)
+        found = np.array(self.system.manager.device.index.match(prompt[:-1], extra), np.int64)
         missing = self.loader.missing(prompt, extra, found, MOST_AT_ONCE)
         if missing is None:
             return

@@ -175,7 +175,7 @@ class SessionRegistry:
         """Resume the sessions of an earlier process, with their sequences. They wait for their streams: those that had
         one as after its end, the others as long as before, but for the grace time at least. `with_steps`: see
         BlockManager.recover."""
-        self._memory.replies.recover(undone=self._manager.state.intents.read()[0] != 0)
+        self._memory.replies.recover(undone=self._manager.intents.read()[0] != 0)
         records = self._memory.kept_records()
         rows = self._memory.table.recover({row: (one.session_id, one.name, one.tenant) for row, one in records.items()})
         counters = {number + 1: row.counters for number, row in rows.items()}
@@ -187,7 +187,7 @@ class SessionRegistry:
             session.holder = record.holder
             session.recall(record.on_disk)
             if lost := session.namespace.lost & session.namespace.on_disk.keys():
-                self._manager.state.forget_lost(session.namespace, lost)
+                self._manager.forget_lost(session.namespace, lost)
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
         return recovery

@@ -21,9 +21,9 @@ import numpy as np
 
 from kvservice.auth import CALLER, Identity
 from kvservice.blocks import AllocStatus, BlockManager, DiskSequence, SavedSequence, SavedSequences, SessionNamespace
-from kvservice.blocks.namespaces import NUM_COUNTERS
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.slices import Waits
+from kvservice.blocks.state import NUM_COUNTERS
 from kvservice.config import ServeConfig
 from kvservice.engine import NUM_HIDDEN_NAMESPACES
 from kvservice.errors import (
@@ -350,11 +350,15 @@ class DiskSwaps:
         """Return OK if `swap_in` has enough blocks, whatever its sequences share. Raises InvalidArgumentError as it
         does."""
         _check_on_disk(session, sequence_ids)
-        config, device = self._manager.config, self._manager.state.device
+        config, device = self._manager.config, self._manager.device
         on_disk = session.namespace.on_disk
         required = sum(-(-on_disk[name].length // config.block_size) for name in sequence_ids)
         fits = device.num_available - required >= config.watermark_blocks
-        return AllocStatus.OK if fits and len(sequence_ids) <= self._manager.num_free_sequences else AllocStatus.LATER
+        return (
+            AllocStatus.OK
+            if fits and len(sequence_ids) <= len(self._manager.sequences.free_rows)
+            else AllocStatus.LATER
+        )
 
     def swap_in(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:
         """Swap sequences in, all of which are on the disk. Returns the number of blocks read.

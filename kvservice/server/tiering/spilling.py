@@ -61,7 +61,7 @@ class Spiller:
         clock: Clock,
     ) -> None:
         """`memory` is the address of the store's memory."""
-        self._loader, self._state, self._device = manager.loader, manager.state, device
+        self._loader, self._state, self._device = manager.loader, manager, device
         self._blocks, self._memory, self._namespace = blocks, memory, namespace
         self._counters, self._clock = counters, clock
         self._used: deque[Int64Array] = deque()

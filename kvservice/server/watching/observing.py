@@ -231,7 +231,7 @@ class StatsWriter:
     def write(self) -> None:
         engine, sessions, dispatcher = self._engine, self._sessions, self._dispatcher
         manager, journal, busy_s = engine.manager, engine.journal, engine.device.swap_busy_s
-        manager.fold_ages()
+        manager.device.ages.fold()
         lane_calls, lane_errors, lane_counts, lane_busy_s = sessions.lanes.stats()
         server = ServerStats(
             sessions=len(sessions),

@@ -1,24 +1,23 @@
-"""Block pools: reference counts, free blocks, and the tokens in each block.
+"""Block pools: reference counts, free blocks, the tokens in each block, and the cached blocks of the device's pool.
 
 `BlockPool` is all that the swap tier needs. `CachingBlockPool`, the pool on the device, adds cached blocks, which no
 table holds but which are still in the prefix index (vLLM v0 calls the two NaiveBlockAllocator and
-PrefixCachingBlockAllocator). All arguments that name blocks are int64 arrays.
+PrefixCachingBlockAllocator). It finds blocks with its `PrefixIndex`, evicts them in the order of its `EvictionQueue`,
+and keeps histograms of their `BlockAges`. All arguments that name blocks are int64 arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice._ext import add_references, match_hashes
-from kvservice.blocks.ages import BlockAges
 from kvservice.blocks.events import EventJournal
-from kvservice.blocks.eviction import EvictionQueue
 from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
-from kvservice.blocks.prefix import PrefixIndex
+from kvservice.chain_hash import block_hash, root_hash
 from kvservice.errors import OutOfBlocksError
 
 # A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
@@ -28,6 +27,17 @@ HASH_BYTES: Final = 32
 _HASH_RECORD = np.dtype((np.void, HASH_BYTES))
 # The value of `CachingBlockPool.copied` for a block of which no copy is known.
 NOT_COPIED: Final = 0
+# Stamp of a block that is not in the queue. Positions in the log begin at 1.
+_NOWHERE = 0
+_SLACK = 1024
+LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
+NUM_HISTOGRAMS = 3
+BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 14400, 86400)
+# Limits on the records that wait for `fold`: their number, and the number of blocks in them.
+_MAX_NOTES = 256
+_MAX_NOTED_BLOCKS = 65536
+
+Float64Array = npt.NDArray[np.float64]
 
 
 class BlockPool:
@@ -380,3 +390,191 @@ class CachingBlockPool(BlockPool):
 def counted(count: int, noun: str) -> str:
     """Return for example "1 block is" or "2 blocks are"."""
     return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
+
+
+# ---- Cached blocks: how they are found, in which order they are evicted, how old they are
+
+
+def token_bytes(token_ids: Int32Array) -> bytes:
+    """Return the token ids as little-endian int32, on any machine."""
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+class PrefixIndex:
+    """Map from chain hashes to device blocks with that content. Each hash has one block, and each block one hash."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = root_hash(block_size)
+        self.blocks: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of these tokens, in order. It stops hashing at the first
+        miss."""
+        size = 4 * self.block_size
+        data = token_bytes(token_ids)
+        blocks, parent = self.blocks, self.root
+        found: list[int] = []
+        for entry, start in enumerate(range(0, len(data) - size + 1, size)):
+            parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
+            block = blocks.get(parent)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def match_hashes(self, chain_hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks that these chain hashes find, in order, up to the first miss."""
+        if not chain_hashes or chain_hashes[0] not in self.blocks:
+            return []
+        found = list(map(self.blocks.get, chain_hashes))
+        return found[: found.index(None)] if None in found else found  # type: ignore[return-value]  # without None
+
+
+class EvictionQueue:
+    """Queue of a pool's cached blocks in the order of their release. The stamps are kept: they are the order."""
+
+    def __init__(self, num_blocks: int, memory: ArrayMemory) -> None:
+        self._log = np.zeros(1 + 2 * num_blocks + _SLACK, np.int64)
+        self._stamp: Int64Array = memory.kept("eviction_stamps", (num_blocks,), np.int64, private=True)
+        self._head = self._tail = 1
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, blocks: Int64Array) -> None:
+        """Append distinct blocks that are not in the queue. The first of them is evicted first."""
+        if self._tail + len(blocks) > len(self._log):
+            self._compact()
+        end = self._tail + len(blocks)
+        self._log[self._tail : end] = blocks
+        self._stamp[blocks] = np.arange(self._tail, end)
+        self._tail = end
+        self._size += len(blocks)
+
+    def remove(self, blocks: Int64Array) -> None:
+        """Remove distinct blocks that are in the queue."""
+        self._stamp[blocks] = _NOWHERE
+        self._size -= len(blocks)
+
+    def peek(self, count: int) -> Int64Array:
+        """Return the `count` blocks to evict first, in that order."""
+        assert count <= self._size
+        parts: list[Int64Array] = []
+        head, left = self._head, count
+        while left:
+            stop = min(head + 2 * left + 64, self._tail)
+            entries = self._log[head:stop]
+            valid = np.flatnonzero(self._stamp[entries] == np.arange(head, stop))[:left]
+            parts.append(entries[valid])
+            left -= len(valid)
+            head = stop
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def pop(self, count: int) -> Int64Array:
+        """Remove and return the `count` blocks to evict first, in that order."""
+        assert count <= self._size
+        parts = []
+        left = count
+        while left:
+            stop = min(self._head + 2 * left + 64, self._tail)
+            entries = self._log[self._head : stop]
+            valid = np.flatnonzero(self._stamp[entries] == np.arange(self._head, stop))[:left]
+            parts.append(entries[valid])
+            left -= len(valid)
+            self._head = self._head + int(valid[-1]) + 1 if not left else stop
+        popped = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        self.remove(popped)
+        return popped
+
+    def recover(self, blocks: Int64Array) -> None:
+        """Fill the queue with distinct blocks int64[n], in the order of the stamps of an earlier process. Blocks that
+        were not in its queue become the last, in the given order."""
+        stamps = self._stamp[blocks]
+        stamps[stamps == _NOWHERE] = len(self._log)
+        order = blocks[np.argsort(stamps, kind="stable")]
+        fresh = np.full_like(self._stamp, _NOWHERE)
+        fresh[order] = np.arange(1, 1 + len(order))
+        self._stamp[:] = fresh
+        self._log[1 : 1 + len(order)] = order
+        self._head, self._tail, self._size = 1, 1 + len(order), len(order)
+
+    def blocks(self) -> Int64Array:
+        """Return all blocks in the queue, in eviction order."""
+        entries = self._log[self._head : self._tail]
+        valid: Int64Array = entries[self._stamp[entries] == np.arange(self._head, self._tail)]
+        return valid
+
+    def has(self, blocks: slice) -> BoolArray:
+        """Return bool[n]: which of the blocks with these ids are in the queue."""
+        stamps = self._stamp[blocks]
+        inside = (stamps >= self._head) & (stamps < self._tail)
+        entries = self._log[np.where(inside, stamps, 0)]
+        found: BoolArray = inside & (entries == np.arange(blocks.start, blocks.stop))
+        return found
+
+    def _compact(self) -> None:
+        valid = self.blocks()
+        self._log[1 : 1 + len(valid)] = valid
+        self._stamp[valid] = np.arange(1, 1 + len(valid))
+        self._head, self._tail = 1, 1 + len(valid)
+
+
+class BlockAges:
+    """Timestamps of blocks and histograms of their ages.
+
+    `allocated_at` and `released_at` are float64[num_blocks] in seconds of the clock. `counts` int64[3, buckets + 1] and
+    `seconds` float64[3] are the histograms, in the order of the constants above.
+    """
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float], memory: ArrayMemory) -> None:
+        self.allocated_at: Float64Array = memory.kept("allocated_at", (num_blocks,), np.float64)
+        self.released_at: Float64Array = memory.kept("released_at", (num_blocks,), np.float64)
+        self.counts: Int64Array = memory.zeros("age_counts", (NUM_HISTOGRAMS, len(BUCKETS_S) + 1), np.int64)
+        self.seconds: Float64Array = memory.zeros("age_seconds", (NUM_HISTOGRAMS,), np.float64)
+        self._clock = clock
+        self._notes: list[tuple[int, Float64Array, float]] = []
+        self._num_noted_blocks = 0
+
+    def allocate(self, blocks: Int64Array) -> None:
+        """Record the allocation of these blocks."""
+        self.allocated_at[blocks] = self._clock()
+
+    def cache(self, blocks: Int64Array) -> None:
+        """Record that these blocks lost their last reference and are cached from now on."""
+        self.released_at[blocks] = self._clock()
+
+    def reuse(self, blocks: Int64Array) -> None:
+        """Record a prefix-cache hit on these cached blocks."""
+        self._note(REUSE_GAP, self.released_at[blocks], self._clock())
+
+    def evict(self, blocks: Int64Array) -> None:
+        """Record the eviction of these cached blocks."""
+        now = self._clock()
+        self._note(IDLE_BEFORE_EVICTION, self.released_at[blocks], now)
+        self._note(LIFETIME, self.allocated_at[blocks], now)
+
+    def free(self, blocks: Int64Array) -> None:
+        """Record that these blocks were freed."""
+        self._note(LIFETIME, self.allocated_at[blocks], self._clock())
+
+    def _note(self, histogram: int, begun: Float64Array, now: float) -> None:
+        self._notes.append((histogram, begun, now))
+        self._num_noted_blocks += len(begun)
+        if len(self._notes) > _MAX_NOTES or self._num_noted_blocks > _MAX_NOTED_BLOCKS:
+            self.fold()
+
+    def fold(self) -> None:
+        """Add the pending records to the histograms."""
+        notes, self._notes, self._num_noted_blocks = self._notes, [], 0
+        for histogram in range(NUM_HISTOGRAMS):
+            ages = [now - begun for which, begun, now in notes if which == histogram]
+            if ages:
+                seconds = np.concatenate(ages)
+                buckets = np.searchsorted(BUCKETS_S, seconds)
+                self.counts[histogram] += np.bincount(buckets, minlength=len(BUCKETS_S) + 1)
+                self.seconds[histogram] += seconds.sum()
