@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvservice import plain_json
 from kvservice.keeper.private_paths import listen_at, remove_own
 from kvservice.keeper.upgrade import Report
 
@@ -92,7 +91,7 @@ class ControlSocket:
         if connection not in self._connections:
             return
         try:
-            connection.sendall(plain_json.dumps(answer).encode() + b"\n")
+            connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError:
             self._drop(connection)
             return
@@ -113,7 +112,7 @@ def ask(path: str, command: str, timeout_s: float) -> Iterator[dict[str, Any]]:
         connection.settimeout(timeout_s)
         try:
             connection.connect(path)
-            connection.sendall(plain_json.dumps({"command": command}).encode())
+            connection.sendall(json.dumps({"command": command}).encode())
             lines = connection.makefile("rb")
             while line := lines.readline(MAX_ANSWER_BYTES):
                 answer = json.loads(line)

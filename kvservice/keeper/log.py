@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
-
-from kvservice import plain_json
 
 # The limit on lines about messages that the keeper ignores: anyone on the host can send them.
 _LINES_PER_WINDOW = 10
@@ -54,7 +53,7 @@ class Log:
         if self._as_json:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
             entry = {"time": f"{stamp}.{milliseconds:03}Z", "level": level.upper()}
-            text = plain_json.dumps(entry | {"logger": "kvservice.keeper", "message": message})
+            text = json.dumps(entry | {"logger": "kvservice.keeper", "message": message}, allow_nan=False)
         else:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
             text = f"{stamp},{milliseconds:03} {level.upper()} kvservice.keeper: {message}"

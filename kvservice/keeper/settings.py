@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from kvservice import plain_json
-
 # Longest path of a unix socket; Linux's sun_path has one byte more, for the terminating zero.
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -34,7 +32,7 @@ class KeeperSettings:
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        return plain_json.dumps(asdict(self))
+        return json.dumps(asdict(self), allow_nan=False)
 
 
 def control_path(unix_socket: str) -> str:

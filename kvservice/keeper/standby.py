@@ -17,7 +17,6 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from kvservice import plain_json
 from kvservice.keeper.notify import Notifier
 
 # Its value is the descriptor of the socket on which the process gets the signal to go.
@@ -77,5 +76,5 @@ class Standby:
 
 def send_go(channel: socket.socket, descriptors: Mapping[str, int], environ: Mapping[str, str]) -> None:
     """Tell the process on the other end that the old daemon has ended. Raises OSError if that process has ended."""
-    message = plain_json.dumps({"names": [*descriptors], "environ": dict(environ)}).encode()
+    message = json.dumps({"names": [*descriptors], "environ": dict(environ)}).encode()
     socket.send_fds(channel, [message], [*descriptors.values()])
