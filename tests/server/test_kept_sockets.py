@@ -201,7 +201,9 @@ def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper,
         listening = cleanup.enter_context(fd_listener(tmp_path / "b.fds", 0o600, kept))
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(tmp_path / "b.fds"))
-            listening.accept()[0].close()
+            with listening.accept()[0] as accepted:
+                client.sendall(b"b")
+                assert accepted.recv(1) == b"b"
 
 
 # As another user, tries to bind a port in every way, again and again. Prints a way that has worked.
