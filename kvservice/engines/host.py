@@ -86,7 +86,7 @@ def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
 
 # The number of hosts that use a model. The last one that closes uninstalls it.
 _num_hosts: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
-_num_hosts_lock: Final = threading.Lock()
+_num_hosts_lock: Final = threading.RLock()  # a collection may end a host at any time
 
 
 @contextlib.contextmanager
@@ -98,7 +98,8 @@ def _installed(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         with _num_hosts_lock:
-            _num_hosts[model] -= 1
+            # A model that is collected at the same time is not found any more.
+            _num_hosts[model] = _num_hosts.get(model, 1) - 1
             if not _num_hosts[model]:
                 uninstall(model)
 
