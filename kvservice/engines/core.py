@@ -166,6 +166,10 @@ class EngineCore:
         """False in a fork of the process that has opened the engine, which must not close it."""
         return os.getpid() == self._pid
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         self._closed = True
         self._stack.close()

@@ -87,7 +87,7 @@ def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
 
 # The number of hosts that use a model which they installed. The last one that closes uninstalls it.
 _num_hosts: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
-_num_hosts_lock: Final = threading.Lock()
+_num_hosts_lock: Final = threading.RLock()  # a collection may end a host at any time
 
 
 @contextlib.contextmanager
@@ -103,7 +103,8 @@ def _installed(model: PreTrainedModel) -> Iterator[None]:
     finally:
         with _num_hosts_lock:
             if ours:
-                _num_hosts[model] -= 1
+                # A model that is collected at the same time is not found any more.
+                _num_hosts[model] = _num_hosts.get(model, 1) - 1
             if ours and not _num_hosts[model]:
                 del _num_hosts[model]
                 uninstall(model)

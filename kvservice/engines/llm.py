@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -103,6 +105,13 @@ class LLM:
         if self.core.is_owned:
             with self._lock:
                 self.core.close()
+
+    def __del__(self) -> None:
+        # The objects of an engine refer to each other. Without a collection they would live on, and a private daemon
+        # with them, although nobody can use it any more.
+        if self.__dict__ and not sys.is_finalizing() and not self.core.is_closed:
+            self.__dict__.clear()
+            gc.collect()
 
     def __enter__(self) -> LLM:
         return self
