@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import Prompt
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers.keys import steady_length
 
 # A text, or token ids.
 PromptLike = str | Iterable[int]
@@ -29,9 +30,10 @@ class ModelLimits:
 
     @classmethod
     def of(cls, model: PreTrainedModel, max_sequence_tokens: int) -> ModelLimits:
-        """Take the limits from the model's configuration and from the daemon's longest sequence."""
+        """Take the limits from the model's configuration and from the daemon's longest sequence. With longrope or
+        dynamic rope it ends where one sequence would change the K/V of others."""
         config = model.config
-        longest = _num_positions(model) or max_sequence_tokens
+        longest = min(_num_positions(model) or max_sequence_tokens, steady_length(model) or max_sequence_tokens)
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:
