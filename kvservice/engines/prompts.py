@@ -19,6 +19,7 @@ from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import Prompt
 from kvservice.engines.sampling import tokens_of_processors
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers.keys import steady_length
 from kvservice.integrations.transformers.probe import first_position
 
 Tool = Mapping[str, Any] | Callable[..., Any]
@@ -208,9 +209,10 @@ class ModelLimits:
 
     @classmethod
     def of(cls, model: PreTrainedModel, max_sequence_tokens: int) -> ModelLimits:
-        """Take the limits from the model's configuration and from the daemon's longest sequence."""
+        """Take the limits from the model's configuration and from the daemon's longest sequence. With longrope or
+        dynamic rope it ends where one sequence would change the K/V of others."""
         config = model.config
-        longest = _num_positions(model) or max_sequence_tokens
+        longest = min(_num_positions(model) or max_sequence_tokens, steady_length(model) or max_sequence_tokens)
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:

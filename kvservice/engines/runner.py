@@ -11,6 +11,7 @@ from kvservice.engines.compiled import Backend, CompiledLayers
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, pool_options
 from kvservice.integrations.transformers.arguments import library_model
+from kvservice.integrations.transformers.training import refuse_training
 
 
 class ModelRunner:
@@ -20,7 +21,7 @@ class ModelRunner:
     for. Tensors stay on the model's device if the session's transport takes them there.
 
     Raises InvalidArgumentError for models that the integration does not support, and if the session's pool has another
-    shape or dtype than the model.
+    shape or dtype than the model; FailedPreconditionError for models in training mode.
 
     compiled: use compiled layers. To compile them takes about half a minute at the first step; `backend` is torch's. In
     float32 on the CPU, compiled layers use copies of the weights (see `blocked_linear`).
@@ -35,6 +36,7 @@ class ModelRunner:
         backend: str | Backend = "inductor",
     ) -> None:
         model = library_model(model)
+        refuse_training(model, prompts=True)
         wanted = pool_options(model.config, model.dtype)
         found = {name: getattr(kv.info, name) for name in wanted}
         if found != wanted:

@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MptConfig,
+    Phi3Config,
     PreTrainedConfig,
     RobertaConfig,
 )
@@ -54,6 +55,17 @@ def test_a_text_that_the_model_cannot_take_is_refused(daemon) -> None:
         assert output.prompt_token_ids == (3, 39)
 
 
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
+
+
 def accepts(llm: LLM, length: int) -> bool:
     """Return whether an engine takes a prompt of this length. It generates one token then."""
     try:
@@ -80,6 +92,9 @@ def test_the_longest_sequence_is_what_the_model_can_compute(daemon) -> None:
         (BertConfig(**tiny, max_position_embeddings=32, is_decoder=True), 32),
         (RobertaConfig(**tiny, max_position_embeddings=34, pad_token_id=1, is_decoder=True), 32),
         (small_config(40), LONGEST),
+        # With these, a longer sequence would change the K/V of others.
+        (LlamaConfig(**tiny, max_position_embeddings=32, rope_parameters=DYNAMIC), 31),
+        (Phi3Config(**tiny, pad_token_id=0, original_max_position_embeddings=16, rope_parameters=LONG), 16),
     ]
     with each_row() as row:
         for config, longest in rows:

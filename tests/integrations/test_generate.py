@@ -12,6 +12,7 @@ from cache_argument import cached
 from transformers import PreTrainedModel
 
 from kvservice.client import Step
+from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache
 
 
@@ -92,14 +93,19 @@ def test_columns_that_one_row_needs_are_computed_for_all_rows(llama, batch, posi
         torch.testing.assert_close(logits, llama.reference(**inputs).logits, atol=1e-3, rtol=0)
 
 
-def test_a_row_that_ends_with_padding_keeps_the_shape_of_the_batch(llama, batch, positions) -> None:
+def test_rows_that_end_with_padding_are_refused_if_their_last_logits_are_wanted(llama, batch, positions) -> None:
     mask = batch["attention_mask"].flip(1)
-    inputs = {**batch, "attention_mask": mask, **positions(llama.model, mask), "logits_to_keep": 1, "return_dict": True}
-    with computed_shapes(llama.model) as shapes:
-        logits = llama.model(**inputs, **cached(KVServiceCache(llama.new_session()))).logits
-    assert shapes == [tuple(mask.shape)]
-    expected = llama.reference(**inputs).logits
-    torch.testing.assert_close(logits[:1], expected[:1], atol=1e-3, rtol=0)
+    inputs = {"input_ids": batch["input_ids"].flip(1), "attention_mask": mask}
+    kv = llama.new_session()
+    for options in ({}, {"share": False}):
+        for max_new_tokens in (1, 3):
+            with KVServiceCache(kv, **options) as cache, pytest.raises(InvalidArgumentError, match="row 1 ends with"):
+                llama.model.generate(**inputs, max_new_tokens=max_new_tokens, **cached(cache))
+    inputs |= positions(llama.model, mask)
+    expected = llama.reference(**inputs).logits[mask.bool()]
+    for _ in range(2):
+        logits = llama.model(**inputs, **cached(KVServiceCache(kv))).logits[mask.bool()]
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
 def test_all_logits_are_computed_if_asked_for(llama, batch, positions) -> None:

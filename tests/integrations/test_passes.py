@@ -14,8 +14,9 @@ from each_row import each_row
 from transformers import DynamicCache
 
 from kvservice.client import KVClient, Sequence, Step
+from kvservice.engines import ModelRunner
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers import KVServiceCache, install, uninstall
+from kvservice.integrations.transformers import KVServiceCache, forward, install, model_keys, uninstall
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 
@@ -152,6 +153,51 @@ def test_refuses(llama, cache) -> None:
 def test_a_model_in_training_is_refused(llama, cache) -> None:
     llama.model.train()
     assert_refused(cache, FailedPreconditionError, r"eval\(\)", lambda: llama.model(IDS, **cached(cache)))
+
+
+def with_dropout(model: Any, rate: float) -> torch.nn.Module:
+    """Put dropout into a layer of a model, in training mode like all new modules. Returns the layer's part."""
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(rate))
+    part: torch.nn.Module = mlp.down_proj
+    return part
+
+
+def test_a_module_in_training_is_refused_by_its_name(llama, cache) -> None:
+    part, kv = with_dropout(llama.model, 0.5), cache.kv
+    alone = KVServiceCache(kv, share=False)
+    calls: dict[str, Callable[[], Any]] = {
+        "model": lambda: llama.model(IDS, **cached(cache)),
+        "generate": lambda: llama.model.generate(IDS, max_new_tokens=2, **cached(alone)),
+        "forward": lambda: forward(
+            llama.model, kv.open_step([kv.allocate([1, 2], extra_keys=model_keys(llama.model))]), [1, 2]
+        ),
+        "engine": lambda: ModelRunner(llama.model, kv),
+    }
+    named = r"model\.layers\.1\.mlp\.down_proj\.1 is in training mode.*eval\(\)"
+    with each_row() as row:
+        for name, call in calls.items():
+            with row(name), pytest.raises(FailedPreconditionError, match=named):
+                call()
+    part.eval()
+    for one in (cache, alone):
+        llama.model(IDS, **cached(one))
+        part.train()
+        with pytest.raises(FailedPreconditionError, match=named):
+            llama.model(IDS[:, :1], **cached(one))
+        part.eval()
+        expected = llama.reference(torch.cat([IDS, IDS[:, :1]], 1)).logits[:, -1:]
+        torch.testing.assert_close(llama.model(IDS[:, :1], **cached(one)).logits, expected, atol=1e-3, rtol=0)
+
+
+def test_modules_in_training_without_an_effect_are_computed(llama, cache) -> None:
+    """Attention and dropout with a rate of 0, layers without dropout."""
+    with_dropout(llama.model, 0.0)
+    llama.model.model.layers.train()
+    torch.testing.assert_close(llama.model(IDS, **cached(cache)).logits, llama.reference(IDS).logits, atol=1e-3, rtol=0)
+    llama.model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(FailedPreconditionError, match=r"layers\.0\.self_attn is in training mode"):
+        llama.model(IDS, **cached(KVServiceCache(cache.kv)))
 
 
 def test_gradients_through_attention_are_refused(llama, cache) -> None:

@@ -17,6 +17,7 @@ from model_families import ROTARY
 from transformers import DynamicCache, PreTrainedModel
 
 from kvservice.client import Session
+from kvservice.engines.prompts import ModelLimits
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import (
     KVServiceCache,
@@ -115,12 +116,24 @@ def test_generates_across_the_original_length(open_model, batch) -> None:
                 assert_generates_across_the_original_length(open_model(name), batch)
 
 
-def test_steps_of_several_lengths_are_refused(open_model) -> None:
-    with each_row() as row:
+def test_steps_up_to_the_original_length_are_those_of_each_sequence_alone(open_model) -> None:
+    """Longer ones are refused. A longer pass before, which changes the frequencies, has no effect."""
+    prompts = [list(range(1, ORIGINAL_LENGTH)), [5, 6, 7]]
+    token_ids = [token_id for prompt in prompts for token_id in prompt]
+    with each_row() as row, torch.no_grad():
         for name in MODELS:
             with row(name):
                 rotary = open_model(name)
-                step = rotary.kv.open_step([rotary.kv.allocate([1, 2, 3], extra_keys=model_keys(rotary.model))])
-                with pytest.raises(InvalidArgumentError, match="rotary") as refused:
-                    forward(rotary.model, step, [1, 2, 3])
+                kv, model = rotary.kv, rotary.model
+                generator: Any = model
+                generator.generate(torch.arange(1, 40)[None], max_new_tokens=2, **cached(KVServiceCache(kv)))
+                sequences = kv.allocate_batch(prompts, extra_keys=[model_keys(model) for _ in prompts])
+                logits = forward(model, kv.open_step(sequences), token_ids)
+                expected = torch.cat([rotary.reference(torch.tensor([prompt])).logits[0] for prompt in prompts])
+                torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+                steady = ModelLimits.of(model, 1000).max_length
+                assert steady in (ORIGINAL_LENGTH, ORIGINAL_LENGTH - 1)
+                long = kv.allocate([*range(1, steady + 2)], extra_keys=model_keys(model))
+                with pytest.raises(InvalidArgumentError, match=rf"rotary.* beyond {steady} tokens") as refused:
+                    forward(model, kv.open_step([long]), [*range(1, steady + 2)])
                 assert refused.value.field == "model"

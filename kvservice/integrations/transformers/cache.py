@@ -131,6 +131,7 @@ class KVServiceCache(Cache):
             self._settle()
         self._check_lengths()
         batch = columns.read_batch(inputs, self._mask)
+        columns.refuse_padded_ends(inputs, batch)
         plain = columns.has_plain_positions(inputs, batch, takes_position_ids)
         identity = self._check_identity(model, _unusual(inputs, plain), batch)
         run = self._run(model, inputs, batch, identity, every_output)

@@ -114,6 +114,20 @@ def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
     return min(logits_to_keep, columns)
 
 
+def refuse_padded_ends(inputs: dict[str, Any], batch: Batch) -> None:
+    """Raise InvalidArgumentError if only the last logits are wanted, and a row has none there: it ends with padding."""
+    num_wanted = inputs.get("logits_to_keep")
+    if not isinstance(num_wanted, int) or num_wanted <= 0:
+        return
+    padded = batch.mask.any(1) & ~batch.tokens[:, -num_wanted:].any(1)
+    if padded.any():
+        raise InvalidArgumentError(
+            f"row {int(padded.argmax())} ends with padding, whose logits would be taken for those of its last token: "
+            "pad on the left, or ask for the logits of all columns",
+            field="attention_mask",
+        )
+
+
 def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids: bool) -> bool:
     """Return whether the position of every new token is its index among the tokens of its row.
 

@@ -56,12 +56,13 @@ class ModelIdentity:
     """The current identity of a model.
 
     `private_because` is the reason why its K/V must not be shared, or empty; with a reason, `key` is not the key of any
-    model. `depends_on_length` says that the K/V depend on the length of the longest sequence of their pass.
+    model. `steady_length` is the number of tokens up to which the K/V do not depend on the longest sequence of their
+    pass; None if they never do.
     """
 
     key: bytes
     private_because: str = ""
-    depends_on_length: bool = False
+    steady_length: int | None = None
 
 
 class _Fingerprint:
@@ -99,9 +100,9 @@ class _Fingerprint:
         self._adapters = [module for module in modules if hasattr(module, "_disable_adapters")]
         self._adapter_states = [_adapter_state(module) for module in self._adapters]
         self._hooks = [*_hook_tables(model)]
-        self._depends_on_length = any(map(_depends_on_length, modules))
-        self._private_because = _LENGTH_REASON if self._depends_on_length else next(_other_reasons(model), "")
-        self._private_because = self._private_because or self._code.unseen
+        self._steady_length = steady_length(model)
+        reasons = chain([_LENGTH_REASON] if self._steady_length is not None else [], _other_reasons(model))
+        self._private_because = next(reasons, self._code.unseen)
         named = {} if self._private_because else {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._weights.track(named)
         self._description = _describe(model, self._adapter_states) + self._code.digest
@@ -109,7 +110,7 @@ class _Fingerprint:
 
     def _identify(self) -> ModelIdentity:
         if self._private_because:
-            return ModelIdentity(b"", self._private_because, self._depends_on_length)
+            return ModelIdentity(b"", self._private_because, self._steady_length)
         return ModelIdentity(hashlib.sha256(self._description + self._weights.digest()).digest())
 
     def _current_members(self) -> Iterator[object]:
@@ -158,13 +159,15 @@ def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], promp
     """Check the sequences of a step before a model computes it. `prompts` says that some have more than one token.
 
     Raises FailedPreconditionError unless they were allocated with the current `model_keys` of the model, and
-    InvalidArgumentError for models whose K/V depend on the other sequences of the step.
+    InvalidArgumentError for sequences so long that the K/V of others in the step would depend on them.
     """
     identity = identify(model, thorough=prompts)
-    if identity.depends_on_length:
-        raise InvalidArgumentError(f"{_LENGTH_REASON}: use generate with a KVServiceCache", field="model")
-    own = shared_keys(identity)[0]
+    own, steady = shared_keys(identity)[0], identity.steady_length
     for sequence in sequences:
+        if steady is not None and sequence.length > steady:
+            raise InvalidArgumentError(
+                f"{_LENGTH_REASON} beyond {steady} tokens: use generate with a KVServiceCache", field="model"
+            )
         keys = sequence.extra_keys
         if own not in keys and not (identity.private_because and any(key.startswith(_PRIVATE) for _, key in keys)):
             raise FailedPreconditionError(
@@ -173,11 +176,22 @@ def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], promp
             )
 
 
-def _depends_on_length(module: torch.nn.Module) -> bool:
-    """Return whether a module is a rotary embedding whose frequencies depend on the largest position of a pass."""
+def steady_length(model: PreTrainedModel) -> int | None:
+    """Return up to how many tokens the rotary embeddings of a model do not depend on the longest sequence of a pass, or
+    None if they never do."""
+    return min(chain.from_iterable(map(_steady_lengths, model.modules())), default=None)
+
+
+def _steady_lengths(module: Any) -> Iterator[int]:
     rope_types = getattr(module, "rope_type", None)
-    names = rope_types.values() if isinstance(rope_types, dict) else [rope_types]
-    return any(name == "longrope" or "dynamic" in (name or "") for name in names)
+    names = rope_types if isinstance(rope_types, dict) else {None: rope_types}
+    for layer_type, name in names.items():
+        if name == "longrope":
+            parameters = module.config.rope_parameters
+            yield (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        elif "dynamic" in (name or ""):
+            # At the original length itself, the library keeps the frequencies of a longer pass before.
+            yield module.original_max_seq_len - 1
 
 
 def _other_reasons(model: PreTrainedModel) -> Iterator[str]:

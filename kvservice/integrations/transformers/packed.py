@@ -15,6 +15,7 @@ from kvservice.integrations.transformers.arguments import library_model
 from kvservice.integrations.transformers.attention import ForwardPass, running
 from kvservice.integrations.transformers.models import check_installed
 from kvservice.integrations.transformers.probe import first_position
+from kvservice.integrations.transformers.training import refuse_training
 
 
 def forward(
@@ -32,14 +33,16 @@ def forward(
     token of each sequence, `[sequences, vocabulary]`, or with `rows`, int64 `[m]`, those of these indices into the
     step's tokens, `[m, vocabulary]`.
 
-    Raises InvalidArgumentError if the number of tokens is not the step's or a row is not one of them, and for models
-    whose positions cannot be set (see `first_position`) or whose rotary embeddings depend on the length of other
-    sequences; FailedPreconditionError if the model is not installed, if sequences were allocated for another model, or
-    if layers were skipped; and the daemon's errors.
+    Raises InvalidArgumentError if the number of tokens is not the step's or a row is not one of them, for models whose
+    positions cannot be set (see `first_position`), and for sequences so long that the rotary embeddings of others would
+    depend on them; FailedPreconditionError if the model is not installed or in training mode, if sequences were
+    allocated for another model, or if layers were skipped; and the daemon's errors.
     """
     model = library_model(model)
     check_installed(model)
-    keys.check_sequences(model, step.sequences, prompts=step.num_tokens > len(step.sequences))
+    prompts = step.num_tokens > len(step.sequences)
+    refuse_training(model, prompts)
+    keys.check_sequences(model, step.sequences, prompts)
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)
     if ids.shape[1] != step.num_tokens:
         raise InvalidArgumentError(f"{ids.shape[1]} tokens for a step of {step.num_tokens}", field="token_ids")

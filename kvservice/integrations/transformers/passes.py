@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
@@ -18,6 +19,7 @@ from kvservice.integrations.transformers import attention
 from kvservice.integrations.transformers.arguments import CACHE, given_cache
 from kvservice.integrations.transformers.cache import KVServiceCache
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
+from kvservice.integrations.transformers.training import refuse_training
 
 # The instance's previous `forward`, such as accelerate's.
 _INNER = "_kvservice_inner_forward"
@@ -77,7 +79,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     if not isinstance(cache, KVServiceCache):
         given = "none" if cache is None else f"a {type(cache).__name__}"
         raise FailedPreconditionError(_WRONG_CACHE.format(given))
-    _check_model(model)
+    _check_model(model, inputs)
     _check_inputs(model, inputs)
     with cache.forward_pass(
         model,
@@ -95,15 +97,15 @@ def _takes_position_ids(forward: Callable[..., Any]) -> bool:
     return "position_ids" in inspect.signature(forward).parameters
 
 
-def _check_model(model: PreTrainedModel) -> None:
+def _check_model(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     implementation = model.config._attn_implementation
     if implementation != ATTENTION_NAME:
         raise FailedPreconditionError(
             f"the model's attention was changed to {implementation} after install(): install() it again, or "
             "uninstall() it and use another cache"
         )
-    if model.training:
-        raise FailedPreconditionError("inference only, dropout would enter the cache: call model.eval()")
+    input_ids = inputs.get("input_ids")
+    refuse_training(model, prompts=not isinstance(input_ids, torch.Tensor) or input_ids.shape[-1] > 1)
 
 
 def _check_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
