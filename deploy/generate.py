@@ -75,7 +75,8 @@ describe the daemon's process, not the observer's. No metric holds token ids, bl
 
 # The default depends on the user, so what ServeConfig says here and now is not what to print.
 COMPUTED_DEFAULTS = {
-    "unix_socket": "`/run/kvservice.sock` as root; else `$XDG_RUNTIME_DIR/kvservice.sock`, or `/tmp/kvservice-UID.sock`"
+    "unix_socket": "`/run/kvservice.sock` as root; else `$XDG_RUNTIME_DIR/kvservice.sock`, or "
+    "`/tmp/kvservice-UID/kvservice.sock`"
 }
 # Labels whose values come from the traffic.
 OPEN_LABELS = {"session", "tenant", "model", "method", "status"}

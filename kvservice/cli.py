@@ -26,12 +26,13 @@ from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
 from kvservice.commands.token import token
 from kvservice.commands.upgrade import reset, upgrade
-from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config import ENV_PREFIX, ServeConfig, temporary_folder
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
 from kvservice.keeper.notify import report_version
 from kvservice.keeper.settings import KeeperSettings, become_keeper, control_path
+from kvservice.server.private_folders import private_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +98,11 @@ def _keeper_settings(settings: ServeConfig) -> KeeperSettings:
 
 def _serve(config: str | None, **options: Any) -> None:
     settings = _settings({name: value for name, value in options.items() if value is not None}, config)
+    if str(Path(settings.unix_socket).parent) == temporary_folder():
+        try:
+            private_folder(Path(settings.unix_socket).parent)
+        except OSError as error:
+            raise click.ClickException(f"unix_socket: {error.filename}: {error.strerror}") from None
     missing = missing_environment(os.environ)
     if settings.keeper and not os.environ.get("NOTIFY_SOCKET"):
         become_keeper(_keeper_settings(settings), os.environ | missing)

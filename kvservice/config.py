@@ -31,11 +31,17 @@ class RequestLimits:
 
 
 def default_unix_socket() -> str:
-    """Return /run/kvservice.sock for root, else a path in the user's runtime directory."""
+    """Return /run/kvservice.sock for root, else a path in the user's runtime directory. Without one it is in a folder
+    below /tmp, which the daemon makes for its user alone."""
     if os.geteuid() == 0 and Path("/run").is_dir():
         return "/run/kvservice.sock"
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return f"{runtime}/kvservice.sock" if runtime else f"/tmp/kvservice-{os.geteuid()}.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or temporary_folder()
+    return f"{runtime}/kvservice.sock"
+
+
+def temporary_folder() -> str:
+    """Return the folder of the unix socket of a user without a runtime directory."""
+    return f"/tmp/kvservice-{os.geteuid()}"
 
 
 class ServeConfig(BaseModel):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from each_row import each_row
 
+from kvservice.cli import main
 from kvservice.config import ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
@@ -210,3 +213,22 @@ def test_memory_is_shared_over_the_unix_socket_only() -> None:
 def test_who_is_trusted() -> None:
     assert load_config({}, {}).trusted_uid_set == frozenset()
     assert load_config({"trusted_uids": "1000,0,65534"}, {}).trusted_uid_set == {0, 1000, 65534}
+
+
+def test_without_a_runtime_directory_the_default_socket_is_in_a_folder_of_its_user_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Never in /tmp itself, where other users can be first. A folder that others can change is refused."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 12345)
+        patched.delenv("XDG_RUNTIME_DIR", raising=False)
+        assert ServeConfig().unix_socket == "/tmp/kvservice-12345/kvservice.sock"
+        patched.setenv("XDG_RUNTIME_DIR", "/run/user/12345")
+        assert ServeConfig().unix_socket == "/run/user/12345/kvservice.sock"
+    folder = tmp_path / "kvservice-1"
+    monkeypatch.setattr("kvservice.cli.temporary_folder", lambda: str(folder))
+    folder.mkdir()
+    folder.chmod(0o777)
+    refused = CliRunner().invoke(main, ["serve", "--unix-socket", str(folder / "kvservice.sock")])
+    assert refused.exit_code == 1
+    assert f"unix_socket: {folder}: other users can write to it" in refused.output
