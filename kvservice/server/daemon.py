@@ -406,6 +406,18 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
 
 
+class _StatusHandler(logging.Handler):
+    """Tells the manager how far the allocation of memory is, which may take most of a start."""
+
+    def __init__(self, manager: Notifier) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._manager.send(f"STATUS={record.getMessage()}")
+
+
 async def _main(config: ServeConfig, taken: dict[str, int], manager: Notifier | None) -> int:
     return await KVServer(config, KeptFiles(taken, manager), manager).serve()
 
@@ -427,6 +439,8 @@ def run(config: ServeConfig) -> int:
         except StandbyEndedError as error:
             logger.error("%s", error)
             return EXIT_REFUSED
+    if manager is not None:
+        logging.getLogger("kvservice.pool").addHandler(_StatusHandler(manager))
     try:
         return uvloop.run(_main(config, taken, manager))
     except Exception as error:

@@ -11,7 +11,7 @@ from kvservice.mooncake.listening import PRELOADED, numeric_address
 from kvservice.mooncake.options import MooncakeOptions
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.listening import ConfigError
-from kvservice.tiers import LowerTier
+from kvservice.tiers import ChildrenPipe, LowerTier
 from kvservice.tiers.mooncake import MooncakeTier
 
 _IMPORT_S: Final = 60.0
@@ -39,9 +39,9 @@ def check_mooncake(config: ServeConfig) -> None:
         )
 
 
-def open_mooncake(config: ServeConfig, memory: SealedMemory) -> LowerTier:
+def open_mooncake(config: ServeConfig, memory: SealedMemory, children: ChildrenPipe) -> LowerTier:
     """Return the tier. To be called in the event loop."""
-    return MooncakeTier.open(_options(config), memory.fd, memory.num_bytes, config.mooncake_segment_gib)
+    return MooncakeTier.open(_options(config), memory.fd, memory.num_bytes, config.mooncake_segment_gib, children)
 
 
 def _options(config: ServeConfig) -> MooncakeOptions:
