@@ -12,7 +12,7 @@ from kvservice.mooncake.listening import NOWHERE, ListeningError
 from kvservice.mooncake.messages import MooncakeReply, Status
 from kvservice.mooncake.options import MooncakeOptions
 from kvservice.mooncake.paths import SharedMemory
-from kvservice.mooncake.process import begin, lock_memory
+from kvservice.mooncake.process import begin
 from kvservice.mooncake.serving import Client, serve_all
 
 
@@ -23,7 +23,6 @@ def main() -> None:
     # The library must not take another node of this host for this process, and copy to its addresses here.
     os.environ["MC_STORE_MEMCPY"] = "0"
     link = socket.socket(fileno=link_fd)
-    lock_memory(memory_fd)
     try:
         store = join(options, NOWHERE, 0)
         client = Client(store, SharedMemory(memory_fd, num_bytes))

@@ -1,8 +1,7 @@
-"""A child process that fails as a whole, and keeps others from the store's memory until it has ended."""
+"""A child process that fails as a whole."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import threading
@@ -32,10 +31,3 @@ def _end(failure: threading.ExceptHookArgs) -> None:
     trace: TracebackType | None = failure.exc_traceback
     traceback.print_exception(kind, failure.exc_value, trace)
     os._exit(1)
-
-
-def lock_memory(fd: int) -> None:
-    """Hold a shared lock on a memory file until this process has ended and has it mapped no more. The lock belongs to a
-    descriptor of this process alone, so that the daemon's copies of `fd` do not hold it."""
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(own, fcntl.LOCK_SH)

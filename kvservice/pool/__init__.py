@@ -3,7 +3,7 @@
 from kvservice.pool.available import available_bytes
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.layout import DTYPES, TENSOR_DTYPES, PoolLayout
-from kvservice.pool.sealed import SealedMemory, await_children
+from kvservice.pool.sealed import SealedMemory
 
 __all__ = [
     "DTYPES",
@@ -12,5 +12,4 @@ __all__ = [
     "PoolLayout",
     "SealedMemory",
     "available_bytes",
-    "await_children",
 ]

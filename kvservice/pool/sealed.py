@@ -10,28 +10,42 @@ the mode of the file keeps other users from opening it again for writing.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import stat
 import time
 import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
 from kvservice.pool.available import available_bytes
 
+logger = logging.getLogger(__name__)
+
 _ADD_SEALS = 1033
+_MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 # Bytes that `in_slices` allocates per slice. A slice takes at most a few milliseconds.
 SLICE_BYTES: Final = 1 << 20
 # `in_slices` checks the available memory again after this many bytes. The check takes as long as a slice.
 CHECKED_BYTES: Final = 16 << 20
-# How long a start waits for children of the process before. The kernel kills them when their parent ends.
-CHILDREN_S: Final = 10.0
+GIB: Final = 1 << 30
+# `populate`: its threads, the memory that they allocate between two looks at the clock, the multiple of a thread's
+# part, and the time between lines in the log.
+MAX_POPULATE_THREADS: Final = 16
+POPULATE_BYTES: Final = 1 << 30
+PART_BYTES: Final = 2 << 20
+SAY_EVERY_S: Final = 2.0
 
 
 class SealedMemory:
@@ -47,8 +61,9 @@ class SealedMemory:
         """Allocate the memory. Raises OSError if it would leave less than `reserve_bytes` of available memory."""
         self._create(name, num_bytes, reserve_bytes)
         try:
-            os.posix_fallocate(self.fd, 0, num_bytes)
-            self.map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.ftruncate(self.fd, num_bytes)
+            self.map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED)
+            populate(name, self.map, self.fd)
             self._seal(read_only=read_only and not kept)
         except OSError:
             os.close(self.fd)
@@ -134,22 +149,43 @@ class SealedMemory:
             finalizer()
 
 
-def await_children(fd: int, limit_s: float = CHILDREN_S) -> None:
-    """Wait until no child process of an earlier process of the daemon has memory mapped for writing. Such a child ends
-    with its parent, and holds a lock on the memory's file until it has ended. Raises OSError after `limit_s`."""
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    deadline = time.monotonic() + limit_s
-    try:
-        while True:
-            try:
-                fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.001)
-    finally:
-        os.close(own)
+def populate(name: str, memory: mmap.mmap, fd: int) -> None:
+    """Allocate all pages of a mapped memory file, with a thread for each processor, and log the progress. Raises
+    OSError.
+
+    The kernel zeroes the pages, which is most of the work. It does that for pages of 2 MiB where
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise".
+    """
+    num_bytes, began_s = len(memory), time.monotonic()
+    num_threads = min(MAX_POPULATE_THREADS, len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    said_s = began_s
+    with ThreadPoolExecutor(num_threads) as threads:
+        for begin in range(0, num_bytes, POPULATE_BYTES):
+            end = min(begin + POPULATE_BYTES, num_bytes)
+            part = -(-(end - begin) // num_threads // PART_BYTES) * PART_BYTES
+            parts = [(at, min(part, end - at)) for at in range(begin, end, part)]
+            list(threads.map(lambda one: _populate_part(address, fd, *one), parts))
+            now_s = time.monotonic()
+            if now_s - said_s >= SAY_EVERY_S and end < num_bytes:
+                said_s = now_s
+                logger.info("%s: %.1f of %.1f GiB are allocated", name, end / GIB, num_bytes / GIB)
+    took_s = time.monotonic() - began_s
+    if took_s >= SAY_EVERY_S:
+        rate = num_bytes / GIB / took_s
+        logger.info("%s: %.1f GiB are allocated, %.1f GiB/s by %d threads", name, num_bytes / GIB, rate, num_threads)
+
+
+def _populate_part(address: int, fd: int, begin: int, num_bytes: int) -> None:
+    """Allocate pages, without the interpreter lock. On kernels before 5.14 they are mapped later, on first use."""
+    if _madvise(address + begin, num_bytes, _MADV_POPULATE_WRITE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:
+        raise OSError(errno.ENOMEM if number == errno.EFAULT else number, os.strerror(number))
+    os.posix_fallocate(fd, begin, num_bytes)
 
 
 def _require(num_bytes: int) -> None:

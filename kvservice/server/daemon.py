@@ -425,6 +425,18 @@ def _process_start_s() -> float:
     return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)
 
 
+class _StatusHandler(logging.Handler):
+    """Tells the manager how far the allocation of memory is, which may take most of a start."""
+
+    def __init__(self, manager: Notifier) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._manager.send(f"STATUS={record.getMessage()}")
+
+
 async def _main(config: ServeConfig, taken: dict[str, int], manager: Notifier | None) -> int:
     return await KVServer(config, KeptFiles(taken, manager), manager).serve()
 
@@ -446,6 +458,8 @@ def run(config: ServeConfig) -> int:
         except StandbyEndedError as error:
             logger.error("%s", error)
             return EXIT_REFUSED
+    if manager is not None:
+        logging.getLogger("kvservice.pool").addHandler(_StatusHandler(manager))
     try:
         return uvloop.run(_main(config, taken, manager))
     except Exception as error:

@@ -19,6 +19,7 @@ errors       TierError
 
 from kvservice.tiers.admission import AdmissionRule, AdmitAll, AdmitReused
 from kvservice.tiers.chain import TierChain
+from kvservice.tiers.child import ChildrenPipe
 from kvservice.tiers.disk import DiskOptions, DiskTier
 from kvservice.tiers.errors import TierError
 from kvservice.tiers.late import LateTier
@@ -31,6 +32,7 @@ __all__ = [
     "AdmissionRule",
     "AdmitAll",
     "AdmitReused",
+    "ChildrenPipe",
     "DiskOptions",
     "DiskTier",
     "GetResult",

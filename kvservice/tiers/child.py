@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import logging
 import os
+import select
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from subprocess import DEVNULL
 from typing import Final
 
@@ -26,6 +27,36 @@ START_S: Final = 30.0
 # The pause before the next child. It doubles with each child that lived for less than STEADY_S.
 BACKOFF_MIN_S, BACKOFF_MAX_S, STEADY_S = 0.5, 30.0, 60.0
 READY_ID: Final = 0
+# How long a start waits for children of the process before. The kernel kills them when their parent ends.
+CHILDREN_S: Final = 10.0
+
+
+class ChildrenPipe:
+    """Tells whether child processes of the daemon, of an earlier process of it too, have ended: each has the writing
+    end of one pipe. Nobody but the daemon and its keeper has the reading end."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd` is the reading end that an earlier process made, which this object owns from now on."""
+        if fd is None:
+            fd, writing = os.pipe()
+            os.close(writing)
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+
+    def have_ended(self, limit_s: float = CHILDREN_S) -> bool:
+        """Wait until all children have ended and use no memory any more. Returns whether they have in time."""
+        poll = select.poll()
+        poll.register(self.fd, 0)
+        return bool(poll.poll(1000 * limit_s))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[int]:
+        """Open the writing end, for a child that is started meanwhile. Raises OSError."""
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 class Child:

@@ -28,7 +28,7 @@ from kvservice.mooncake.messages import (
     values_in_request,
 )
 from kvservice.mooncake.options import MooncakeOptions
-from kvservice.tiers.child import Child, ChildKeeper
+from kvservice.tiers.child import Child, ChildKeeper, ChildrenPipe
 from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
 
 # Time limits on a request. They are longer than those of the library on its own calls of the master.
@@ -39,10 +39,11 @@ _DONE: Final = bytes([Outcome.DONE])
 _IS_THERE: Final = bytes(outcome == Outcome.DONE for outcome in range(256))
 
 
-def start_client(options: MooncakeOptions, memory_fd: int, num_bytes: int) -> Child:
+def start_client(options: MooncakeOptions, memory_fd: int, num_bytes: int, children: ChildrenPipe) -> Child:
     """Start the child that serves requests. Raises OSError."""
     arguments = [str(memory_fd), str(num_bytes), options.to_json()]
-    return Child("kvservice.mooncake", arguments, [memory_fd], listening_environment(NOWHERE))
+    with children.writing() as writing:
+        return Child("kvservice.mooncake", arguments, [memory_fd, writing], listening_environment(NOWHERE))
 
 
 def start_node(options: MooncakeOptions, segment_gib: float) -> Child:
@@ -68,12 +69,18 @@ class MooncakeTier:
         self._num_removed = 0
 
     @classmethod
-    def open(cls, options: MooncakeOptions, memory_fd: int, num_bytes: int, segment_gib: float = 0.0) -> MooncakeTier:
+    def open(
+        cls,
+        options: MooncakeOptions,
+        memory_fd: int,
+        num_bytes: int,
+        segment_gib: float = 0.0,
+        children: ChildrenPipe | None = None,
+    ) -> MooncakeTier:
         """Return a tier over the memory file of a block store, which gives `segment_gib` of other memory to the store.
-        To be called in the event loop."""
-        client = ChildKeeper(
-            f"the Mooncake client of {options.master}", functools.partial(start_client, options, memory_fd, num_bytes)
-        )
+        `children` will tell whether the processes that use the memory have ended. To be called in the event loop."""
+        start = functools.partial(start_client, options, memory_fd, num_bytes, children or ChildrenPipe())
+        client = ChildKeeper(f"the Mooncake client of {options.master}", start)
         if not segment_gib:
             return cls(client)
         name = f"the Mooncake node of {options.master} with {segment_gib:g} GiB"

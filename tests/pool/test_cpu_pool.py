@@ -57,7 +57,7 @@ def test_the_option_of_the_tier_that_does_not_fit_is_named(monkeypatch: pytest.M
     if fails == "the check":
         set_constants(monkeypatch, "kvservice.pool", available_bytes=lambda: 0)
     else:
-        monkeypatch.setattr(os, "posix_fallocate", no_memory)
+        set_constants(monkeypatch, "kvservice.pool", populate=no_memory)
     for options, field in (
         ({"num_blocks": 4}, "num_blocks"),
         ({"pool_gib": 1.0}, "pool_gib"),

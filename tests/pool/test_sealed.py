@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +13,11 @@ from constants import set_constants
 from each_row import each_row
 from open_files import num_open_files
 
-from kvservice.pool import SealedMemory, await_children
+from kvservice.pool import SealedMemory
 
 NUM_BYTES = 4 * mmap.PAGESIZE
 # Sizes of slices in these tests, and after how many bytes the available memory is checked again.
 SLICE_BYTES, CHECKED_BYTES = 16 * mmap.PAGESIZE, 64 * mmap.PAGESIZE
-
-HOLD = """
-import sys
-from kvservice.mooncake.process import lock_memory
-lock_memory(int(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
 
 
 def reopened(memory: SealedMemory) -> int:
@@ -157,30 +147,31 @@ def test_memory_may_become_less_while_it_is_made(monkeypatch: pytest.MonkeyPatch
     assert num_open_files() == before
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_all_pages_are_allocated_by_several_threads_and_the_log_says_how_far(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_old: bool
+) -> None:
+    """Kernels before 5.14 have no MADV_POPULATE_WRITE. No more is allocated than there is room for."""
+    set_constants(monkeypatch, "kvservice.pool", POPULATE_BYTES=4 << 20, SAY_EVERY_S=0.0, MAX_POPULATE_THREADS=2)
+    if is_old:
+        set_constants(monkeypatch, "kvservice.pool", _MADV_POPULATE_WRITE=99)
+    num_bytes = (10 << 20) + mmap.PAGESIZE
+    with caplog.at_level("INFO", "kvservice.pool"):
+        memory = SealedMemory("store", num_bytes, read_only=False)
+    assert os.fstat(memory.fd).st_blocks * 512 == num_bytes
+    assert not memory.map[:].strip(b"\0")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert said[0] == "store: 0.0 of 0.0 GiB are allocated"
+    assert "store: 0.0 GiB are allocated, " in said[-1]
+    memory.close()
+
+
 def test_more_than_there_is() -> None:
     before = num_open_files()
     with pytest.raises(OSError, match="memory"):
         SealedMemory("test", 1 << 60, read_only=False)
     assert num_open_files() == before
-
-
-def test_memory_is_used_when_no_child_process_holds_it() -> None:
-    memory = SealedMemory("test", 4096, read_only=False)
-    await_children(memory.fd)
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", HOLD, str(memory.fd)],
-        pass_fds=[memory.fd],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        with pytest.raises(BlockingIOError):
-            await_children(memory.fd, limit_s=0.0)
-        child.kill()
-        await_children(memory.fd)
-    memory.close()
 
 
 def test_memory_that_children_write_is_read_only_for_others() -> None:

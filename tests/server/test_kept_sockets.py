@@ -195,6 +195,7 @@ def test_the_fd_passing_socket_is_taken_while_its_path_is_there(keeper: FakeKeep
 
 
 def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper, tmp_path: Path) -> None:
+    """Connections to the new path arrive at the new socket."""
     with keeper.process() as (kept, cleanup):
         cleanup.enter_context(fd_listener(tmp_path / "a.fds", 0o600, kept))
     with keeper.process() as (kept, cleanup):

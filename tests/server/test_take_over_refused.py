@@ -194,6 +194,21 @@ def test_an_index_of_another_store_drops_the_state(start: Callable[..., Life], h
     asyncio.run(scenario())
 
 
+def test_a_lock_of_a_client_that_may_read_keeps_no_start_waiting(start: Callable[..., Life], held: HeldFiles) -> None:
+    async def scenario() -> None:
+        life = start(share_store="read")
+        session = await with_a_sequence(life)
+        locked = os.open(f"/proc/self/fd/{held.held['kvservice.state.store']}", os.O_RDONLY)
+        fcntl.flock(locked, fcntl.LOCK_SH)
+        life.kill()
+        life = start(share_store="read")
+        assert life.attach(session.token).namespace.sequence_ids() == [1]
+        life.kill()
+        os.close(locked)
+
+    asyncio.run(scenario())
+
+
 def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., Life]) -> None:
     async def scenario() -> None:
         life = start()

@@ -17,7 +17,7 @@ from mooncake_rig import keys_of
 from waiting import PATIENCE_S, until
 
 from kvservice.mooncake import MooncakeRequest, Operation
-from kvservice.tiers import TierError
+from kvservice.tiers import ChildrenPipe, TierError
 from kvservice.tiers.child import BACKOFF_MAX_S, BACKOFF_MIN_S, STEADY_S, Child, ChildKeeper
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -313,3 +313,20 @@ def test_a_keeper_that_is_dropped_at_once_starts_nothing() -> None:
 
     asyncio.run(work())
     assert not started
+
+
+def test_a_start_waits_for_children_of_the_process_before() -> None:
+    """The next process has the reading end only. Its own children count for the process after it."""
+    pipe = ChildrenPipe()
+    assert pipe.have_ended(0)
+    later = ChildrenPipe(os.dup(pipe.fd))
+    for starting in (pipe, later):
+        with starting.writing() as writing:
+            command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(command, pass_fds=[writing])
+        with child:
+            assert not later.have_ended(0)
+            child.kill()
+            assert later.have_ended()
+    for one in (pipe, later):
+        one.close()

@@ -23,7 +23,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.errors import RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
 from kvservice.kept import KeptState, Section
 from kvservice.pool.available import available_bytes
-from kvservice.pool.sealed import SealedMemory, await_children
+from kvservice.pool.sealed import SealedMemory
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import descriptors_needed
 from kvservice.server.memory.fd_passing import pid_of
@@ -41,7 +41,7 @@ from kvservice.store import (
     WriterRecord,
     recover,
 )
-from kvservice.tiers import TierChain
+from kvservice.tiers import ChildrenPipe, TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +120,12 @@ def open_store(
     if not config.store_gib:
         return None
     sizes = store_config(config)
+    children = _children(config, kept)
     try:
         read_only, children_write = config.shares_store in ("off", "read"), bool(config.mooncake)
         memory = kept.memory("store", sizes.num_bytes, read_only=read_only, children_write=children_write)
         if config.shares_store == "auto":
             os.fchmod(memory.fd, stat.S_IRUSR | stat.S_IWUSR)
-        await_children(memory.fd)
         index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
         index_memory = kept.memory("store-index", index_bytes, read_only=False, sparse=True)
     except OSError as error:
@@ -139,8 +139,21 @@ def open_store(
     records = StoreRecords(_sections(kept))
     blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
     copies = StoreCopies(memory.address, config.store_copy_threads)
-    chain = open_chain(config, blocks, memory, clock)
+    chain = open_chain(config, blocks, memory, children, clock)
     return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, chain)
+
+
+def _children(config: ServeConfig, kept: KeptState) -> ChildrenPipe:
+    """Return the pipe of child processes that have the store's memory mapped. Those of the process before have ended
+    then. Raises ResourceExhaustedError if they have not in time."""
+    found = kept.descriptor("children")
+    children = ChildrenPipe(found)
+    if found is not None and not children.have_ended():
+        reason = "child processes of the process before still use the store's memory"
+        raise ResourceExhaustedError(reason, field="mooncake")
+    if found is None and config.mooncake:
+        kept.put_descriptor("children", os.dup(children.fd))
+    return children
 
 
 def _sections(kept: KeptState) -> StoreSections:

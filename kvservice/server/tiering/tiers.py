@@ -17,29 +17,33 @@ from kvservice.owned import OwnedProcess
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.store import BlockStore
-from kvservice.tiers import DiskOptions, DiskTier, LateTier, LowerTier, TierChain, TierError, WritePolicy
+from kvservice.tiers import ChildrenPipe, DiskOptions, DiskTier, LateTier, LowerTier, TierChain, TierError, WritePolicy
 from kvservice.tiers.mooncake import MooncakeTier
 
 
 def open_chain(
-    config: ServeConfig, blocks: BlockStore, memory: SealedMemory, clock: Clock | None = None
+    config: ServeConfig,
+    blocks: BlockStore,
+    memory: SealedMemory,
+    children: ChildrenPipe,
+    clock: Clock | None = None,
 ) -> TierChain | None:
     """Return the chain of tiers below the block store, or None if the configuration names none. Tiers open in the
     background: values in them are misses until then."""
     clock = clock or SystemClock()
-    tiers = _tiers(config, memory, clock)
+    tiers = _tiers(config, memory, children, clock)
     # What one daemon has computed, others find in the Mooncake Store at once.
     policies = {"disk": WritePolicy(config.disk_admission), "mooncake": WritePolicy(soon=True)}
     return TierChain(blocks, tiers, clock, policies) if tiers else None
 
 
-def _tiers(config: ServeConfig, memory: SealedMemory, clock: Clock) -> list[LowerTier]:
+def _tiers(config: ServeConfig, memory: SealedMemory, children: ChildrenPipe, clock: Clock) -> list[LowerTier]:
     """Return the tiers in the order in which they are asked: the fastest first."""
     tiers: list[LowerTier] = []
     if config.disk_gib:
         tiers.append(LateTier("disk", functools.partial(_disk, config, memory), clock))
     if config.mooncake:
-        tiers.append(open_mooncake(config, memory))
+        tiers.append(open_mooncake(config, memory, children))
     return tiers
 
 
@@ -85,9 +89,9 @@ def check_mooncake(config: ServeConfig) -> None:
         )
 
 
-def open_mooncake(config: ServeConfig, memory: SealedMemory) -> LowerTier:
+def open_mooncake(config: ServeConfig, memory: SealedMemory, children: ChildrenPipe) -> LowerTier:
     """Return the tier. To be called in the event loop."""
-    return MooncakeTier.open(_options(config), memory.fd, memory.num_bytes, config.mooncake_segment_gib)
+    return MooncakeTier.open(_options(config), memory.fd, memory.num_bytes, config.mooncake_segment_gib, children)
 
 
 def _options(config: ServeConfig) -> MooncakeOptions:
