@@ -60,7 +60,7 @@ class Scheduler:
         self._closed.add(engine.queues.counters)
 
     def check_in_slices(self) -> Slices[None]:
-        """Check the invariants of all engines, see integrity.py. Raises InternalError."""
+        """Check the invariants of all engines, see `check_in_slices` below. Raises InternalError."""
         for engine in list(self._engines.values()):
             yield from check_in_slices(engine)
             yield
