@@ -18,17 +18,8 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_tokens, counts_for, int32_array, refuse, whole_number
 from kvservice.blocks.layers import commit_rows
-from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, StepPlan
-from kvservice.blocks.state import (
-    COMPUTED_TOKENS,
-    LENGTH,
-    NUM_COMPUTED,
-    RESTORE,
-    STEP,
-    BlockState,
-    LiveStep,
-    SessionNamespace,
-)
+from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, LiveStep, StepPlan
+from kvservice.blocks.state import COMPUTED_TOKENS, LENGTH, NUM_COMPUTED, RESTORE, STEP, BlockState, SessionNamespace
 from kvservice.blocks.steps import (
     NO_COPIES,
     WriteBatch,

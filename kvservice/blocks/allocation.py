@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
+from kvservice.blocks.plans import NO_STEP, Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.pool import ONE
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
@@ -22,7 +22,6 @@ from kvservice.blocks.state import (
     FLAGS,
     HIT_TOKENS,
     LENGTH,
-    NO_STEP,
     NUM_BLOCKS,
     NUM_COMPUTED,
     QUERY_TOKENS,
@@ -180,17 +179,6 @@ def _find_again(state: BlockState, prompt: FoundPrompt) -> NewSequence:
     return prompt.new._replace(found=found, num_held=num_held)
 
 
-def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
-    """Create the sequences of a plan that describes the current state, with these flags."""
-    state.sequences.require_free_rows(len(plan.sequences), "requests")
-    if plan.status is not AllocStatus.OK:
-        never = plan.status is AllocStatus.NEVER
-        raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
-    if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
-        state.device.incref_hits(plan.hits)
-    _create(state, namespace, plan.sequences, len(plan.hits), flags)
-
-
 def _plan(state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
     """Make the plan in slices. It describes the state at the last slice."""
     state.enter(namespace)
@@ -268,11 +256,15 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
     return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
 
 
-def _create(
-    state: BlockState, namespace: SessionNamespace, sequences: list[NewSequence], num_hits: int, flags: int
-) -> None:
-    """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""
-    slots, shift = state.sequences, state.shift
+def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
+    """Create the sequences of a plan that describes the current state, with these flags."""
+    state.sequences.require_free_rows(len(plan.sequences), "requests")
+    if plan.status is not AllocStatus.OK:
+        never = plan.status is AllocStatus.NEVER
+        raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
+    if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
+        state.device.incref_hits(plan.hits)
+    sequences, slots, shift = plan.sequences, state.sequences, state.shift
     blocks = state.device.allocate(sum([new.num_blocks - len(new.found) for new in sequences]))
     rows = [slots.free_rows.pop() for _ in sequences]
     fill_sequences(
@@ -294,12 +286,15 @@ def _create(
     if namespace.lost:
         state.create_lost(namespace, [new.sequence_id for new in sequences])
     # Tokens that were looked up in the prefix cache, and those found there.
-    counters, queried, hit = state.counters, sum([len(new.tokens) for new in sequences]), num_hits << shift
+    counters, queried, hit = state.counters, sum([len(new.tokens) for new in sequences]), len(plan.hits) << shift
     slots.num_tokens += queried
     counters.prefix_cache_query_tokens += queried
     counters.prefix_cache_hit_tokens += hit
     namespace.counters[QUERY_TOKENS] += queried
     namespace.counters[HIT_TOKENS] += hit
+
+
+# ---- Sequences that continue others
 
 
 def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -66,7 +67,7 @@ class BlocksConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise InvalidArgumentError("must be a fraction from 0 to 1", field=field)
 
-    @property
+    @cached_property
     def watermark_blocks(self) -> int:
         return int(self.watermark * self.num_blocks)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import Int64Array, LiveStep
 from kvservice.blocks.pool import BlockPool, CachingBlockPool, token_bytes
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import (
@@ -23,7 +23,6 @@ from kvservice.blocks.state import (
     SEQUENCE_ID,
     SWAPPED,
     BlockState,
-    LiveStep,
     SessionNamespace,
 )
 from kvservice.chain_hash import block_hash

@@ -123,7 +123,7 @@ class Loader:
         known = device.index.blocks
         if len(prefix) and known.get(missing.parent) != prefix[-1]:
             return None
-        self._state.enter_without_namespace()
+        self._state.enter(None)
         absent = list(itertools.takewhile(lambda chain_hash: chain_hash not in known, missing.chain_hashes))
         cached = prefix[(device.ref_count[prefix] == 0) & device.indexed[prefix] & ~device.pinned[prefix]]
         num_kept = max(num_kept, self._config.watermark_blocks) + len(cached)
@@ -137,7 +137,7 @@ class Loader:
     def end_load(self, load: PoolLoad, num_loaded: int) -> int:
         """Publish the first `num_loaded` blocks of a load, whose bytes are in the pool, and free the others. Returns
         how many can be found now; a block that was computed meanwhile is there already."""
-        self._state.enter_without_namespace()
+        self._state.enter(None)
         device, missing = self._device, load.missing.first(num_loaded)
         device.end_loading(load.blocks)
         blocks = load.blocks[:num_loaded]

@@ -1,4 +1,5 @@
-"""Frozen values that the block manager returns. They are the interface between bookkeeping and the device."""
+"""Values of the block manager: frozen plans and results, which are the interface between bookkeeping and the device,
+and the live step, which changes while its layers are written."""
 
 from __future__ import annotations
 
@@ -61,6 +62,8 @@ def item_view(array: Int64Array) -> memoryview[int]:
     return memoryview(array.reshape(-1).data).cast("B").cast("q")
 
 
+# LiveStep.follows and LiveStep.follower of a step without the other one. Step ids begin at 1.
+NO_STEP = 0
 PADDING_BLOCK = 0
 """Padding of gathered block tables past a sequence's last block. No attention kernel reads it."""
 
@@ -161,6 +164,45 @@ class StepPlan:
             context_lens=(self.context_lens - (ends - cut_ends))[there].astype(np.int32),
             slot_mapping=self.slot_mapping[first:stop],
         )
+
+
+@dataclass(slots=True)
+class LiveStep:
+    """A live step: its plan, its written layers, and the arguments that a retry of its append must repeat.
+
+    `written` has one byte per layer, 0 or 1. It stays the same object, and other code may set layers in it.
+    `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
+    `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
+    all layers by (first token, last token + 1).
+
+    `follows` is the step after whose tokens this one goes on in some sequences, while that step is live, else NO_STEP.
+    `follower` is the step that goes on after this one. `unknown` int64[u] are the indices of the sequences whose last
+    token in this step is not known yet, because the followed step samples it; it is None if all tokens are known.
+    A step `ahead` covers tokens that nobody knows here before its client has written them; it has no layers to send.
+    """
+
+    plan: StepPlan
+    written: bytearray
+    num_appended: Int64Array | int | None
+    committed: bool = False
+    sent: dict[int, int] = field(default_factory=dict)
+    parts: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
+    follows: int = NO_STEP
+    follower: int = NO_STEP
+    unknown: Int64Array | None = None
+    ahead: bool = False
+
+    @property
+    def tokens_known(self) -> bool:
+        return self.unknown is None and not self.ahead
+
+    @property
+    def begun(self) -> bool:
+        return 1 in self.written or bool(self.sent)
+
+    @property
+    def complete(self) -> bool:
+        return 0 not in self.written
 
 
 def gather_block_tables(

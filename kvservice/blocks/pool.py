@@ -203,7 +203,7 @@ class CachingBlockPool(BlockPool):
 
     @property
     def num_available(self) -> int:
-        return self.num_free + len(self.evictable)
+        return self.num_free + self.evictable.size
 
     @property
     def num_cached(self) -> int:
@@ -435,16 +435,16 @@ class PrefixIndex:
 
 
 class EvictionQueue:
-    """Queue of a pool's cached blocks in the order of their release. The stamps are kept: they are the order."""
+    """Queue of a pool's `size` cached blocks in the order of their release. The stamps are kept: they are the order."""
 
     def __init__(self, num_blocks: int, memory: ArrayMemory) -> None:
         self._log = np.zeros(1 + 2 * num_blocks + _SLACK, np.int64)
         self._stamp: Int64Array = memory.kept("eviction_stamps", (num_blocks,), np.int64, private=True)
         self._head = self._tail = 1
-        self._size = 0
+        self.size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def add(self, blocks: Int64Array) -> None:
         """Append distinct blocks that are not in the queue. The first of them is evicted first."""
@@ -454,16 +454,16 @@ class EvictionQueue:
         self._log[self._tail : end] = blocks
         self._stamp[blocks] = np.arange(self._tail, end)
         self._tail = end
-        self._size += len(blocks)
+        self.size += len(blocks)
 
     def remove(self, blocks: Int64Array) -> None:
         """Remove distinct blocks that are in the queue."""
         self._stamp[blocks] = _NOWHERE
-        self._size -= len(blocks)
+        self.size -= len(blocks)
 
     def peek(self, count: int) -> Int64Array:
         """Return the `count` blocks to evict first, in that order."""
-        assert count <= self._size
+        assert count <= self.size
         parts: list[Int64Array] = []
         head, left = self._head, count
         while left:
@@ -477,7 +477,7 @@ class EvictionQueue:
 
     def pop(self, count: int) -> Int64Array:
         """Remove and return the `count` blocks to evict first, in that order."""
-        assert count <= self._size
+        assert count <= self.size
         parts = []
         left = count
         while left:
@@ -501,7 +501,7 @@ class EvictionQueue:
         fresh[order] = np.arange(1, 1 + len(order))
         self._stamp[:] = fresh
         self._log[1 : 1 + len(order)] = order
-        self._head, self._tail, self._size = 1, 1 + len(order), len(order)
+        self._head, self._tail, self.size = 1, 1 + len(order), len(order)
 
     def blocks(self) -> Int64Array:
         """Return all blocks in the queue, in eviction order."""

@@ -19,20 +19,18 @@ import numpy as np
 from kvservice.blocks.integrity import require_range
 from kvservice.blocks.kept import pack_steps, unpack_ids, unpack_steps
 from kvservice.blocks.layers import commit_rows
-from kvservice.blocks.plans import BoolArray, Int64Array, StepPlan
+from kvservice.blocks.plans import NO_STEP, BoolArray, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
     CREATE,
     DROP,
     FLAGS,
     NAMESPACE,
-    NO_STEP,
     NUM_BLOCKS,
     RESTORE,
     SCHEDULED,
     SEQUENCE_ID,
     SWAPPED,
     BlockState,
-    LiveStep,
     SessionNamespace,
     ragged,
 )

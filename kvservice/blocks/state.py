@@ -28,12 +28,13 @@ from kvservice.blocks.kept import (
     unpack_pin,
 )
 from kvservice.blocks.plans import (
+    NO_STEP,
     ArrayMemory,
     BlockCounters,
     BoolArray,
     Int32Array,
     Int64Array,
-    StepPlan,
+    LiveStep,
     item_view,
     numpy_memory,
 )
@@ -52,8 +53,6 @@ from kvservice.errors import (
     UnknownStepError,
 )
 
-# LiveStep.follows and LiveStep.follower of a step without the other one. Step ids begin at 1.
-NO_STEP = 0
 # Indices of the counters of a namespace.
 COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
 NUM_COUNTERS = 3
@@ -88,45 +87,6 @@ class DiskSequence(NamedTuple):
 
     length: int
     num_computed: int
-
-
-@dataclass(slots=True)
-class LiveStep:
-    """A live step: its plan, its written layers, and the arguments that a retry of its append must repeat.
-
-    `written` has one byte per layer, 0 or 1. It stays the same object, and other code may set layers in it.
-    `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
-    `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
-    all layers by (first token, last token + 1).
-
-    `follows` is the step after whose tokens this one goes on in some sequences, while that step is live, else NO_STEP.
-    `follower` is the step that goes on after this one. `unknown` int64[u] are the indices of the sequences whose last
-    token in this step is not known yet, because the followed step samples it; it is None if all tokens are known.
-    A step `ahead` covers tokens that nobody knows here before its client has written them; it has no layers to send.
-    """
-
-    plan: StepPlan
-    written: bytearray
-    num_appended: Int64Array | int | None
-    committed: bool = False
-    sent: dict[int, int] = field(default_factory=dict)
-    parts: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
-    follows: int = NO_STEP
-    follower: int = NO_STEP
-    unknown: Int64Array | None = None
-    ahead: bool = False
-
-    @property
-    def tokens_known(self) -> bool:
-        return self.unknown is None and not self.ahead
-
-    @property
-    def begun(self) -> bool:
-        return 1 in self.written or bool(self.sent)
-
-    @property
-    def complete(self) -> bool:
-        return 0 not in self.written
 
 
 def _ignore(step_id: int) -> None:
@@ -682,15 +642,11 @@ class BlockState:
         self.namespaces.add(namespace)
         return namespace
 
-    def enter(self, namespace: SessionNamespace) -> None:
-        """Start an operation: check that the namespace is open, and expire pins. The operation before counts from now
-        on. Raises UnknownSessionError."""
-        if namespace.closed:
+    def enter(self, namespace: SessionNamespace | None) -> None:
+        """Start an operation, of the daemon itself if there is no namespace: check that the namespace is open, and
+        expire pins. The operation before counts from now on. Raises UnknownSessionError."""
+        if namespace is not None and namespace.closed:
             raise UnknownSessionError("the session of the sequences is closed")
-        self.enter_without_namespace()
-
-    def enter_without_namespace(self) -> None:
-        """Start an operation of the daemon itself, as `enter`."""
         if self.intents.pending:
             self.end_operation()
         self.generation += 1

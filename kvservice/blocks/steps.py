@@ -25,7 +25,7 @@ from kvservice.blocks.arguments import (
     refuse,
     whole_number,
 )
-from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, StepPlan
+from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.pool import ONE
 from kvservice.blocks.state import (
     DROP,
@@ -35,7 +35,6 @@ from kvservice.blocks.state import (
     RESTORE,
     STEP,
     BlockState,
-    LiveStep,
     SessionNamespace,
     distinct_steps,
     ragged,
@@ -111,7 +110,7 @@ def can_append(
     """
     state.enter(namespace)
     ids, rows = namespace.lookup(sequence_ids)
-    counts = _append_counts(state, num_tokens, len(ids))
+    counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
     states = state.sequences.resident_states(ids, rows)
     if num_tokens is None and lookahead == 0:
         decode = plan_decode(state, rows, states)
@@ -141,7 +140,7 @@ def append(
     state.enter(namespace)
     ids, rows = namespace.lookup(sequence_ids)
     tokens = int32_array(token_ids, "token_ids")
-    counts = _append_counts(state, num_tokens, len(ids))
+    counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
     expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
     if expected_tokens != len(tokens):
         raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
@@ -180,7 +179,15 @@ def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, token
     """Store the tokens of a decode step: no tokens were pending, and no block needs a copy. Returns their slots
     int64[n]."""
     state.device.require_available(len(plan.fresh))
-    slots = apply_decode(state, rows, plan)
+    state.intents.begin(RESTORE, rows)
+    blocks, fresh = plan.blocks, plan.fresh
+    if len(fresh):
+        new = state.device.allocate(len(fresh))
+        blocks[fresh] = new
+        state.sequences.flat_tables[plan.cells[fresh]] = new
+        state.sequences.num_blocks[rows[fresh]] += 1
+    slots: Int64Array = blocks << state.shift_array
+    slots += plan.positions & state.mask_array
     state.device.tokens_by_slot[slots] = tokens
     return slots
 
@@ -223,9 +230,8 @@ def open_step(
     return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
 
-def _append_counts(state: BlockState, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
-    if num_tokens is None:
-        return 1
+def _append_counts(state: BlockState, num_tokens: npt.ArrayLike, batch: int) -> Int64Array:
+    """Return how many tokens each sequence of a batch gets. Raises InvalidArgumentError."""
     counts = counts_for(num_tokens, "num_tokens", batch)
     if np.minimum.reduce(counts) < 1:
         refuse("num_tokens", counts < 1, "must be at least 1")
@@ -403,20 +409,6 @@ def plan_decode(state: BlockState, rows: Int64Array, states: Int64Array) -> Deco
     if len(fresh):
         not_exclusive[fresh] = False
     return None if np.count_nonzero(not_exclusive) else DecodeGrowth(positions, cells, blocks, fresh)
-
-
-def apply_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth) -> Int64Array:
-    """Apply a plan that is known to fit. Returns the slots int64[n] of the tokens."""
-    state.intents.begin(RESTORE, rows)
-    blocks, fresh = plan.blocks, plan.fresh
-    if len(fresh):
-        new = state.device.allocate(len(fresh))
-        blocks[fresh] = new
-        state.sequences.flat_tables[plan.cells[fresh]] = new
-        state.sequences.num_blocks[rows[fresh]] += 1
-    slots: Int64Array = blocks << state.shift_array
-    slots += plan.positions & state.mask_array
-    return slots
 
 
 def plan_growth(state: BlockState, batch: WriteBatch, lookahead: Int64Array | int) -> Growth:

@@ -2,29 +2,25 @@
 
 `Scheduler` is the API. Imports point down this list:
 
-scheduler    Scheduler: the engines of one pool       integrity    checks of all invariants
-engine       EngineScheduler: add, abort, schedule, update
-admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
-state        EngineQueues: all requests of an engine  shares       PoolShares: engines by weight
-drafts       Draft and InFlight: a batch in the making, and until its report
-opening      Opener: a draft becomes a batch          reporting    Reporter: applies reports
-speculation  proposals of tokens, computed and then verified
-samples      Samples: forked, and ended one by one    snapshots    descriptions of requests, with their tokens
-stats        counters, figures, latencies             waiting      WaitingQueue: by rank
-decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes of the latest tokens
-requests     Request and its state                    batches      ScheduledBatch: the frozen result
-reports      Report: the sampled tokens of a batch, and its checks
+scheduler    Scheduler: the engines of one pool, and the checks of all invariants
+engine       EngineScheduler: add, abort, schedule, update; the opener of steps; shares of engines by weight
+admission    Admission: swapped and waiting requests join the batch
+preemption   Preemptor: stalls and preemptions
+reporting    reports: checked and applied; proposals, samples, retries
+queues       EngineQueues: all requests of an engine; their descriptions
+stats        counters, figures, latencies
+batches      DecodeSet, Draft, ScheduledBatch, InFlight: a batch from its choice to its report
+requests     Request, its checks and its state
 config       SchedulerConfig: budgets and policies
 """
 
 from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig, Speeds
 from kvservice.scheduler.engine import EngineScheduler
-from kvservice.scheduler.integrity import check_integrity
-from kvservice.scheduler.reports import Report
+from kvservice.scheduler.queues import RequestSnapshot, SampleSnapshot
+from kvservice.scheduler.reporting import Report
 from kvservice.scheduler.requests import Phase, Request
-from kvservice.scheduler.scheduler import Scheduler
-from kvservice.scheduler.snapshots import RequestSnapshot, SampleSnapshot
+from kvservice.scheduler.scheduler import Scheduler, check_integrity
 from kvservice.scheduler.stats import BUCKETS_S as LATENCY_BUCKETS_S
 from kvservice.scheduler.stats import Histogram, Latencies, SchedulerCounters, SchedulerFigures
 

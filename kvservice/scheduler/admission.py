@@ -6,11 +6,11 @@ import itertools
 from typing import Final
 
 from kvservice.blocks import AllocStatus, FoundPrompt, SequenceSnapshot
+from kvservice.scheduler.batches import Draft, checked_blocks
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
-from kvservice.scheduler.drafts import Draft, checked_blocks
 from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.queues import EngineQueues
 from kvservice.scheduler.requests import Phase, RequestState
-from kvservice.scheduler.state import EngineQueues
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64

@@ -1,15 +1,16 @@
-"""The scheduler of one engine: add and abort requests, make a batch, report its tokens."""
+"""The scheduler of one engine: add and abort requests, make a batch and open its step, report its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import BlockManager, SessionNamespace
+from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.slices import Slices, finish
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -19,13 +20,11 @@ from kvservice.errors import (
     UnknownSequenceError,
 )
 from kvservice.scheduler.admission import Admission
-from kvservice.scheduler.batches import ScheduledBatch
+from kvservice.scheduler.batches import Draft, InFlight, QueueCounts, ScheduledBatch, tokens_with_proposals
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
-from kvservice.scheduler.drafts import Draft
-from kvservice.scheduler.opening import Opener
 from kvservice.scheduler.preemption import Preemptor
-from kvservice.scheduler.reporting import Reporter
-from kvservice.scheduler.reports import CheckedReport, Report, check_report
+from kvservice.scheduler.queues import EngineQueues, RequestSnapshot, describe_requests
+from kvservice.scheduler.reporting import CheckedReport, Report, Reporter, Retrier, Samples, check_report
 from kvservice.scheduler.requests import (
     PreparedRequest,
     Request,
@@ -34,11 +33,6 @@ from kvservice.scheduler.requests import (
     check_request,
     hashes_in_slices,
 )
-from kvservice.scheduler.retrying import Retrier
-from kvservice.scheduler.samples import Samples
-from kvservice.scheduler.shares import PoolShares
-from kvservice.scheduler.snapshots import RequestSnapshot, describe_requests
-from kvservice.scheduler.state import EngineQueues
 from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 
@@ -314,3 +308,144 @@ class EngineScheduler:
         counters = self.queues.counters
         counters.aborted += len(self) - len(self.queues.aborted)
         self.queues = EngineQueues(self._manager, self._namespace, self.config, counters)
+
+
+# ---- The step of a draft
+
+
+class Opener:
+    """Opens the steps of one engine's batches, and puts the batches in flight."""
+
+    def __init__(self, queues: EngineQueues) -> None:
+        self._queues, self._lookahead = queues, queues.config.lookahead
+        self._manager, self._namespace = queues.manager, queues.namespace
+        self._row_numbers = np.arange(queues.config.max_running, dtype=np.int32)
+        self._row_numbers.flags.writeable = False
+
+    def open(self, draft: Draft, number: int) -> ScheduledBatch:
+        """Open the step of a draft. If a batch is in flight, its step follows that one's."""
+        decodes, which = self._queues.decodes, draft.which
+        ids = decodes.ids[which]
+        tokens = decodes.tokens[which] if draft.counts is None else tokens_with_proposals(decodes, draft)
+        unknown, step = self._unknown(draft), None
+        decodes.blocks[which] += draft.growth
+        ids = ids.copy()
+        if draft.chunks:
+            ids = np.concatenate([ids, np.array([state.sequence_id for state, _ in draft.chunks], np.int64)])
+        if len(ids):
+            step = self._step(draft, ids, tokens)
+        return self.batch_of(draft, ids, step, number, unknown)
+
+    def batch_of(
+        self, draft: Draft, ids: Int64Array, step: StepPlan | None, number: int, unknown: BoolArray | None = None
+    ) -> ScheduledBatch:
+        """Return the batch of a step over the sequences `ids` int64[n], which is in flight from now on."""
+        queues, num_decodes = self._queues, len(draft.decodes)
+        sampled, rows = ids[:num_decodes], self._row_numbers[:num_decodes]
+        if draft.chunks:
+            first, samples = _samples_of_chunks(draft.chunks)
+            sampled = np.concatenate([sampled, samples])
+            rows = np.concatenate([rows, num_decodes + first])
+        batch = ScheduledBatch(
+            number,
+            step,
+            num_decodes,
+            sampled,
+            rows,
+            QueueCounts(len(queues.waiting), queues.num_running, len(queues.swapped)),
+            tuple(draft.preempted),
+            tuple(draft.swapped_out),
+            tuple(draft.swapped_in),
+            draft.num_stalled,
+        )
+        if step is not None:
+            queues.flight.append(InFlight(batch, step, draft, unknown))
+        return batch
+
+    def _step(self, draft: Draft, ids: Int64Array, tokens: Int32Array) -> StepPlan:
+        manager, namespace, lookahead = self._manager, self._namespace, self._lookahead
+        flight, num_decodes = self._queues.flight, len(draft.decodes)
+        if not flight and not draft.chunks and draft.counts is None:
+            return manager.append(namespace, ids, tokens, lookahead=lookahead)
+        counts = np.ones(len(ids), np.int64)
+        if draft.counts is not None:
+            counts[:num_decodes] = draft.counts
+        if draft.chunks:
+            counts[num_decodes:] = [count for _, count in draft.chunks]
+        if not flight and not num_decodes:
+            return manager.open_step(namespace, ids, counts, lookahead)
+        follows = flight[0].step.step_id if flight else None
+        return manager.advance(namespace, ids, tokens, counts, lookahead, num_appended=draft.counts, follows=follows)
+
+    def _unknown(self, draft: Draft) -> BoolArray | None:
+        """Return which decodes of a draft get the token of the batch in flight: bool[n], or None if none of them."""
+        queues = self._queues
+        if not queues.flight or not len(draft.decodes):
+            return None
+        sampled = np.zeros(len(queues.decodes), np.bool_)
+        sampled[queues.flight[0].draft.which] = True
+        unknown = sampled[draft.which]
+        return unknown if np.count_nonzero(unknown) else None
+
+
+def _samples_of_chunks(chunks: list[tuple[RequestState, int]]) -> tuple[Int32Array, Int64Array]:
+    """Return the samples that get a token after these chunks: int32[m], which chunk, and int64[m], its sequence."""
+    which, ids = list[int](), list[int]()
+    for i, (state, count) in enumerate(chunks):
+        if count == state.pending:
+            ids += range(state.sequence_id, state.sequence_id + state.num_sampled)
+            which += [i] * state.num_sampled
+    return np.array(which, np.int32), np.array(ids, np.int64)
+
+
+# ---- Shares of several engines in one pool, by weight
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """One engine's share. `held` counts the blocks of its running sequences; `active` says that it has requests, and
+    `hungry` that the last step wanted more blocks than it got."""
+
+    weight: float
+    held: int = 0
+    active: bool = False
+    hungry: bool = False
+
+
+class PoolShares:
+    """Entitlements of the engines of one pool.
+
+    An engine may hold any number of blocks until another one that holds less than its entitlement is hungry. Then it
+    admits requests only within its own entitlement, and gives up what it holds beyond it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._shares: list[Share] = []
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def add(self, weight: float) -> Share:
+        share = Share(weight)
+        self._shares.append(share)
+        return share
+
+    def remove(self, share: Share) -> None:
+        self._shares.remove(share)
+
+    def entitled(self, share: Share) -> int:
+        """Return the blocks to which an engine is entitled, among the engines that have requests."""
+        total = sum(one.weight for one in self._shares if one.active or one is share)
+        return int(self._num_blocks * share.weight / total)
+
+    def allowance(self, share: Share) -> int:
+        """Return how many blocks an engine may still take for new requests; negative if it must give up blocks."""
+        if len(self._shares) == 1 or not self._others_need(share):
+            return self._num_blocks
+        return self.entitled(share) - share.held
+
+    def _others_need(self, share: Share) -> bool:
+        return any(
+            one is not share and one.active and one.hungry and one.held < self.entitled(one) for one in self._shares
+        )

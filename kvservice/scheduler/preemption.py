@@ -12,12 +12,10 @@ import itertools
 import numpy as np
 
 from kvservice.blocks.plans import BoolArray, Int64Array
-from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
+from kvservice.scheduler.batches import NO_SEQUENCES, Draft, Preemption, add_proposals
 from kvservice.scheduler.config import PreemptionMode
-from kvservice.scheduler.drafts import Draft
+from kvservice.scheduler.queues import EngineQueues
 from kvservice.scheduler.requests import Phase, RequestState
-from kvservice.scheduler.speculation import add_proposals
-from kvservice.scheduler.state import EngineQueues
 
 
 class Preemptor:

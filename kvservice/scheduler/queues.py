@@ -1,17 +1,72 @@
-"""The queues of one engine, one value that the parts of its scheduler share."""
+"""The queues of one engine, one value that the parts of its scheduler share, and descriptions of their requests."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.blocks import BlockManager, SessionNamespace
+from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.plans import BoolArray, Int32Array
+from kvservice.errors import InvalidArgumentError, UnknownSequenceError
+from kvservice.scheduler.batches import DecodeSet, InFlight
 from kvservice.scheduler.config import SchedulerConfig, Speeds
-from kvservice.scheduler.decoding import DecodeSet
-from kvservice.scheduler.drafts import InFlight
 from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
 from kvservice.scheduler.stats import SchedulerCounters
-from kvservice.scheduler.waiting import WaitingQueue
+
+
+class WaitingQueue:
+    """Waiting requests in the order of their ranks, which are distinct. The first is admitted first. A sample waits
+    alone; of beams that wait together the first stands for all. `num_samples` counts them all."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[int, float, int]] = []
+        self._states: list[RequestState] = []
+        self._sizes: list[int] = []
+        self.num_samples = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states)
+
+    def __contains__(self, state: object) -> bool:
+        """Return whether a request is at its place in the queue."""
+        if not isinstance(state, RequestState):
+            return False
+        at = bisect.bisect_left(self._ranks, state.rank)
+        return at < len(self._states) and self._states[at] is state
+
+    def add(self, state: RequestState, num_samples: int = 1) -> None:
+        """Insert a request at its place. It stands for `num_samples` beams."""
+        at = bisect.bisect_left(self._ranks, state.rank)
+        self._ranks.insert(at, state.rank)
+        self._states.insert(at, state)
+        self._sizes.insert(at, num_samples)
+        self.num_samples += num_samples
+
+    def remove(self, state: RequestState) -> None:
+        """Remove a request that is in the queue."""
+        at = bisect.bisect_left(self._ranks, state.rank)
+        assert self._states[at] is state, "every waiting request is at its rank"
+        del self._ranks[at]
+        del self._states[at]
+        self.num_samples -= self._sizes.pop(at)
+
+    def discard(self, state: RequestState) -> None:
+        """Remove a request if it is in the queue. Of beams, only the first is."""
+        if state in self:
+            self.remove(state)
+
+    def oldest_arrival_s(self) -> float:
+        """Return the earliest arrival of the queue, which is not empty."""
+        return min(state.arrived_at_s for state in self._states)
 
 
 class EngineQueues:
@@ -185,3 +240,60 @@ class EngineQueues:
                 self.swapped.discard(state)
             self.manager.free(self.namespace, [state.sequence_id])
         del self.states[state.sequence_id]
+
+
+# ---- Descriptions of requests, with all their tokens: an engine that starts again goes on from them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleSnapshot:
+    """Description of a sample. `token_ids` int32[n] are the prompt and all `num_generated` reported tokens. A finished
+    sample of a request that goes on has no blocks any more."""
+
+    sequence_id: int
+    finished: bool
+    num_generated: int
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestSnapshot:
+    """Description of a request: the phase of its first sample that is not finished, all samples in the order of their
+    ids, and the extra keys of the request."""
+
+    request_id: int
+    phase: Phase
+    samples: tuple[SampleSnapshot, ...]
+    extra_keys: Sequence[tuple[int, bytes]]
+
+
+def describe_requests(
+    queues: EngineQueues, request_ids: npt.ArrayLike | None, first: int, limit: int | None
+) -> list[RequestSnapshot]:
+    """See EngineScheduler.describe."""
+    if request_ids is None:
+        chosen = itertools.islice(queues.requests.values(), min(first, len(queues.requests)), None)
+        return [_describe(queues, group) for group in itertools.islice(chosen, limit)]
+    ids = int64_array(request_ids, "request_ids").tolist()
+    for i, request_id in enumerate(ids):
+        if request_id < 0:
+            raise InvalidArgumentError("must not be negative", field=f"request_ids[{i}]")
+        if request_id not in queues.requests:
+            raise UnknownSequenceError(
+                f"request {request_id} is unknown or finished", field=f"request_ids[{i}]", sequence_id=request_id
+            )
+    return [_describe(queues, queues.requests[request_id]) for request_id in ids]
+
+
+def _describe(queues: EngineQueues, group: RequestGroup) -> RequestSnapshot:
+    """Describe one request."""
+    samples = []
+    for sequence_id in range(group.request_id, group.request_id + group.request.width):
+        state, finished = queues.states.get(sequence_id), sequence_id in group.ended
+        if finished:
+            tokens = group.ended[sequence_id]
+        else:  # before the fork, all samples have the first one's tokens
+            tokens = queues.tokens_of(group.members[0] if state is None else state)
+        samples.append(SampleSnapshot(sequence_id, finished, len(tokens) - group.num_prompt_tokens, tokens))
+    request = group.request
+    return RequestSnapshot(group.request_id, group.members[0].phase, tuple(samples), request.extra_keys)
