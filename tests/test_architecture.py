@@ -339,7 +339,7 @@ def test_no_module_is_in_an_import_cycle() -> None:
 # and lower ones.
 CLIENT_LAYERS = [
     {"messages", "tensors", "values"},
-    {"channel", "connection", "threads"},
+    {"channel", "connection", "cut_calls", "threads"},
     {"regions", "remote"},
     {"mapped"},
     {"transports"},

@@ -264,19 +264,21 @@ class ClientCore:
         """Attach a session, after waiting for a daemon that is away, and open its transport. If that fails, a new
         session is closed; a resumed one is kept, so that a client with its token can resume it."""
         wait_s = RESTORE_WAIT_S if resumed else max(info.session_grace_s, 1.0)
-        session_id = await once_more(
-            connection.waiting,
-            lambda: connection.connect(wait_s),
-            connection.left_s(connection.deadline(), self._reconnect_wait_s),
-            (RestartingError, ConnectionLostError),
-        )
-        transfers = self._transport == "transfer" or (self._transport == AUTO and self.fd_path is None)
-        context = Context.of(info, connection, self.fd_path, token, transfers=transfers)
-        self._remotes.add(context.remote)
+        context: Context | None = None
         try:
+            session_id = await once_more(
+                connection.waiting,
+                lambda: connection.connect(wait_s),
+                connection.left_s(connection.deadline(), self._reconnect_wait_s),
+                (RestartingError, ConnectionLostError),
+            )
+            transfers = self._transport == "transfer" or (self._transport == AUTO and self.fd_path is None)
+            context = Context.of(info, connection, self.fd_path, token, transfers=transfers)
+            self._remotes.add(context.remote)
             transport = await open_transport(context, self._transport, session_id)
         except BaseException:
-            context.remote.close()
+            if context is not None:
+                context.remote.close()
             if await connection.close() and not resumed:
                 await close_session(token, connection.holder)
             raise

@@ -177,11 +177,23 @@ ATTEMPT_S = 5.0
 QUICK_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 
+# After these nobody knows whether the daemon has executed a call that was sent.
+UNANSWERED = (CallTimeoutError, ConnectionLostError)
 # The daemon's answer if the session is closed or belongs to another client. Further attempts cannot succeed.
 _SESSION_OVER = (FailedPreconditionError, NotFoundError)
 # Errors after which a new stream may succeed. The daemon ends the streams of a removed token; the client may have a new
 # token by then, because each attempt to attach reads the token again.
 _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
+
+
+class CallGuard(Protocol):
+    """Lets calls wait while others that were cut short are settled. See cut_calls."""
+
+    pending: bool
+    in_flight: set[int]
+    idle: Signal
+
+    async def settled(self, deadline: float | None) -> None: ...
 
 
 class SessionConnection:
@@ -217,6 +229,7 @@ class SessionConnection:
         self._stream: SessionStream | None = None
         self._attempt: SessionStream | None = None
         self._mending: Background | None = None
+        self._beside: Background | None = None
         # The process of the daemon that has attached the session, see AttachResponse; 0: none yet.
         self._daemon_start = 0
         self.num_restarts = 0
@@ -241,6 +254,19 @@ class SessionConnection:
         """Whether there is a stream now."""
         return (stream := self._stream) is not None and stream.error is None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the connection is closed, or will not come back."""
+        return self._ended is not None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background, as long as the connection is not closed. There is one at a time."""
+        self._beside = self.waiting.start(work)
+
+    async def pause(self, wait_s: float) -> None:
+        """Wait for some seconds, or until the connection has ended."""
+        await self._over.wait(wait_s)
+
     def set_time_limit(self, timeout_s: float | None) -> None:
         """Change the default time limit of calls, in seconds; None: no limit."""
         self._timeout_s = timeout_s
@@ -252,9 +278,18 @@ class SessionConnection:
         """Send one call and return its response; see `call_until`. `timeout_s` is in seconds; None: the default."""
         return await self.call_until(self.deadline(timeout_s), name, request)
 
-    async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
+    async def call_until(
+        self,
+        deadline: float | None,
+        name: str,
+        request: Any,
+        guard: CallGuard | None = None,
+        on_cut: Callable[[], object] | None = None,
+    ) -> Any:
         """Send one call and return its response. The call is sent again if its stream breaks and it is repeatable, and
-        if the daemon has not executed it because it is being replaced by a new process.
+        if the daemon has not executed it because it is being replaced by a new process. With `guard` it is not sent
+        while others are settled; `on_cut` is called if it was sent and the caller does not get its answer, also because
+        the caller is cancelled or interrupted.
 
         Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is unknown whether
         the call was executed. Without a connection, raises DaemonAwayError, or UnauthenticatedError if the daemon
@@ -262,33 +297,49 @@ class SessionConnection:
         FailedPreconditionError in a forked process.
         """
         self.process.check()
-        if not await self._turns.take(None if deadline is None else deadline - self.waiting.clock()):
-            raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
-        try:
-            return await self._call(name, request, deadline)
-        finally:
-            self._turns.give_back()
-
-    async def _call(self, name: str, request: Any, deadline: float | None) -> Any:
-        sends, refused_at = 0, math.inf
         while True:
-            stream = self._stream
-            if stream is None or stream.error is not None:
-                stream = await self._connected(deadline)
-            try:
-                return await stream.exchange(name, request, deadline)
-            except RestartingError:
-                refused_at = min(refused_at, self.waiting.clock())
-                if not await self._pause(refused_at, deadline):
-                    raise
-            except _STREAM_OVER as over:
-                self._broke(stream)
-                sends += 1
-                if sends < MAX_SENDS and repeatable(name):
-                    continue
-                if isinstance(over, ConnectionLostError):
-                    raise
-                raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
+            if guard is not None and guard.pending:
+                await guard.settled(deadline)
+            if not await self._turns.take(None if deadline is None else deadline - self.waiting.clock()):
+                raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
+            if guard is None or not guard.pending:
+                break
+            self._turns.give_back()
+        sends, is_open, refused_at = 0, False, math.inf
+        try:
+            if guard is not None:
+                guard.in_flight.add(id(request))
+            while True:
+                stream = self._stream
+                if stream is None or stream.error is not None:
+                    stream = await self._connected(deadline)
+                try:
+                    is_open = True
+                    return await stream.exchange(name, request, deadline)
+                except RestartingError:
+                    is_open = sends > 0
+                    refused_at = min(refused_at, self.waiting.clock())
+                    if not await self._pause(refused_at, deadline):
+                        raise
+                except _STREAM_OVER as over:
+                    self._broke(stream)
+                    sends += 1
+                    if sends < MAX_SENDS and repeatable(name):
+                        continue
+                    if isinstance(over, ConnectionLostError):
+                        raise
+                    raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
+        except BaseException as error:
+            is_answer = isinstance(error, KVServiceError) and not isinstance(error, UNANSWERED)
+            if on_cut is not None and is_open and not is_answer:
+                on_cut()
+            raise
+        finally:
+            if guard is not None:
+                guard.in_flight.discard(id(request))
+                if guard.pending:
+                    guard.idle.set()
+            self._turns.give_back()
 
     async def _pause(self, begun_at: float, deadline: float | None) -> bool:
         """Wait before a call is sent again that was refused first at `begun_at`. Returns False if it has waited as long
@@ -354,8 +405,9 @@ class SessionConnection:
         for stream in (self._stream, self._attempt):
             if stream is not None:
                 await stream.end()
-        if self._mending is not None:
-            await self._mending.stop()
+        for background in (self._mending, self._beside):
+            if background is not None:
+                await background.stop()
         return held
 
     async def _connected(self, deadline: float | None) -> SessionStream:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from kvservice.client.blocking import Session, Step
+from kvservice.client.connection import UNANSWERED
 from kvservice.client.mapped import ALIGNMENT, MappedPool, MappedStep
 from kvservice.client.messages import int_list
 from kvservice.client.tensors import current_stream, extension, pool_device
@@ -139,8 +140,6 @@ class DecodeTables:
 
 
 MAX_TOKEN_ID = 2**31 - 1
-# After these nobody knows whether the daemon has executed a call.
-UNKNOWN_OUTCOME = (CallTimeoutError, ConnectionLostError)
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ class StepsAhead:
                 self._adopt(wait=True)
             except ConnectionLostError:
                 self._adopt(wait=True)  # once more, because it waits for a connection
-        except UNKNOWN_OUTCOME:
+        except UNANSWERED:
             raise
         except KVServiceError:
             pass
@@ -355,7 +354,7 @@ class StepsAhead:
             step = pending.result()
         except KVServiceError as error:
             self._pending = None
-            if not isinstance(error, UNKNOWN_OUTCOME):
+            if not isinstance(error, UNANSWERED):
                 self._unanswered = None  # it was not executed
             raise
         # After an interrupt the call is still on its way, and is not made again: its tokens would count twice.

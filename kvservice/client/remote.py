@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvservice.client.connection import SessionConnection
+from kvservice.client.cut_calls import CutCalls
 from kvservice.client.regions import FdPassing, HostRegion, RegionTable
 from kvservice.client.values import PoolInfo
 from kvservice.errors import (
@@ -242,13 +243,14 @@ def _start(descriptor: int, num_bytes: int, daemon: str, protocol: str) -> Trans
 @dataclass(frozen=True, slots=True)
 class Context:
     """The connection of a session with what it shares: regions of this host and for another one, and the socket for
-    file descriptors."""
+    file descriptors. `cut` has the calls that were cut short."""
 
     info: PoolInfo
     connection: SessionConnection
     fds: FdPassing
     regions: RegionTable
     remote: RemoteRegions
+    cut: CutCalls
 
     @staticmethod
     def of(
@@ -260,4 +262,4 @@ class Context:
         fds = FdPassing(connection, fd_path if shares else None, token)
         protocol = info.transfer_protocol if transfers else ""
         remote = RemoteRegions(connection, connection.lock(), protocol, info.transfer_address, block_bytes=0)
-        return Context(info, connection, fds, RegionTable(connection, fds), remote)
+        return Context(info, connection, fds, RegionTable(connection, fds), remote, CutCalls(connection))

@@ -10,6 +10,7 @@ while batch.number:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 
+from kvservice.client.connection import UNANSWERED
 from kvservice.client.messages import ExtraKeys, build, check_size, extra_key_messages, int_list, step_info, whole
 from kvservice.client.step import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
-from kvservice.errors import CallTimeoutError, ConnectionLostError, InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import scheduler_pb2
 from kvservice.wire.tensors import Array, to_ints
 
@@ -227,7 +229,10 @@ class SchedulerCore(Generic[StepT]):
     """The scheduler of a session. It lives in the daemon as long as the session; `SessionCore.open_scheduler` opens it.
 
     `settings` are the settings in effect. Methods raise the errors of SessionCore. A method that raises has changed
-    nothing, except that ConnectionLostError and CallTimeoutError leave open whether the daemon has executed the call.
+    nothing, also one whose answer was lost (CallTimeoutError, ConnectionLostError, or the caller was cancelled): the
+    requests of `add` are aborted in the background, before the session's next call. `abort` is completed, and
+    `schedule` may have been executed: made again with the same arguments, it returns the answer. Otherwise the next
+    batch also has what that answer said of finished and preempted sequences, and `retry` opens its batch.
     """
 
     def __init__(self, calls: SessionCalls, make_step: MakeStep[StepT], opened: OpenedScheduler) -> None:
@@ -237,6 +242,8 @@ class SchedulerCore(Generic[StepT]):
         self._sequences: dict[int, Sequence] = {}
         self._widths: dict[int, int] = {}
         self._last: tuple[bytes, tuple[Sequence, ...]] = (b"", ())
+        # The calls of `schedule` that were cut short, with their answers.
+        self._missed: list[tuple[Any, Any]] = []
         for info in opened.requests:
             self._widths[info.request_id] = len(info.sequences)
             for one in info.sequences:
@@ -252,10 +259,16 @@ class SchedulerCore(Generic[StepT]):
             request_id=self._calls.context.connection.next_request_id(),
             requests=messages,
         )
+        ids = [message.request_id for message in messages]
+
+        def forget(_: object, aborted: Any) -> None:
+            self._forget(ids if aborted is None else aborted.finished_ids)
+
         try:
-            await self._calls.send("add_requests", request, timeout_s)
-        except (ConnectionLostError, CallTimeoutError):  # the daemon may have them
-            self._note(messages)
+            await self._calls.send("add_requests", request, timeout_s, correct=forget)
+        except BaseException as error:
+            if isinstance(error, UNANSWERED) or not isinstance(error, KVServiceError):
+                self._note(messages)  # until they are aborted, a batch may have them
             raise
         self._note(messages)
 
@@ -267,9 +280,13 @@ class SchedulerCore(Generic[StepT]):
             request_id=self._calls.context.connection.next_request_id(),
             request_ids=int_list(request_ids, "request_ids"),
         )
-        ended = list((await self._calls.send("abort_requests", request, timeout_s)).finished_ids)
-        self._forget(ended)
-        return ended
+
+        def forget(answer: Any, _: object) -> None:
+            self._forget(() if answer is None else answer.finished_ids)
+
+        answer = await self._calls.send("abort_requests", request, timeout_s, correct=forget)
+        forget(answer, None)
+        return list(answer.finished_ids)
 
     async def schedule(
         self,
@@ -297,10 +314,25 @@ class SchedulerCore(Generic[StepT]):
             ahead=bool(ahead),
             retry=bool(retry),
         )
-        response = await self._calls.send("schedule", request, timeout_s)
+        if self._calls.context.cut.pending:
+            await self._calls.context.cut.settled(self._calls.context.connection.deadline(timeout_s))
+        if self._missed and _is_same(request, self._missed[-1][0]):
+            _, response = self._missed.pop()
+        else:
+            response = await self._calls.send(
+                "schedule", request, timeout_s, correct=functools.partial(self._miss, request)
+            )
         batch = self._batch(response)
+        for _, missed in reversed(self._missed):
+            batch.finished[:0] = missed.finished_ids
+            batch.preempted[:0] = _preempted(missed)
+        self._missed.clear()
         self._forget(batch.finished)
         return batch
+
+    def _miss(self, request: Any, response: Any, _: object) -> None:
+        if response is not None:
+            self._missed.append((request, response))
 
     async def describe(
         self, request_ids: Iterable[int] | None = None, *, token_ids: bool = False, timeout_s: float | None = None
@@ -328,7 +360,6 @@ class SchedulerCore(Generic[StepT]):
         if response.batch:
             info = step_info(response.step, self._calls.context.connection.num_restarts)
             step = self._make_step(self._calls, self._sequences_of(ids, info), info)
-        preempted = zip(response.preempted_ids, response.preempted_tokens, response.preempted_swapped, strict=True)
         return EngineBatch(
             number=response.batch,
             step=step,
@@ -337,7 +368,7 @@ class SchedulerCore(Generic[StepT]):
             sampled=to_ints(response.sampled_ids),
             sampled_rows=to_ints(response.sampled_rows, np.int32),
             finished=list(response.finished_ids),
-            preempted=list(itertools.starmap(PreemptedSequence, preempted)),
+            preempted=_preempted(response),
             num_stalled=response.num_stalled,
             waiting=response.num_waiting,
             running=response.num_running,
@@ -352,6 +383,20 @@ class SchedulerCore(Generic[StepT]):
         for sequence, length in zip(sequences, info.context_lens.tolist(), strict=True):
             sequence.length = length
         return sequences
+
+
+def _preempted(response: Any) -> list[PreemptedSequence]:
+    rows = zip(response.preempted_ids, response.preempted_tokens, response.preempted_swapped, strict=True)
+    return list(itertools.starmap(PreemptedSequence, rows))
+
+
+def _is_same(request: scheduler_pb2.ScheduleRequest, other: scheduler_pb2.ScheduleRequest) -> bool:
+    """Return whether a request is another one made again."""
+    request_id = request.request_id
+    request.request_id = other.request_id
+    is_same = request == other
+    request.request_id = request_id
+    return is_same
 
 
 def _budget(value: int | None, field: str) -> int | None:

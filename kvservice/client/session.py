@@ -42,21 +42,32 @@ from kvservice.client.transports import transfer
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.inline import Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
-from kvservice.errors import InvalidArgumentError, UnknownPinError, UnknownSequenceError
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    InvalidArgumentError,
+    UnknownPinError,
+    UnknownSequenceError,
+)
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, session_pb2
 from kvservice.wire.tensors import Array, to_array
 
 # Asks the daemon to close the session with this token, if the client with this holder id still has it.
 CloseSession = Callable[[bytes, int], Awaitable[None]]
+# How long `detach` waits for calls that were cut short, in seconds.
+SETTLE_S = 1.0
 _SWAP_TIERS = {"host": blocks_pb2.SWAP_TIER_UNSPECIFIED, "disk": blocks_pb2.SWAP_TIER_DISK}
 
 
 class SessionCore(Generic[StepT, SchedulerT]):
     """A session, which owns sequences.
 
-    Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, except with
-    ConnectionLostError or CallTimeoutError, where the answer was lost. `timeout_s` is the time limit of a call in
+    Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, in the end also one whose
+    answer was lost (CallTimeoutError, ConnectionLostError, or the caller was cancelled): what it has made is removed in
+    the background, before the session's next call. Of these, `truncate`, `swap_out`, `swap_in`, `free`, `unpin`,
+    `commit`, `commit_ahead` and `reset_prefix_cache` are completed instead, if the daemon did not refuse them, and the
+    sequences have their new lengths. `timeout_s` is the time limit of a call in
     seconds, math.inf for no limit; None: the session's default. A method that sends several requests applies it to
     each.
     """
@@ -82,6 +93,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._dropped: deque[Sequence] = deque()
+        self._has_mapped = False  # the pool, for the caller
 
     @property
     def transport(self) -> TransportName:
@@ -112,9 +124,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
         Raises SavedSessionsOffError, DiskFullError, DiskFailedError and QuotaExceededError. The session then goes on.
         """
         if ttl_s is not None or durable:
-            await self._free_dropped(timeout_s)
+            await self._settle(timeout_s)
             request = build(session_pb2.DetachRequest, ttl_s=ttl_s or 0.0, durable=durable)
             await self.calls.send("detach", request, timeout_s)
+        elif self.context.cut.pending:  # the next client does not know what they have made
+            with contextlib.suppress(CallTimeoutError, ConnectionLostError):
+                await self.context.cut.settled(self.context.connection.deadline(SETTLE_S))
         await self.calls.release()
         await self.context.connection.close()
         return self.token
@@ -160,7 +175,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Allocate all sequences of a batch, or none."""
         ids = self._new_ids(len(prompts)) if sequence_ids is None else sequence_ids
         allocations = allocation_messages(prompts, ids, extra_keys, self.info)
-        await self._free_dropped(timeout_s)
+        await self._settle(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=self.next_request_id(),
@@ -178,7 +193,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> str:
         """Return whether the batch fits: "ok" (now), "later" or "never"."""
         allocations = allocation_messages(prompts, self._new_ids(len(prompts)), None, self.info)
-        await self._free_dropped(timeout_s)
+        await self._settle(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
         response = await self.calls.send("can_allocate", request, timeout_s)
         return allocation_status(response.status)
@@ -198,7 +213,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             num_tokens=None if num_tokens is None else int_list(num_tokens, "num_tokens"),
             lookahead=whole(lookahead, "lookahead"),
         )
-        await self._free_dropped(timeout_s)
+        await self._settle(timeout_s)
         return bool((await self.calls.send("can_append", request, timeout_s)).ok)
 
     async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
@@ -225,6 +240,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> StepT:
         """Append tokens to sequences and open a step over all their pending tokens. `num_tokens` gives the number of
         tokens of each sequence; None: one each."""
+        await self._settle(timeout_s)
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         if counts is not None and len(counts) != len(sequences):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
@@ -237,7 +253,6 @@ class SessionCore(Generic[StepT, SchedulerT]):
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
         )
-        await self._free_dropped(timeout_s)
         response = await self.calls.send("append", request, timeout_s)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
@@ -274,6 +289,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `MappedPool.step` has its tables. The client writes one token of each sequence after another, and then calls
         `commit_ahead`. The step has no layers: its `extend`, `decode` and `write` raise FailedPreconditionError.
         """
+        await self._settle(timeout_s)
         request = build(
             blocks_pb2.OpenAheadRequest,
             request_id=self.next_request_id(),
@@ -281,7 +297,6 @@ class SessionCore(Generic[StepT, SchedulerT]):
             num_steps=whole(num_steps, "num_steps"),
             expected_lengths=[sequence.length for sequence in sequences],
         )
-        await self._free_dropped(timeout_s)
         return self._step(sequences, await self.calls.send("open_ahead", request, timeout_s), ahead=True)
 
     async def commit_ahead(
@@ -302,7 +317,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         already, or are being written, have the same slots in the next step. If the call fails, this step goes on.
 
         After a CallTimeoutError nobody knows whether the daemon has executed the call. Make it again, with the same
-        arguments and the same `request_id`, one of `next_request_id`: it is executed once.
+        arguments and the same `request_id`, one of `next_request_id`: it is executed once. Without a `request_id` the
+        commit is completed in the background, and the next step is closed.
         """
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         tokens = token_list(token_ids, self.info)
@@ -314,10 +330,15 @@ class SessionCore(Generic[StepT, SchedulerT]):
             num_tokens=counts,
             num_steps=whole(num_steps, "num_steps"),
         )
-        response = await self.calls.send("commit_ahead", request, timeout_s)
-        each = len(tokens) // len(step.sequences)
-        for sequence, added in zip(step.sequences, counts or itertools.repeat(each, len(step.sequences)), strict=True):
-            sequence.length += added
+
+        def grow(*_: object) -> None:
+            each = itertools.repeat(len(tokens) // max(1, len(step.sequences)), len(step.sequences))
+            for sequence, added in zip(step.sequences, counts or each, strict=True):
+                sequence.length += added
+
+        repeats = request_id is not None
+        response = await self.calls.send("commit_ahead", request, timeout_s, correct=grow, repeats=repeats)
+        grow()
         return self._step(step.sequences, response, ahead=True) if response.step_id else None
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse, *, ahead: bool = False) -> StepT:
@@ -368,8 +389,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
             sequence_ids=growing_ids_of([sequence], "sequences"),
             lengths=[length],
         )
-        await self.calls.send("truncate", request, timeout_s)
-        sequence.length = length
+
+        def shorten(*_: object) -> None:
+            sequence.length = length
+
+        await self.calls.send("truncate", request, timeout_s, correct=shorten)
+        shorten()
 
     async def swap_out(self, sequences: Batch[Sequence], *, tier: str = "host", timeout_s: float | None = None) -> int:
         """Move sequences to the swap tier, or with the tier "disk" to the daemon's disk, where they take no memory.
@@ -403,7 +428,11 @@ class SessionCore(Generic[StepT, SchedulerT]):
         ignored. This method makes no call and takes no lock, so finalizers may use it."""
         self._dropped.extend(sequences)
 
-    async def _free_dropped(self, timeout_s: float | None) -> None:
+    async def _settle(self, timeout_s: float | None) -> None:
+        """Free the sequences of `free_later`. The calls that were cut short are settled before: they may change the
+        lengths of sequences."""
+        if self.context.cut.pending:
+            await self.context.cut.settled(self.context.connection.deadline(timeout_s))
         while self._dropped:
             sequence = self._dropped.popleft()
             try:
@@ -589,7 +618,15 @@ class SessionCore(Generic[StepT, SchedulerT]):
         PoolNotSharedError."""
         await self.calls.settle()
         await self.calls.drain()
-        return await MappedPool.open(self.context, bool(writable), timeout_s)
+        try:
+            pool = await MappedPool.open(self.context, bool(writable), timeout_s)
+        except BaseException:
+            if not self._has_mapped and self.calls.transport.kernels is None:  # the daemon may have made the tables
+                request = host_pb2.UnmapPoolRequest(request_id=self.next_request_id())
+                self.context.cut.add("unmap_pool", request)
+            raise
+        self._has_mapped = True
+        return pool
 
     async def commit(self, step: HasStepInfo, *, timeout_s: float | None = None) -> None:
         """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the

@@ -3,11 +3,13 @@ transport. Lost shared memory is opened again here."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypedDict, Unpack
 
 from kvservice.attention_options import BlockSparse
+from kvservice.client.cut_calls import UNDO, Correct
 from kvservice.client.mapped import MappedKernels
 from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor
@@ -61,11 +63,25 @@ class SessionCalls:
             if kernels is not None and kernels.is_busy:
                 await self.context.connection.run(kernels.wait)
 
-    async def send(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+    async def send(
+        self,
+        name: str,
+        request: Any,
+        timeout_s: float | None = None,
+        *,
+        correct: Correct | None = None,
+        repeats: bool = False,
+    ) -> Any:
         """Send a request and return its response, after the kernels that this process has launched: the call may end a
-        step, after which other sequences use its blocks."""
+        step, after which other sequences use its blocks.
+
+        A call that is cut short is settled in the background, see `cut_calls`, with `correct`. With `repeats`, the
+        caller makes it again itself."""
+        connection, cut = self.context.connection, self.context.cut
+        deadline = connection.deadline(timeout_s)
         await self.drain()
-        return await self.context.connection.call(name, request, timeout_s)
+        on_cut = None if repeats or name not in UNDO else functools.partial(cut.add, name, request, correct)
+        return await connection.call_until(deadline, name, request, cut, on_cut)
 
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output

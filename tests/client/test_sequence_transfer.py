@@ -144,7 +144,7 @@ def around_calls(
     call = SessionConnection.call_until
     made: list[str] = []
 
-    async def hooked(connection: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+    async def hooked(connection: SessionConnection, deadline: float | None, name: str, request: Any, *_: object) -> Any:
         places = name == "read" and request.HasField("key_place")
         places |= name == "write" and request.key.HasField("shared_memory")
         wanted = places and name == way and made.count(way) == nth

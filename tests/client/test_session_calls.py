@@ -15,6 +15,7 @@ import torch
 from each_row import each_row
 
 from kvservice.client import AsyncStep, StepInfo
+from kvservice.client.cut_calls import CutCalls
 from kvservice.client.step import SessionCalls
 from kvservice.client.threads import ThreadWaiting, finish
 from kvservice.client.transports.mapped import MappedTransport
@@ -33,6 +34,7 @@ class Connection:
     """A connection whose process of the daemon tests replace. It notes the calls."""
 
     lock = staticmethod(ThreadWaiting.lock)
+    waiting = ThreadWaiting()
 
     def __init__(self, happened: list[str]) -> None:
         self.happened = happened
@@ -49,12 +51,9 @@ class Connection:
     async def run(self, work: Callable[..., Any], *args: Any) -> Any:
         return work(*args)
 
-    async def call(self, name: str, *_: Any) -> str:
+    async def call_until(self, _: float | None, name: str, *_rest: Any) -> str:
         self.happened.append(name)
         return name
-
-    async def call_until(self, _: float | None, name: str, *_rest: Any) -> None:
-        self.happened.append(name)
 
     def deadline(self, _: float | None) -> None:
         return None
@@ -65,9 +64,11 @@ class Connection:
 
 def context_of(happened: list[str], device: str) -> Any:
     info = {"block_size": 16, "num_layers": LAYERS, "num_kv_heads": 2, "head_size": 4, "dtype": "float32"}
+    connection: Any = Connection(happened)
     return SimpleNamespace(
         info=SimpleNamespace(**info, kv_cache_dtype="float32", device=device),
-        connection=Connection(happened),
+        connection=connection,
+        cut=CutCalls(connection),
         regions=SimpleNamespace(forget=lambda: happened.append("forget")),
         remote=SimpleNamespace(close=lambda: happened.append("close remote")),
     )

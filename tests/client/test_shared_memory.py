@@ -62,9 +62,9 @@ class Spy:
         self.requests: list[Any] = []
         connection = kv._core.context.connection
         self._call_until = connection.call_until
-        connection.call_until = self.call_until  # type: ignore[method-assign]
+        connection.call_until = self.call_until  # type: ignore[method-assign, assignment]
 
-    async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
+    async def call_until(self, deadline: float | None, name: str, request: Any, *_: object) -> Any:
         self.requests.append(request)
         return await self._call_until(deadline, name, request)
 

@@ -41,10 +41,10 @@ class LateDaemon:
         self._call_until, self._post = connection.call_until, connection.post
         self._name, self._interruption, self._loses_posts = name, interruption, loses_posts
         self._late: list[tuple[str, Any]] = []
-        connection.call_until = self.call_until  # type: ignore[method-assign]
+        connection.call_until = self.call_until  # type: ignore[method-assign, assignment]
         connection.post = self.post  # type: ignore[method-assign]
 
-    async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
+    async def call_until(self, deadline: float | None, name: str, request: Any, *_: object) -> Any:
         if name == self._name:
             self._name = ""
             self._late.append((name, request))

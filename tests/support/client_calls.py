@@ -19,7 +19,7 @@ def around_calls(around: Around) -> Iterator[None]:
     """Let `around(name, request, send)` stand in the way of each call of the sessions of this process."""
     call_until = SessionConnection.call_until
 
-    async def call(connection: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+    async def call(connection: SessionConnection, deadline: float | None, name: str, request: Any, *_: object) -> Any:
         async def send(changed: Any = request, name: str = name) -> Any:
             return await call_until(connection, deadline, name, changed)
 

@@ -121,7 +121,7 @@ class LaneTransport(Transport):
             if self._is_lost or self._num_restarts != num_restarts:
                 await self.context.fds.introduce_once()
                 await self.context.regions.unregister()
-                self._lane = await open_lane(self.context)
+                self._lane = await open_lane(self.context, again=True)
                 self._unanswered = self._received = None
                 self._places_version, self._is_lost, self._num_restarts = -1, False, num_restarts
 
@@ -331,11 +331,11 @@ class LaneTransport(Transport):
         await self._rest.write(call)
 
 
-async def open_lane(context: Context) -> _ext.LaneClient:
-    """Open the session's lane. The daemon closes it with the session."""
+async def open_lane(context: Context, *, again: bool = False) -> _ext.LaneClient:
+    """Open the session's lane. The daemon closes it with the session, or before it opens another one."""
     await context.fds.introduce_once()
     connection = context.connection
-    if connection.num_restarts:  # the process may have opened one for an attempt that the one before did not answer
+    if again or connection.num_restarts:  # the daemon may have opened one for an attempt that got no answer
         await connection.call("close_lane", build(host_pb2.CloseLaneRequest, request_id=connection.next_request_id()))
     request = build(host_pb2.OpenLaneRequest, request_id=connection.next_request_id())
     response = await connection.call("open_lane", request)

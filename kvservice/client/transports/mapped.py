@@ -3,6 +3,7 @@ block tables."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -190,12 +191,13 @@ class MappedTransport(Transport):
             await self._commit(tables.step_id, [], deadline)
 
     async def _commit(self, step_id: int, layers: Sequence[int], deadline: float | None) -> None:
-        """Tell the daemon that layers are written; none: all."""
-        connection = self.context.connection
+        """Tell the daemon that layers are written; none: all. If the caller does not wait for the answer, the daemon is
+        told in the background."""
+        connection, cut = self.context.connection, self.context.cut
         request_id = connection.next_request_id()
         request = build(host_pb2.CommitRequest, request_id=request_id, step_id=step_id, layers=layers)
         try:
-            await connection.call_until(deadline, "commit", request)
+            await connection.call_until(deadline, "commit", request, cut, functools.partial(cut.add, "commit", request))
         except PoolNotSharedError:
             if self.pool.num_restarts == connection.num_restarts:
                 raise
