@@ -6,7 +6,6 @@ passes that compute prompts; a decode pass looks at their flags alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -20,6 +19,9 @@ from kvservice.errors import FailedPreconditionError
 # Attributes from which a module takes the rate of its random changes: those with one of these in their name.
 _RATES = ("drop", "jitter", "noise")
 
+# Whether a class reads `training`.
+_readers: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+# The attributes of the modules of a model that read it.
 _watched: WeakKeyDictionary[PreTrainedModel, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -56,9 +58,14 @@ def _is_positive(rate: Any) -> bool:
     return isinstance(rate, int | float) and rate > 0
 
 
-@functools.cache
 def _reads_training(kind: type[torch.nn.Module]) -> bool:
     """Return whether the code of a class reads `training`, besides what all models of torch and the library have."""
+    if kind not in _readers:
+        _readers[kind] = _mentions_training(kind)
+    return _readers[kind]
+
+
+def _mentions_training(kind: type[torch.nn.Module]) -> bool:
     bases = [base for base in kind.__mro__ if base is not torch.nn.Module]
     return any("training" in names for base in bases for value in vars(base).values() for names in _names(value))
 
