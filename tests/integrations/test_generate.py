@@ -97,9 +97,9 @@ def test_rows_that_end_with_padding_are_refused_if_their_last_logits_are_wanted(
     mask = batch["attention_mask"].flip(1)
     inputs = {"input_ids": batch["input_ids"].flip(1), "attention_mask": mask}
     kv = llama.new_session()
-    for options in ({}, {"share": False}):
+    for share in (True, False):
         for max_new_tokens in (1, 3):
-            with KVServiceCache(kv, **options) as cache, pytest.raises(InvalidArgumentError, match="row 1 ends with"):
+            with KVServiceCache(kv, share=share) as cache, pytest.raises(InvalidArgumentError, match="row 1 ends with"):
                 llama.model.generate(**inputs, max_new_tokens=max_new_tokens, **cached(cache))
     inputs |= positions(llama.model, mask)
     expected = llama.reference(**inputs).logits[mask.bool()]

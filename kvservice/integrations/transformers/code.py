@@ -127,11 +127,9 @@ class Code:
         if isinstance(value, MethodType):
             return ["method", self._value(value.__func__, place), self._value(value.__self__, place, strict)]
         if isinstance(value, functools.partial):
-            parts = (value.func, value.args, value.keywords)
-            return ["partial", *(self._value(part, place, strict) for part in parts)]
-        if isinstance(
-            value, staticmethod | classmethod | functools.cached_property | functools.partialmethod | property
-        ):
+            called = (value.func, value.args, value.keywords)
+            return ["partial", *(self._value(part, place, strict) for part in called)]
+        if isinstance(value, _DESCRIPTORS):
             parts = [getattr(value, name, None) for name in ("__func__", "func", "fget", "fset", "args", "keywords")]
             return [kind.__name__, *(self._value(part, place, strict) for part in parts)]
         if isinstance(value, CodeType):
@@ -172,7 +170,7 @@ class Code:
     def _class(self, kind: type) -> object:
         """Describe a class. Of an installed one the name counts, and code from elsewhere that was put into it."""
         self._checks.append(_items_check(vars(kind)))
-        described = [_version(kind.__module__), *(self._reference(base) for base in kind.__bases__)]
+        described: list[object] = [_version(kind.__module__), *(self._reference(base) for base in kind.__bases__)]
         installed = _is_installed(kind.__module__)
         followed = _is_followed(kind.__module__)
         for name, value in sorted(vars(kind).items()):

@@ -30,11 +30,11 @@ def refuse_training(model: PreTrainedModel, prompts: bool) -> None:
         raise FailedPreconditionError("inference only, dropout would enter the cache: call model.eval()")
     watched = _watched.get(model)
     if watched is None or prompts:
-        watched = _watched[model] = [vars(one) for one in model.modules() if _reads_training(type(one))]
+        watched = _watched[model] = [vars(one) for one in model.modules() if _reads_training(one.__class__)]
     if not any(attributes["training"] for attributes in watched):
         return
     for name, module in model.named_modules():
-        if module.training and _reads_training(type(module)) and _has_effect(module):
+        if module.training and _reads_training(module.__class__) and _has_effect(module):
             raise FailedPreconditionError(
                 f"inference only, but {name} is in training mode, and would change the K/V at random: call model.eval()"
             )
@@ -57,7 +57,7 @@ def _is_positive(rate: Any) -> bool:
 
 
 @functools.cache
-def _reads_training(kind: type[torch.nn.Module]) -> bool:
+def _reads_training(kind: Any) -> bool:
     """Return whether the code of a class reads `training`, besides what all models of torch and the library have."""
     bases = [base for base in kind.__mro__ if base is not torch.nn.Module]
     return any("training" in names for base in bases for value in vars(base).values() for names in _names(value))
