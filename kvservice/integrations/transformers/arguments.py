@@ -38,8 +38,8 @@ def library_model(model: torch.nn.Module) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    base: Any = getattr(model, "get_base_model", None)
-    inside = base() if callable(base) else None
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    inside = get_base_model() if callable(get_base_model) else None
     if not isinstance(inside, PreTrainedModel):
         raise InvalidArgumentError(f"must be a model of the library, not {type(model).__name__}", field="model")
     if inside is model.base_model:

@@ -127,10 +127,9 @@ class Code:
         if isinstance(value, MethodType):
             return ["method", self._value(value.__func__, place), self._value(value.__self__, place, strict)]
         if isinstance(value, functools.partial):
-            return ["partial", *(self._value(part, place, strict) for part in (value.func, value.args, value.keywords))]
-        if isinstance(
-            value, staticmethod | classmethod | functools.cached_property | functools.partialmethod | property
-        ):
+            called = (value.func, value.args, value.keywords)
+            return ["partial", *(self._value(part, place, strict) for part in called)]
+        if isinstance(value, _DESCRIPTORS):
             parts = [getattr(value, name, None) for name in ("__func__", "func", "fget", "fset", "args", "keywords")]
             return [kind.__name__, *(self._value(part, place, strict) for part in parts)]
         if isinstance(value, CodeType):

@@ -6,6 +6,7 @@ passes that compute prompts; a decode pass looks at their flags alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -19,9 +20,6 @@ from kvservice.errors import FailedPreconditionError
 # Attributes from which a module takes the rate of its random changes: those with one of these in their name.
 _RATES = ("drop", "jitter", "noise")
 
-# Whether a class reads `training`.
-_readers: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-# The attributes of the modules of a model that read it.
 _watched: WeakKeyDictionary[PreTrainedModel, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -32,11 +30,11 @@ def refuse_training(model: PreTrainedModel, prompts: bool) -> None:
         raise FailedPreconditionError("inference only, dropout would enter the cache: call model.eval()")
     watched = _watched.get(model)
     if watched is None or prompts:
-        watched = _watched[model] = [vars(one) for one in model.modules() if _reads_training(type(one))]
+        watched = _watched[model] = [vars(one) for one in model.modules() if _reads_training(one.__class__)]
     if not any(attributes["training"] for attributes in watched):
         return
     for name, module in model.named_modules():
-        if module.training and _reads_training(type(module)) and _has_effect(module):
+        if module.training and _reads_training(module.__class__) and _has_effect(module):
             raise FailedPreconditionError(
                 f"inference only, but {name} is in training mode, and would change the K/V at random: call model.eval()"
             )
@@ -58,14 +56,9 @@ def _is_positive(rate: Any) -> bool:
     return isinstance(rate, int | float) and rate > 0
 
 
-def _reads_training(kind: type[torch.nn.Module]) -> bool:
+@functools.cache
+def _reads_training(kind: Any) -> bool:
     """Return whether the code of a class reads `training`, besides what all models of torch and the library have."""
-    if kind not in _readers:
-        _readers[kind] = _mentions_training(kind)
-    return _readers[kind]
-
-
-def _mentions_training(kind: type[torch.nn.Module]) -> bool:
     bases = [base for base in kind.__mro__ if base is not torch.nn.Module]
     return any("training" in names for base in bases for value in vars(base).values() for names in _names(value))
 
