@@ -230,6 +230,41 @@ def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start_spilling
     run(scenario())
 
 
+def test_an_idle_pool_is_looked_at_ever_less_often_until_a_prompt_arrives(
+    start_spilling: Start, clock: ManualClock
+) -> None:
+    life = start_spilling()
+
+    async def looks(seconds: float) -> int:
+        before = len(seen)
+        until = clock.now + seconds
+        while clock.now < until:
+            clock.advance(0.01)
+            for _ in range(4):  # the spiller runs
+                await asyncio.sleep(0)
+        return len(seen) - before
+
+    async def scenario() -> None:
+        session, tier = life.open(), tier_of(life)
+        save_some = tier.spiller.save_some
+
+        async def counted() -> float:
+            seen.append(clock.now)
+            return await save_some()
+
+        tier.spiller.save_some = counted  # type: ignore[method-assign]
+        task = asyncio.create_task(tier.run())
+        assert await looks(10.0) < 12
+        assert await looks(10.0) <= 6
+        await computed(life, session, TOKENS)
+        assert await looks(0.1) >= 2, "it is looked at soon after the pool has changed"
+        task.cancel()
+        await asyncio.wait([task])
+
+    seen: list[float] = []
+    run(scenario())
+
+
 def test_a_full_pool_loads_what_fits(start_spilling: Start) -> None:
     life = start_spilling(num_blocks=16)
 

@@ -34,9 +34,9 @@ from kvservice.tiers.speed import Speed
 
 # The blocks that a batch saves have so many bytes, or are one block.
 BATCH_BYTES: Final = 8 << 20
-# Pauses: between looks at the pool, and between two of them if prompts arrive; after a batch, as a multiple of its
-# time, if blocks are not short; and after the store had no room.
-LOOK_S, BUSY_LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 0.002, 1.0, 4.0, 1.0
+# Pauses: between looks at the pool, at first and at most while nothing changes in it, and between two of them if
+# prompts arrive; after a batch, as a multiple of its time, if blocks are not short; and after the store had no room.
+LOOK_S, UNCHANGED_LOOK_S, BUSY_LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 2.0, 0.002, 1.0, 4.0, 1.0
 # So many blocks, a share of the pool, are free or have copies, so that allocations evict what has a copy.
 CLEAN_SHARE: Final = 1 / 4
 # The share of the store that blocks without a reason fill.
@@ -81,11 +81,16 @@ class Spiller:
 
     async def run(self) -> None:
         """Save blocks until the task is cancelled."""
+        look_s, seen = LOOK_S, -1
         while True:
             seconds = await self.save_some()
             if seconds == LOOK_S:
-                await self._pause(BUSY_LOOK_S, asyncio.Event())
-                await self._pause(LOOK_S, self._arrival)
+                if self._state.generation == seen:
+                    look_s = min(2 * look_s, UNCHANGED_LOOK_S)
+                else:
+                    look_s, seen = LOOK_S, self._state.generation
+                    await self._pause(BUSY_LOOK_S, asyncio.Event())
+                await self._pause(look_s, self._arrival)
                 self._arrival.clear()
             else:
                 await self._pause(seconds, asyncio.Event())
