@@ -272,7 +272,7 @@ class SchedulerCore(Generic[StepT]):
             if not isinstance(error, UNANSWERED):
                 self._forget(new_ids)
             raise
-        self._note(messages)
+        self._note(message for message in messages if message.request_id not in new_ids)
 
     async def abort(self, request_ids: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
         """Drop all these requests, or none. Returns those that have ended already. The others are in a batch that is
