@@ -24,6 +24,7 @@ import numpy as np
 
 from kvservice.client import tensors
 from kvservice.client.connection import SessionConnection
+from kvservice.client.cut_calls import CutCalls
 from kvservice.client.messages import build, whole
 from kvservice.client.tensors import OUT_OF_MEMORY, Tensor, address_of, as_bytes, extension, view
 from kvservice.client.values import RegionInfo, from_message
@@ -295,8 +296,8 @@ _UNREGISTER = {
 class RegionTable:
     """The regions of a session. `version` is incremented whenever the set of regions changes."""
 
-    def __init__(self, connection: SessionConnection, fds: FdPassing) -> None:
-        self._connection, self._fds = connection, fds
+    def __init__(self, connection: SessionConnection, fds: FdPassing, cut: CutCalls) -> None:
+        self._connection, self._fds, self._cut = connection, fds, cut
         self._regions: list[SharedRegion] = []
         # The names of regions that are not used any more but that the daemon may still have, with their calls to
         # unregister them.
@@ -421,9 +422,13 @@ class RegionTable:
             raise
 
     def _drop(self, call: str, name: str) -> None:
-        """Ask the daemon to unregister a region. `create_until` repeats that, because the connection may be broken."""
+        """Ask the daemon to unregister a region, if the connection is broken when it is back. `create_until` waits for
+        that."""
         self._dropped[name] = call
-        self._connection.post(call, self._request(call, name))
+        if self._connection.connected:
+            self._connection.post(call, self._request(call, name))
+        else:
+            self._cut.add(call, self._request(call, name))
 
     async def _unregister(self, call: str, name: str, deadline: float | None) -> None:
         await self._connection.call_until(deadline, call, self._request(call, name))

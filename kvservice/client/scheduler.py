@@ -259,18 +259,20 @@ class SchedulerCore(Generic[StepT]):
             request_id=self._calls.context.connection.next_request_id(),
             requests=messages,
         )
-        ids = [message.request_id for message in messages]
+        new = [message for message in messages if message.request_id not in self._widths]
+        new_ids = [message.request_id for message in new]
 
         def forget(_: object, aborted: Any) -> None:
-            self._forget(ids if aborted is None else aborted.finished_ids)
+            self._forget(new_ids if aborted is None else aborted.finished_ids)
 
+        self._note(new)  # a batch may have them, also after a call without an answer
         try:
             await self._calls.send("add_requests", request, timeout_s, correct=forget)
-        except BaseException as error:
-            if isinstance(error, UNANSWERED) or not isinstance(error, KVServiceError):
-                self._note(messages)  # until they are aborted, a batch may have them
+        except KVServiceError as error:
+            if not isinstance(error, UNANSWERED):
+                self._forget(new_ids)
             raise
-        self._note(messages)
+        self._note(message for message in messages if message.request_id not in new_ids)
 
     async def abort(self, request_ids: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
         """Drop all these requests, or none. Returns those that have ended already. The others are in a batch that is

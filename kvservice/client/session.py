@@ -63,13 +63,14 @@ _SWAP_TIERS = {"host": blocks_pb2.SWAP_TIER_UNSPECIFIED, "disk": blocks_pb2.SWAP
 class SessionCore(Generic[StepT, SchedulerT]):
     """A session, which owns sequences.
 
-    Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, in the end also one whose
-    answer was lost (CallTimeoutError, ConnectionLostError, or the caller was cancelled): what it has made is removed in
-    the background, before the session's next call. Of these, `truncate`, `swap_out`, `swap_in`, `free`, `unpin`,
-    `commit`, `commit_ahead` and `reset_prefix_cache` are completed instead, if the daemon did not refuse them, and the
-    sequences have their new lengths. `timeout_s` is the time limit of a call in
-    seconds, math.inf for no limit; None: the session's default. A method that sends several requests applies it to
-    each.
+    Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing. That holds in the end for
+    one whose answer was lost, too (CallTimeoutError, ConnectionLostError, or a cancelled caller): what it has made is
+    removed in the background, before the session's next call. Only `truncate`, `swap_out`, `swap_in`, `free`, `unpin`,
+    `commit`, `commit_ahead` and `reset_prefix_cache` are completed then, if they were sent, and the sequences get their
+    new lengths.
+
+    `timeout_s` is the time limit of a call in seconds, math.inf for no limit; None: the session's default. A method
+    that sends several requests applies it to each.
     """
 
     def __init__(

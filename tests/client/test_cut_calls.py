@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,17 @@ from each_row import each_row
 from small_pool import SMALL_POOL
 from waiting import until
 
-from kvservice.client import AsyncKVClient, BatchReport, KVClient, ScheduledRequest, Sequence
+from kvservice.client import AsyncKVClient, BatchReport, KVClient, RegionInfo, ScheduledRequest, Sequence
 from kvservice.client.aio import TaskStream
 from kvservice.client.cut_calls import SETTLED_BY_THEIR_OWNER, UNDO
 from kvservice.client.threads import BlockingStream
-from kvservice.errors import CallTimeoutError, OutOfBlocksError, PoolNotSharedError
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    DaemonAwayError,
+    OutOfBlocksError,
+    PoolNotSharedError,
+)
 from kvservice.launch import Daemon
 from kvservice.v1 import session_pb2
 
@@ -270,6 +277,37 @@ def test_a_mapping_that_nobody_has_ends(address: str, executed: bool) -> None:
             kv.map_pool(writable=True)
         with pytest.raises(PoolNotSharedError):
             kv.open_ahead([kv.allocate([1])], 1)
+
+
+def test_a_region_is_dropped_when_the_connection_is_back(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks before the answer is there, and does not come back in time."""
+    exchange, broken, back = BlockingStream.exchange, threading.Event(), threading.Event()
+
+    async def breaking(stream: Any, called: str, request: Any, deadline: Any) -> Any:
+        lost = ConnectionLostError("broken")
+        if called == "attach" and broken.is_set() and not back.is_set():
+            raise lost
+        answer = await exchange(stream, called, request, deadline)
+        if called == "create_region" and not broken.is_set():
+            broken.set()
+            stream.error = lost
+            await stream.end()
+            raise lost
+        return answer
+
+    def regions() -> list[RegionInfo] | None:
+        try:
+            return kv.regions()
+        except DaemonAwayError:
+            return None
+
+    monkeypatch.setattr(BlockingStream, "exchange", breaking)
+    with KVClient(address, transport="inline", reconnect_wait_s=0) as client, client.session() as kv:
+        with pytest.raises(DaemonAwayError):
+            kv.create_region(4096)
+        assert regions() is None
+        back.set()
+        until(lambda: regions() == [])
 
 
 def test_a_session_whose_opening_is_cancelled_is_closed(address: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvservice.client.connection import SessionConnection, Signal, Waiting
+from kvservice.client.cut_calls import CutCalls
 from kvservice.client.messages import OVERHEAD_BYTES, build, wait_time, whole
 from kvservice.client.regions import FdPassing, HostRegion, RegionTable, SharedRegion
 from kvservice.client.remote import RemoteRegions
@@ -399,7 +400,7 @@ async def _open_namespace(
         opened.has_tiers,
     )
     fds = FdPassing(connection, dialer.fd_path, token)
-    regions = RegionTable(connection, fds)
+    regions = RegionTable(connection, fds, CutCalls(connection))
     memory = None
     if options.transport in ("auto", "mapped"):
         try:
