@@ -19,6 +19,8 @@ OWNERS = """
 import multiprocessing, os, signal, sys, time
 from kvservice.owned import OwnedFolder, OwnedProcess
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests inherit
+
 def guards(folder):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):

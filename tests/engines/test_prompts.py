@@ -42,7 +42,7 @@ def daemon() -> Iterator[Daemon]:
 def test_a_text_that_the_model_cannot_take_is_refused(daemon) -> None:
     """The tokenizer may have more tokens than the model."""
     words: Any = SimpleNamespace(
-        encode=lambda text: [int(word[1:]) for word in text.split()],
+        encode=lambda text, **_: [int(word[1:]) for word in text.split()],
         decode=lambda ids, **_: " ".join(f"w{token}" for token in ids),
     )
     model = LlamaForCausalLM(small_config(40)).eval()
