@@ -230,6 +230,40 @@ def test_blocks_that_are_too_large_for_the_store_stay_in_the_pool(start_spilling
     run(scenario())
 
 
+def test_an_idle_pool_is_left_alone_until_something_changes(start_spilling: Start, clock: ManualClock) -> None:
+    """Looks become rare, and a prompt is noticed at once all the same."""
+    life = start_spilling()
+
+    async def scenario() -> None:
+        spiller = tier_of(life).spiller
+        looked_at_s: list[float] = []
+        save_some = spiller.save_some
+
+        async def noted() -> Any:
+            looked_at_s.append(clock.time())
+            return await save_some()
+
+        async def passed(seconds: float) -> None:
+            for _ in range(round(seconds / LOOK_S)):
+                clock.advance(LOOK_S)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+        spiller.save_some = noted
+        running = asyncio.create_task(spiller.run())
+        await passed(60.0)
+        assert len([at for at in looked_at_s if at >= 30.0]) <= 10
+        session = life.open()
+        await computed(life, session, TOKENS)
+        async with asyncio.timeout(30):
+            while tier_of(life).stats().saved_blocks < 10:
+                await passed(LOOK_S)
+        assert clock.time() < 62.0, "the prompt ended the long pause"
+        running.cancel()
+
+    run(scenario())
+
+
 def test_a_full_pool_loads_what_fits(start_spilling: Start) -> None:
     life = start_spilling(num_blocks=16)
 

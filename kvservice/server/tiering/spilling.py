@@ -37,6 +37,8 @@ BATCH_BYTES: Final = 8 << 20
 # Pauses: between looks at the pool, and between two of them if prompts arrive; after a batch, as a multiple of its
 # time, if blocks are not short; and after the store had no room.
 LOOK_S, BUSY_LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 0.002, 1.0, 4.0, 1.0
+# The pause between looks at a pool that does not change grows up to this.
+MAX_LOOK_S: Final = 4.0
 # So many blocks, a share of the pool, are free or have copies, so that allocations evict what has a copy.
 CLEAN_SHARE: Final = 1 / 4
 # The share of the store that blocks without a reason fill.
@@ -68,6 +70,7 @@ class Spiller:
         self.num_queued = 0
         self._forget_at_s = 0.0
         self._arrival = asyncio.Event()
+        self._look_s = LOOK_S
         # The generation of the pool's state in which no cached block lacked a copy.
         self._idle_generation = -1
 
@@ -81,12 +84,16 @@ class Spiller:
 
     async def run(self) -> None:
         """Save blocks until the task is cancelled."""
+        generation = -1
         while True:
             seconds = await self.save_some()
             if seconds == LOOK_S:
+                if self._state.generation != generation:
+                    self._look_s, generation = LOOK_S, self._state.generation
                 await self._pause(BUSY_LOOK_S, asyncio.Event())
-                await self._pause(LOOK_S, self._arrival)
+                await self._pause(self._look_s, self._arrival)
                 self._arrival.clear()
+                self._look_s = min(2 * self._look_s, MAX_LOOK_S)
             else:
                 await self._pause(seconds, asyncio.Event())
 
@@ -100,6 +107,7 @@ class Spiller:
 
     def note_arrival(self) -> None:
         """Note that a prompt needs blocks."""
+        self._look_s = LOOK_S
         self._arrival.set()
 
     async def flush(self, limit_s: float) -> None:
