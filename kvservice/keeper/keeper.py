@@ -257,9 +257,6 @@ class Keeper:
         if self._stopping:
             self.exit_status = ending.exit_status
             return
-        if self._resetting:
-            self._begin_anew()
-            return
         in_order = ending.exit_status == 0 and daemon.hands_over
         how = "upgrade" if in_order else str(ending)
         if daemon.ready_at is None:
@@ -267,6 +264,9 @@ class Keeper:
             del self._ended_early[:-MAX_ENDED_EARLY]
         else:
             self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
+        if self._resetting:
+            self._begin_anew()
+            return
         if self._upgrade is not None and self._upgrade.phase is UpgradePhase.DRAINING:
             self._go(self._upgrade, ending, in_order)
             return

@@ -164,10 +164,13 @@ def test_a_reset_kills_the_daemon_and_is_no_crash(rig: KeeperRig) -> None:
     assert (rig.children.all[1].signals, rig.children.all[2].signals) == ([signal.SIGKILL], [signal.SIGKILL])
     rig.upgrade()
     assert result(rig) == "the daemon is being reset"
+    rig.passes(7)
     rig.ends(2, signal=9)
     rig.ends(1, signal=9)
     rig.passes(0)
-    assert rig.children.all[3].taken == ()
+    third = rig.children.all[3]
+    assert third.taken == ()
+    assert (third.environ["KVSERVICE_ENDED"], third.environ["KVSERVICE_ENDED_AT"]) == ("signal 9", "1007.0")
     rig.keeper.stop()
     assert rig.keeper.reset() == "the daemon is stopping"
 
