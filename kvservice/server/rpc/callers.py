@@ -221,8 +221,9 @@ class Credentials:
         return grpc.dynamic_ssl_server_credentials(_configuration(self._served), newer, bool(self._served.client_ca))
 
     async def keep_current(self, on_new_tokens: Callable[[], None]) -> None:
-        """Reload changed files until cancelled. Calls `on_new_tokens` after the token file has changed."""
-        while True:
+        """Reload changed files until cancelled; return at once if there are none. Calls `on_new_tokens` after the token
+        file has changed."""
+        while self.certificates is not None or self.tokens is not None:
             await asyncio.sleep(RELOAD_EVERY_S)
             if self.certificates is not None:
                 self.certificates.reload()
