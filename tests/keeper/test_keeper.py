@@ -264,6 +264,20 @@ def test_a_stop_waits_for_the_daemon(rig: KeeperRig) -> None:
     assert rig.keeper.exit_status == 143
 
 
+def test_a_daemon_that_does_not_stop_is_killed(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.keeper.stop()
+    rig.passes(80)
+    rig.keeper.stop()
+    assert rig.keeper.wait_s() == 10
+    rig.passes(10)
+    assert rig.children.all[1].signals == [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert "does not stop in time and is killed" in rig.lines[-1]
+    assert rig.keeper.wait_s() is None
+    rig.ends(1, signal=9)
+    assert rig.keeper.exit_status == 137
+
+
 def test_a_stop_between_two_processes_is_immediate(rig: KeeperRig) -> None:
     rig.serving()
     rig.ends(1, signal=9)
