@@ -126,8 +126,9 @@ class Keeper:
     def ended(self, pid: int, ending: Ending) -> None:
         """A child process has ended. Processes that the keeper has not started are ignored."""
         if self._standby is not None and pid == self._standby.pid:
+            said = f", {self._standby.status}" if self._standby.status else ""
             self._standby = None
-            self._fail(f"the new process ended: {ending}")
+            self._fail(f"the new process ended: {ending}{said}")
         elif self._daemon is not None and pid == self._daemon.pid:
             daemon, self._daemon = self._daemon, None
             self._daemon_ended(daemon, ending)

@@ -374,6 +374,14 @@ def result(rig: KeeperRig) -> str:
     return str(rig.answers[-1]["message"])
 
 
+def test_a_new_process_that_cannot_start_says_why(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "STATUS=cannot start: colour: unknown option")
+    rig.ends(2, status=1)
+    assert result(rig) == "the new process ended: status 1, cannot start: colour: unknown option"
+
+
 def test_a_new_process_that_refuses_leaves_the_old_one_alone(rig: KeeperRig) -> None:
     rig.serving()
     rig.upgrade()
