@@ -39,6 +39,8 @@ def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: 
 
 
 def test_without_files_nothing_is_looked_at() -> None:
+    """A loop that looks all the same would not end in time."""
+
     async def run() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await Credentials(ServeConfig()).keep_current(lambda: None)
