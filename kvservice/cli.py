@@ -30,7 +30,7 @@ from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
-from kvservice.keeper.notify import report_version
+from kvservice.keeper.notify import report_failure, report_version
 from kvservice.keeper.settings import KeeperSettings, become_keeper, control_path
 
 if TYPE_CHECKING:
@@ -105,6 +105,17 @@ def _make_private(unix_socket: str) -> None:
 
 
 def _serve(config: str | None, **options: Any) -> None:
+    try:
+        sys.exit(_served(config, options))
+    except Exception as error:
+        report_failure(str(error))
+        if isinstance(error, KVServiceError):
+            raise click.ClickException(str(error)) from None
+        raise
+
+
+def _served(config: str | None, options: dict[str, Any]) -> int:
+    """Run the daemon, or the keeper in place of this process. Returns the exit status."""
     settings = _settings({name: value for name, value in options.items() if value is not None}, config)
     if settings.unix_socket and os.path.dirname(settings.unix_socket) == home_folder():
         _make_private(settings.unix_socket)
@@ -116,10 +127,7 @@ def _serve(config: str | None, **options: Any) -> None:
     gc.disable()  # imports leave little garbage, and clients wait for the end of the start; see freeze_heap
     from kvservice.server.daemon import run
 
-    try:
-        sys.exit(run(settings))
-    except KVServiceError as error:
-        raise click.ClickException(str(error)) from None
+    return run(settings)
 
 
 main.add_command(generate)

@@ -6,7 +6,8 @@ use the standard library only: a keeper is small, and has little that could cras
     Keeper, with Ending, KeeperSettings, Log, Notification      its decisions, and what it is made of and told
     become_keeper, control_path                                 a process becomes a keeper; where its socket is
     ask, ControlSocketError                                     a command for a keeper
-    Notifier, report_version, taken_descriptors, Standby        the daemon's side
+    Notifier, Standby, taken_descriptors                        the daemon's side
+    report_version, report_failure                              what a process that starts says of itself
 """
 
 from kvservice.keeper.control import ControlSocketError, ask
@@ -18,6 +19,7 @@ from kvservice.keeper.notify import (
     MANAGER_VARIABLES,
     READY,
     Notifier,
+    report_failure,
     report_version,
     taken_descriptors,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "ask",
     "become_keeper",
     "control_path",
+    "report_failure",
     "report_version",
     "taken_descriptors",
 ]

@@ -28,6 +28,8 @@ DEVICE_FAULT = 70
 NEVER_RESTARTED = (2, 78)
 # The time that a draining daemon may take beyond its own limit before it is killed.
 DRAIN_MARGIN_S = 10.0
+# The same for one that is asked to stop, which also closes its disk.
+STOP_MARGIN_S = 60.0
 # The time until the next attempt to start a process for which there was no memory.
 RETRY_S = 1.0
 # The time between attempts once the daemon has failed too often, while the keeper holds its state.
@@ -88,6 +90,8 @@ class Keeper:
         self._num_starts = 0
         self._has_served = False
         self._stopping = self._resetting = False
+        # When a daemon that is asked to stop is killed.
+        self._kill_at: float | None = None
         # What the last process said before its end.
         self._last_status = ""
         # The end of the last process that served: how and when it was.
@@ -122,20 +126,23 @@ class Keeper:
     def ended(self, pid: int, ending: Ending) -> None:
         """A child process has ended. Processes that the keeper has not started are ignored."""
         if self._standby is not None and pid == self._standby.pid:
+            said = f", {self._standby.status}" if self._standby.status else ""
             self._standby = None
-            self._fail(f"the new process ended: {ending}")
+            self._fail(f"the new process ended: {ending}{said}")
         elif self._daemon is not None and pid == self._daemon.pid:
             daemon, self._daemon = self._daemon, None
             self._daemon_ended(daemon, ending)
 
     def stop(self) -> None:
-        """Ask the daemon to stop, and exit when it has."""
+        """Ask the daemon to stop, and exit when it has. One that hangs is killed after its time to drain."""
         self._stopping = True
         self._fail("the daemon is asked to stop")
         if self._daemon is None:
             self.exit_status = 0
         else:
             self._processes.signal(self._daemon.pid, signal.SIGTERM)
+            if self._kill_at is None:
+                self._kill_at = self._clock() + self._settings.drain_s + STOP_MARGIN_S
 
     def reset(self) -> str:
         """Let go of the state, and start the daemon empty. Its process, if there is one, is killed. Returns what
@@ -190,7 +197,7 @@ class Keeper:
 
     def wait_s(self) -> float | None:
         """Return in how many seconds `on_time` has something to do, or None if only an event can bring that."""
-        times = [self._start_at, None if self._upgrade is None else self._upgrade.deadline]
+        times = [self._start_at, self._kill_at, None if self._upgrade is None else self._upgrade.deadline]
         due = [time for time in times if time is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
@@ -199,6 +206,10 @@ class Keeper:
         now = self._clock()
         if self._start_at is not None and now >= self._start_at:
             self.start()
+        if self._kill_at is not None and now >= self._kill_at and self._daemon is not None:
+            self._kill_at = None
+            self._log.error(f"the daemon (process {self._daemon.pid}) does not stop in time and is killed")
+            self._processes.signal(self._daemon.pid, signal.SIGKILL)
         upgrade = self._upgrade
         if upgrade is not None and upgrade.deadline is not None and now >= upgrade.deadline:
             if upgrade.phase is UpgradePhase.PREPARING:
@@ -257,9 +268,6 @@ class Keeper:
         if self._stopping:
             self.exit_status = ending.exit_status
             return
-        if self._resetting:
-            self._begin_anew()
-            return
         in_order = ending.exit_status == 0 and daemon.hands_over
         how = "upgrade" if in_order else str(ending)
         if daemon.ready_at is None:
@@ -267,6 +275,9 @@ class Keeper:
             del self._ended_early[:-MAX_ENDED_EARLY]
         else:
             self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
+        if self._resetting:
+            self._begin_anew()
+            return
         if self._upgrade is not None and self._upgrade.phase is UpgradePhase.DRAINING:
             self._go(self._upgrade, ending, in_order)
             return

@@ -107,10 +107,19 @@ class Notifier:
 
 def report_version(version: str, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the manager, if there is one that listens, which version this process is of."""
+    _report(f"{VERSION}={version}", environ)
+
+
+def report_failure(reason: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the manager, if there is one that listens, why this process cannot start."""
+    _report(f"STATUS=cannot start: {' '.join(reason.split())}", environ)
+
+
+def _report(assignment: str, environ: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         if (notifier := Notifier.from_environment(environ)) is not None:
             with contextlib.closing(notifier):
-                notifier.send(f"{VERSION}={version}")
+                notifier.send(assignment)
 
 
 def is_name(text: str) -> bool:

@@ -15,7 +15,7 @@ from kvservice.auth import Certificates, Reloading
 from kvservice.observer.accepting import Acceptor, Arrival
 from kvservice.observer.connections import Connections
 
-SWEEP_EVERY_S = 1.0
+SWEEP_EVERY_S = TICK_S = 1.0
 
 
 async def serve_http(
@@ -68,6 +68,11 @@ class _Server(uvicorn.Server):
         listening.setblocking(False)
         acceptor = Acceptor(listening, self._connections, self._make_protocol, self._context)
         self.accepting = asyncio.create_task(acceptor.run())
+
+    async def main_loop(self) -> None:
+        """Keep the date of the answers current. uvicorn's own loop would wake ten times a second for that."""
+        while not await self.on_tick(0):
+            await asyncio.sleep(TICK_S)
 
     def _make_protocol(self, arrival: Arrival) -> GuardedProtocol:
         state: Any = {"server_state": self.server_state, "app_state": self.lifespan.state}

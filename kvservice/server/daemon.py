@@ -460,13 +460,7 @@ def run(config: ServeConfig) -> int:
             return EXIT_REFUSED
     if manager is not None:
         logging.getLogger("kvservice.pool").addHandler(_StatusHandler(manager))
-    try:
-        return uvloop.run(_main(config, taken, manager))
-    except Exception as error:
-        if manager is not None:
-            with contextlib.suppress(OSError, ValueError):
-                manager.send(f"STATUS=cannot start: {' '.join(str(error).split())}")
-        raise
+    return uvloop.run(_main(config, taken, manager))
 
 
 class Drain:

@@ -164,10 +164,13 @@ def test_a_reset_kills_the_daemon_and_is_no_crash(rig: KeeperRig) -> None:
     assert (rig.children.all[1].signals, rig.children.all[2].signals) == ([signal.SIGKILL], [signal.SIGKILL])
     rig.upgrade()
     assert result(rig) == "the daemon is being reset"
+    rig.passes(7)
     rig.ends(2, signal=9)
     rig.ends(1, signal=9)
     rig.passes(0)
-    assert rig.children.all[3].taken == ()
+    third = rig.children.all[3]
+    assert third.taken == ()
+    assert (third.environ["KVSERVICE_ENDED"], third.environ["KVSERVICE_ENDED_AT"]) == ("signal 9", "1007.0")
     rig.keeper.stop()
     assert rig.keeper.reset() == "the daemon is stopping"
 
@@ -259,6 +262,20 @@ def test_a_stop_waits_for_the_daemon(rig: KeeperRig) -> None:
     assert rig.keeper.exit_status is None
     rig.ends(1, signal=15)
     assert rig.keeper.exit_status == 143
+
+
+def test_a_daemon_that_does_not_stop_is_killed(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.keeper.stop()
+    rig.passes(80)
+    rig.keeper.stop()
+    assert rig.keeper.wait_s() == 10
+    rig.passes(10)
+    assert rig.children.all[1].signals == [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert "does not stop in time and is killed" in rig.lines[-1]
+    assert rig.keeper.wait_s() is None
+    rig.ends(1, signal=9)
+    assert rig.keeper.exit_status == 137
 
 
 def test_a_stop_between_two_processes_is_immediate(rig: KeeperRig) -> None:
@@ -355,6 +372,14 @@ def result(rig: KeeperRig) -> str:
     assert rig.answers[-1]["event"] == "result"
     assert not rig.answers[-1]["ok"]
     return str(rig.answers[-1]["message"])
+
+
+def test_a_new_process_that_cannot_start_says_why(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "STATUS=cannot start: colour: unknown option")
+    rig.ends(2, status=1)
+    assert result(rig) == "the new process ended: status 1, cannot start: colour: unknown option"
 
 
 def test_a_new_process_that_refuses_leaves_the_old_one_alone(rig: KeeperRig) -> None:

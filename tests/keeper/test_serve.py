@@ -135,6 +135,23 @@ def test_a_manager_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
         assert done.stderr.startswith("Error: NOTIFY_SOCKET: the keeper or systemd of this process cannot be used: ")
 
 
+def test_a_configuration_that_is_refused_is_told_to_the_manager(tmp_path: Path) -> None:
+    (tmp_path / "options.toml").write_text('colour = "red"')
+    with SmallManager(str(tmp_path / "notify")) as manager:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "kvservice", "serve", "--config", str(tmp_path / "options.toml")],
+            env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        reason = done.stderr.removeprefix("Error: ").strip()
+        assert reason.startswith("colour: unknown option")
+        assert manager.receive().lines == (f"STATUS=cannot start: {reason}",)
+
+
 def test_a_private_daemon_has_a_keeper_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not talk to the manager of the process that starts it either."""
     for name in MANAGER_VARIABLES:

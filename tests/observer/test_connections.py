@@ -181,6 +181,27 @@ def test_half_open_connections_keep_nobody_out() -> None:
     scenario(Connections(HttpLimits()), body)
 
 
+def test_a_server_without_requests_wakes_once_a_second(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        delays: list[float] = []
+
+        def noted(delay: float, *arguments: Any, **context: Any) -> asyncio.TimerHandle:
+            delays.append(delay)
+            return loop.call_at(loop.time() + delay, *arguments, **context)
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        app = make_app(PagePool(64, 16, 4).views, HttpOptions(loopback=True), no_metrics, Refusals())
+        async with serving_http(app, connections, sweep_every_s=1.0) as port:
+            assert await status_of(port) == 200
+            assert delays
+            assert min(delays) >= 1.0
+
+    asyncio.run(run())
+
+
 async def is_closed(reader: asyncio.StreamReader) -> bool:
     """Wait for the end of a connection. Bytes that the server has not read make it a reset."""
     with contextlib.suppress(ConnectionResetError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from certificates import Authority, Signed
 from refused_starts import refusals_to_serve
 from secure_daemon import Secured
 from small_pool import SMALL_POOL
+from waiting import PATIENCE_S
 
+from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
+from kvservice.server.rpc.callers import Credentials
 
 AUTHORITY = Authority()
 EXPIRED = "clients will refuse it: certificate has expired"
@@ -32,3 +36,13 @@ def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: 
     with Daemon(**SMALL_POOL | configured(tmp_path, AUTHORITY.sign("daemon", expired=True))) as daemon:
         assert f"{tmp_path}/tls.crt: {EXPIRED}" in daemon.log.read_text()
     assert EXPIRED not in encrypted.daemon.log.read_text()
+
+
+def test_without_files_nothing_is_looked_at() -> None:
+    """A loop that looks all the same would not end in time."""
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await Credentials(ServeConfig()).keep_current(lambda: None)
+
+    asyncio.run(run())

@@ -194,6 +194,23 @@ def test_the_fd_passing_socket_is_taken_while_its_path_is_there(keeper: FakeKeep
         client.connect(str(path))
 
 
+def test_a_socket_of_another_process_at_its_path_is_not_taken_for_it(keeper: FakeKeeper, tmp_path: Path) -> None:
+    """While the other process serves, the path cannot be had. When it has ended, its socket is replaced."""
+    path = tmp_path / "k.sock.fds"
+    with keeper.process() as (kept, cleanup):
+        cleanup.enter_context(fd_listener(path, 0o600, kept))
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with keeper.process() as (kept, cleanup), pytest.raises(ConfigError, match="served by another process"):
+            fd_listener(path, 0o600, kept)
+    with keeper.process() as (kept, cleanup), socket.socket(socket.AF_UNIX) as client:
+        listening = cleanup.enter_context(fd_listener(path, 0o600, kept))
+        client.connect(str(path))
+        listening.accept()[0].close()
+
+
 def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper, tmp_path: Path) -> None:
     """Connections to the new path arrive at the new socket."""
     with keeper.process() as (kept, cleanup):

@@ -6,7 +6,6 @@ passes that compute prompts; a decode pass looks at their flags alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -56,9 +55,14 @@ def _is_positive(rate: Any) -> bool:
     return isinstance(rate, int | float) and rate > 0
 
 
-@functools.cache
-def _reads_training(kind: Any) -> bool:
+def _reads_training(kind: type[torch.nn.Module]) -> bool:
     """Return whether the code of a class reads `training`, besides what all models of torch and the library have."""
+    if kind not in _readers:
+        _readers[kind] = _mentions_training(kind)
+    return _readers[kind]
+
+
+def _mentions_training(kind: type[torch.nn.Module]) -> bool:
     bases = [base for base in kind.__mro__ if base is not torch.nn.Module]
     return any("training" in names for base in bases for value in vars(base).values() for names in _names(value))
 

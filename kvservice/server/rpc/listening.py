@@ -230,8 +230,7 @@ def _no_path(path: str, error: OSError) -> ConfigError:
 def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
     """Return the socket that listens at the path of the fd-passing socket. Raises ConfigError.
 
-    The socket of an earlier process is right if this user's socket is still at its path. The path belongs to this
-    daemon, as the path of the gRPC socket does, which no other process serves.
+    The socket of an earlier process is right if it is still the one at its path.
     """
     listening = kept.take(FD_PASSING, lambda found: _is_at(found, path))
     try:
@@ -246,11 +245,16 @@ def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
 
 
 def _is_at(listening: socket.socket, path: Path) -> bool:
-    """Return whether the socket was bound beside this path, or there, and a socket of this user is there."""
-    bound = Path(listening.getsockname())
-    if bound.parent != path.parent or not (bound.name.startswith((path.name, "."))):
-        return False
-    return path.is_socket() and os.lstat(path).st_uid == os.geteuid()
+    """Return whether connections to the path arrive at this socket, and not at another one that was put there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:  # its queue is full of clients
+            return True
+        except OSError:
+            return False
+        return bool(probe.getpeername() == listening.getsockname())
 
 
 def _check_path_lengths(config: ServeConfig) -> None:
