@@ -19,6 +19,8 @@ from kvservice.errors import FailedPreconditionError
 # Attributes from which a module takes the rate of its random changes: those with one of these in their name.
 _RATES = ("drop", "jitter", "noise")
 
+# Whether a class reads `training`.
+_readers: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _watched: WeakKeyDictionary[PreTrainedModel, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
