@@ -252,7 +252,7 @@ def test_an_idle_pool_is_looked_at_ever_less_often_until_a_prompt_arrives(
             seen.append(clock.now)
             return await save_some()
 
-        tier.spiller.save_some = counted  # type: ignore[method-assign]
+        tier.spiller.save_some = counted
         task = asyncio.create_task(tier.run())
         assert await looks(10.0) < 12
         assert await looks(10.0) <= 6
