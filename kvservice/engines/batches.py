@@ -71,14 +71,23 @@ def sample_batch(
     with_beams = [request for request in requests.values() if request.beams is not None]
     for request in with_beams:
         _step_beams(request, logits, inputs.rows, [firsts[sample.sequence_id] for sample in request.samples])
-    choice = Choice([])
-    if len(with_beams) < len(requests):
-        choice = choose(logits, inputs.rows)
+    choice, at = Choice([]), 0
+    of_samples = [
+        firsts[sequence_id] + accepted
+        for sequence_id, count in zip(inputs.sampled, inputs.counts, strict=True)
+        if samples[sequence_id][1].beams is None
+        for accepted in range(count)
+    ]
+    if of_samples:  # beams have run their logits processors above, which may have a state
+        choice = choose(logits[of_samples] if with_beams else logits, [inputs.rows[row] for row in of_samples])
     tokens, counts, parents, finished = list[int](), list[int](), list[int](), list[int]()
     for sequence_id, count in zip(inputs.sampled, inputs.counts, strict=True):
         sample, request = samples[sequence_id]
-        first = firsts[sequence_id]
-        accepted = [sample.last_token] if request.beams else _accept(sample, request, choice, first, count)
+        if request.beams is not None:
+            accepted = [sample.last_token]
+        else:
+            accepted = _accept(sample, request, choice, at, count)
+            at += count
         tokens += accepted
         counts.append(len(accepted))
         parents.append(request.samples[sample.parent].sequence_id)

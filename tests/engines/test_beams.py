@@ -8,7 +8,7 @@ import pytest
 import torch
 from each_row import each_row
 from known_logits import small_config
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 from kvservice.engines import LLM, RequestOutput, SamplingParams
 
@@ -60,3 +60,26 @@ def test_the_beams_are_the_librarys(small_daemon) -> None:
             for params, output in zip(every, outputs, strict=True):
                 with row((seed, params)), torch.no_grad():
                     assert_beams_equal(reference, params, output)
+
+
+def test_a_processor_with_a_state_is_called_once_a_step_in_every_batch(small_daemon) -> None:
+    class Counts(LogitsProcessor):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            scores[:, self.calls % 13] += 100.0
+            return scores
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(small_config(13, eos_token_id=None)).eval()
+    beams = SamplingParams(beam_width=2, max_tokens=6, logits_processors=[Counts()])
+    with LLM(model, address=small_daemon.address) as llm:
+        (alone,) = llm.generate(PROMPT, beams)
+        sampled = SamplingParams(temperature=0, max_tokens=6, logits_processors=[Counts()])
+        (sample,) = llm.generate(PROMPT, sampled)
+        first, *among, last = llm.generate([PROMPT] * 4, [sampled, beams, beams, sampled])
+    assert alone.outputs[0].token_ids == (1, 2, 3, 4, 5, 6)
+    assert [one.outputs for one in among] == [alone.outputs] * 2
+    assert [one.outputs for one in (first, last)] == [sample.outputs] * 2
