@@ -5,8 +5,8 @@ The daemon may have executed them, or execute them later.
                                                            └── refused: nothing has changed
 
 A request that is asked again, with the same request id, has the answer of the first time. What the call has made is
-removed then, because nobody can name it. What cannot be undone, such as `truncate`, has been done, and the handles are
-told. The calls that follow wait for that.
+removed then, because nobody can name it. What cannot be undone, such as `truncate`, has been done, and the handles get
+the new lengths. The calls that follow wait for that.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class StepsAhead:
             raise StaleStepError("the daemon was restarted, and its pool is another", field="step_id") from error
 
     def wait(self) -> None:
-        """Wait for a commit that is on its way, whatever comes of it. It changes the lengths of the sequences."""
+        """Wait for a commit that is on its way, also if it fails. It changes the lengths of the sequences."""
         self._commits.submit(int).result()
 
     def _by_sequence(self, count: int) -> list[int]:

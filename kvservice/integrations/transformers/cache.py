@@ -99,7 +99,7 @@ class KVServiceCache(Cache):
 
     def _begin_anew(self, rows: Rows) -> None:
         self._rows = rows
-        # Which of the stored columns are tokens, [rows, columns].
+        # True for the stored columns that are tokens, [rows, columns].
         self._mask: Mask | None = None
         # The model that computed the K/V; None before the first pass.
         self._identity: keys.ModelIdentity | None = None

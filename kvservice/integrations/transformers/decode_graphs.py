@@ -56,7 +56,7 @@ class DecodeGraphs:
         self.model, self.kv = model, kv
         self._max_tokens, self._num_steps = min(max_tokens, kv.info.max_sequence_tokens), num_steps
         self._identity: keys.ModelIdentity | None = None
-        # By number of rows; None: it cannot be captured.
+        # The graphs by number of rows; None: the pass cannot be captured.
         self._graphs: dict[int, _ModelGraph | None] = {}
         self._said: set[str] = set()
 

@@ -50,7 +50,7 @@ EXPIRY_INTERVAL_S: Final = 30.0
 
 
 class SavedSize(NamedTuple):
-    """What Detach has written: the sequences in the file, and its size."""
+    """The number of sequences in the file that Detach has written, and its size."""
 
     num_sequences: int
     num_bytes: int
