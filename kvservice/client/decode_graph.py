@@ -546,7 +546,7 @@ class DecodeGraph:
 
     def begin(self, sequences: Batch[Sequence], num_steps: int = 16) -> None:
         """Take other sequences, after an `end` of the last ones. All their tokens must be computed. Row i of the graph
-        is the next token of `sequences[i]`. The daemon is told about tokens after `num_steps` steps, and slots are
+        is the next token of `sequences[i]`. The daemon learns of tokens after `num_steps` steps, and slots are
         reserved for twice as many.
 
         Raises InvalidArgumentError for more sequences or tokens than the graph has; StaleStepError if the daemon was
