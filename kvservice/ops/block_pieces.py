@@ -1,8 +1,8 @@
 """Blocks in device memory whose bytes lie in pieces, for example one per layer, and their copies to and from host
 memory, where a block is contiguous.
 
-Nothing is copied in between. Large pieces take the copy engines of the GPU, so that whatever computes meanwhile keeps
-all multiprocessors; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
+Nothing is copied in between. Large pieces take the copy engines of the GPU, so that kernels that run meanwhile keep
+all SMs; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
 given stream.
 """
 
