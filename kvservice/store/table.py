@@ -33,7 +33,7 @@ class StoreConfig:
 
 
 class NamespaceTable:
-    """At most `max_namespaces`. See BlockStore for the methods with the same names."""
+    """The namespaces, at most `max_namespaces`. See BlockStore for the methods with the same names."""
 
     def __init__(self, config: StoreConfig, index: KeyIndex, records: StoreRecords) -> None:
         self._config, self._index, self._records = config, index, records

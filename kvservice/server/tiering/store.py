@@ -1,4 +1,4 @@
-"""The daemon's block store: its memory, its index, its copies, and who may map it."""
+"""The daemon's block store: its memory, its index, its copies, and the processes that may map it and write to it."""
 
 from __future__ import annotations
 
