@@ -244,7 +244,7 @@ def load_blocks(
     stream: int,
     host_pieces: object = None,
 ) -> None:
-    """Copy blocks from page-locked memory to their pieces on the device. `pieces` is the device address of
+    """Copy blocks from pinned memory to their pieces on the device. `pieces` is the device address of
     int64[3, num_pieces]: piece p of block b starts at [0, p] + b * [1, p] and ends before byte [2, p] of the block.
     `addresses` uint64 and `block_ids` int64 are contiguous NumPy arrays of the same length. Everything is a multiple of
     16 bytes; device memory is not checked. `host_pieces` is the table of pieces as a contiguous NumPy array
@@ -262,7 +262,7 @@ def save_blocks(
     host_pieces: object = None,
 ) -> None:
     """The inverse of load_blocks. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
-    address of page-locked uint64[num_copies]. `sums` is the address of scratch memory on the device for
+    address of pinned uint64[num_copies]. `sums` is the address of scratch memory on the device for
     uint64[num_copies, 16]."""
 
 class CudaLaneExecutor(LaneExecutor):

@@ -27,7 +27,7 @@ class Daemon:
     """A private daemon on a unix socket in a temporary directory, as a context manager. Clients connect to `address`.
 
     `options` are fields of ServeConfig. By default the daemon opens no address except the socket, and has no keeper:
-    with keeper=True, `process` is the keeper. Daemon and directory end with this process, by whatever end of it, or
+    with keeper=True, `process` is the keeper. Daemon and directory end with this process, also when it is killed, or
     when nothing refers to this object. In a fork of this process the object does nothing.
     """
 

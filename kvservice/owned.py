@@ -1,4 +1,4 @@
-"""Processes and folders that end with the process which made them, their owner, by whatever end of it.
+"""Processes and folders that end with the process which made them, their owner, also when it is killed.
 
 OwnedProcess  It has one end of a pair of sockets, and the owner the other. When the owner's end is closed, which the
               kernel does at the end of the owner, the kernel kills the process, even if it is frozen.

@@ -23,7 +23,7 @@ PACKAGE = Path(kvservice.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
 TESTS_ROOT = Path(__file__).parent
 TESTS = sorted(TESTS_ROOT.rglob("*.py"))
-# Of all tests together: modules that they import by path, and private names that they use.
+# Limits over all tests together: on modules that they import by path, and on private names that they use.
 MAX_INSIDES, MAX_PRIVATE_NAMES = 95, 80
 
 # Every package may import this in place of Python's own `json`, for writing.

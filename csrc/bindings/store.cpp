@@ -357,7 +357,7 @@ void define_mirror(py::module_& m) {
           "refresh",
           [](StoreMirror& mirror, const py::object& most) {
             const int64_t count = as_positive(most, "most");
-            // To give the interpreter up for a moment can cost milliseconds, until it is had again.
+            // Releasing the interpreter lock can cost milliseconds, until this thread has it again.
             std::optional<py::gil_scoped_release> release;
             if (count > kLockedRecords) release.emplace();
             return mirror.refresh(count);

@@ -21,7 +21,7 @@ constexpr int64_t kCounterBytes = 1 << 16;
 struct CudaLaunch {
   cudaStream_t stream = nullptr;
   Workspace workspace;
-  // The output of a sequence is bitwise identical, whatever else the batch contains.
+  // The output of a sequence is bitwise identical in every batch.
   bool batch_invariant = false;
   KernelChoice kernel = KernelChoice::kAuto;
 };

@@ -1,5 +1,5 @@
 // A kernel reads and writes host memory itself, and is launched at once; but others that compute beside it need all
-// multiprocessors, and take half as long again. Copy engines take nothing from them. They need a microsecond for each
+// SMs, and take half as long again. Copy engines take nothing from them. They need a microsecond for each
 // piece, and a block has as many pieces as the model has layers, so they copy large pieces only.
 #include "cuda/move_blocks.h"
 
@@ -15,10 +15,10 @@ constexpr int kMaxCopies = 240;  // launch parameters are limited to 4 KiB
 constexpr int kThreads = 256;
 constexpr int kVectorsPerThread = 8;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
-// Enough to saturate the host link. More would only occupy multiprocessors.
+// Enough to saturate the host link. More would only occupy SMs.
 constexpr int64_t kThreadBlocks = 16;
-// Checksums alone do not wait for the link: all multiprocessors end them soon. A few would need long, and whatever
-// computes beside them would wait for these.
+// Checksums alone do not wait for the link: all SMs end them soon. A few would need long, and kernels beside
+// them would wait for these.
 constexpr int64_t kSumsThreadBlocks = 1 << 14;
 // From this size on, copy engines keep the host link busy.
 constexpr int64_t kEnginePieceBytes = 16 << 10;

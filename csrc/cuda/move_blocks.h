@@ -1,4 +1,4 @@
-// Copies blocks between their pieces in device memory and page-locked host memory.
+// Copies blocks between their pieces in device memory and pinned host memory.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ struct MoveBlocksParams {
   int64_t block_bytes = 0;  // the last end
   int64_t num_copies = 0;
   const int64_t* host_pieces = nullptr;  // the same table in host memory; nullptr: a kernel copies, in any case
-  const uint64_t* addresses = nullptr;   // [num_copies], page-locked memory of this process
+  const uint64_t* addresses = nullptr;   // [num_copies], pinned memory of this process
   const int64_t* block_ids = nullptr;    // [num_copies], on the device. Distinct if blocks are written to the device
 };
 
 // Receives the checksums of saved blocks (store/checksum.h).
 struct BlockChecksums {
   uint64_t* sums = nullptr;    // [num_copies, 16], scratch memory on the device
-  uint64_t* values = nullptr;  // [num_copies], page-locked
+  uint64_t* values = nullptr;  // [num_copies], pinned
 };
 
 // `addresses`, `block_ids` and `host_pieces` are in host memory and are not read after the call. Large pieces are

@@ -2,7 +2,7 @@
 
 A stand-in registers tensors in the layouts of vLLM's GPU backends, saves blocks to the mapped store of a daemon, and
 loads them into other blocks, whose content is compared. Block ids are random. The ceiling of the link is one copy of
-as many bytes of page-locked memory in each round.
+as many bytes of pinned memory in each round.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ START_VALUE_BYTES = 4096
 
 
 class FioMissingError(KVServiceError):
-    """There is no fio."""
+    """fio is not installed."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ The daemon may have executed them, or execute them later.
                                                            └── refused: nothing has changed
 
 A request that is asked again, with the same request id, has the answer of the first time. What the call has made is
-removed then, because nobody can name it. What cannot be undone, such as `truncate`, has been done, and the handles are
-told. The calls that follow wait for that.
+removed then, because nobody can name it. What cannot be undone, such as `truncate`, has been done, and the handles get
+the new lengths. The calls that follow wait for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASKED_AGAIN: Final = (*UNANSWERED, RestartingError, UnauthenticatedError)
 Ask = Callable[[str, Any], Awaitable[Any]]
 # Undoes a request. Its answer is None if the daemon does not remember it.
 Undo = Callable[[Ask, Any, Any], Awaitable[Any]]
-# Tells handles what has happened: gets the answer, and what the undoing has returned.
+# Corrects handles: gets the answer, and the result of the undoing.
 Correct = Callable[[Any, Any], object]
 
 
@@ -90,7 +90,7 @@ UNDO: Final[dict[str, Undo | None]] = {
     "pin": _unpin,
     "unpin": None,
     "reset_prefix_cache": None,
-    # A session has one scheduler, which is there for whoever opens it with the same settings.
+    # A session has one scheduler, which anybody who opens it with the same settings gets.
     "open_scheduler": None,
     "add_requests": _abort_added,
     "abort_requests": None,

@@ -337,7 +337,7 @@ class StepsAhead:
             raise StaleStepError("the daemon was restarted, and its pool is another", field="step_id") from error
 
     def wait(self) -> None:
-        """Wait for a commit that is on its way, whatever comes of it. It changes the lengths of the sequences."""
+        """Wait for a commit that is on its way, also if it fails. It changes the lengths of the sequences."""
         self._commits.submit(int).result()
 
     def _by_sequence(self, count: int) -> list[int]:
@@ -546,7 +546,7 @@ class DecodeGraph:
 
     def begin(self, sequences: Batch[Sequence], num_steps: int = 16) -> None:
         """Take other sequences, after an `end` of the last ones. All their tokens must be computed. Row i of the graph
-        is the next token of `sequences[i]`. The daemon is told about tokens after `num_steps` steps, and slots are
+        is the next token of `sequences[i]`. The daemon learns of tokens after `num_steps` steps, and slots are
         reserved for twice as many.
 
         Raises InvalidArgumentError for more sequences or tokens than the graph has; StaleStepError if the daemon was

@@ -64,7 +64,7 @@ class FdPassing:
     def __init__(self, connection: SessionConnection, path: str | None, session_token: bytes) -> None:
         self._connection, self._session_token = connection, session_token
         self.path = path
-        # The number of restarts at which the daemon was told which user owns the session. Each process is told.
+        # The number of restarts at which the daemon learnt which user owns the session. Each of its processes must.
         self._introduced_at: int | None = None
 
     async def introduce(self) -> bytes:

@@ -46,7 +46,7 @@ LEAST_BYTES: Final = 1 << 20
 OPEN_S: Final = 20.0
 # The pause before another attempt after a failure, in seconds. It doubles with each failure.
 RETRY_S, MAX_RETRY_S = 5.0, 300.0
-# What the daemon answers if the region is gone, does not work, or cannot be made.
+# The daemon's answers if the region is gone, does not work, or cannot be made.
 REFUSED: Final = (
     TransferFailedError,
     FailedPreconditionError,

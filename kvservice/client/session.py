@@ -155,7 +155,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> Sequence:
         """Allocate a sequence for a prompt. `num_cached_tokens` of the result counts its prefix-cache hits.
 
-        `extra_keys`: (position, bytes) pairs for whatever the K/V depend on besides the tokens, as part of the prefix
+        `extra_keys`: (position, bytes) pairs for what the K/V depend on besides the tokens, as part of the prefix
         cache's key. `lookahead`: slots to reserve beyond the prompt.
         """
         ids = None if sequence_id is None else [sequence_id]

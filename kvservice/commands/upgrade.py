@@ -1,4 +1,4 @@
-"""What an operator asks the keeper: `kvservice upgrade` has a process of the installed version take over, and
+"""The commands of an operator to the keeper: `kvservice upgrade` has a process of the installed version take over, and
 `kvservice reset` lets go of the state."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a terminal shows while an engine works: a progress bar, or the queues and the requests."""
+"""The view in a terminal while an engine works: a progress bar, or the queues and the requests."""
 
 from __future__ import annotations
 

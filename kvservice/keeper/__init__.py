@@ -3,7 +3,7 @@
 The protocol is systemd's (sd_notify, the file descriptor store), so that systemd can be the keeper as well. The modules
 use the standard library only: a keeper is small, and has little that could crash.
 
-    Keeper, with Ending, KeeperSettings, Log, Notification      its decisions, and what it is made of and told
+    Keeper, with Ending, KeeperSettings, Log, Notification      its decisions, its settings and inputs
     become_keeper, control_path                                 a process becomes a keeper; where its socket is
     ask, ControlSocketError                                     a command for a keeper
     Notifier, Standby, taken_descriptors                        the daemon's side

@@ -36,7 +36,7 @@ RETRY_S = 1.0
 HELD_RETRY_S = 10.0
 MAX_VERSION_CHARACTERS = 64
 MAX_STATUS_CHARACTERS = 500
-# The latest processes that never served, of which the next one is told.
+# How many of the latest processes that never served are reported to the next one.
 MAX_ENDED_EARLY = 100
 
 
@@ -59,7 +59,7 @@ class _Daemon:
     pid: int
     ready_at: float | None = None
     version: str = "unknown"
-    # What it says about itself.
+    # The status that the process last reported.
     status: str = ""
     hands_over: bool = False
 
@@ -92,11 +92,11 @@ class Keeper:
         self._stopping = self._resetting = False
         # When a daemon that is asked to stop is killed.
         self._kill_at: float | None = None
-        # What the last process said before its end.
+        # The last status of the last process.
         self._last_status = ""
         # The end of the last process that served: how and when it was.
         self._ended: dict[str, str] = {}
-        # How processes ended that never served, since the last one that did.
+        # The ends of processes that never served, since the last one that did.
         self._ended_early: list[str] = []
         self.exit_status: int | None = None
 

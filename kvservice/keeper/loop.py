@@ -20,7 +20,7 @@ from kvservice.keeper.settings import KeeperSettings
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 UPGRADING = signal.SIGHUP
-# They must not end the keeper.
+# These signals must not end the keeper.
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 # More messages than these can only be a flood. The kernel queues fewer.
 MAX_MESSAGES_AT_ONCE = 1000

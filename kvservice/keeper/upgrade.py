@@ -1,4 +1,4 @@
-"""One upgrade: the standby process, how far it has come, and who is told about it."""
+"""One upgrade: its standby process, its phase, and the reports to the client that asked for it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Upgrade:
         self._progress()
 
     def drain(self, now: float, timeout_s: float) -> None:
-        """The old process has been asked to hand over."""
+        """Note that the old process has been asked to hand over."""
         self._drained_from, self.deadline = now, now + timeout_s
         self._enter(UpgradePhase.DRAINING)
 
     def take_over(self) -> None:
-        """The old process has ended, and the new one has been told so."""
+        """Note that the old process has ended, and that the new one knows."""
         self.deadline = None
         self.channel.close()
         self._enter(UpgradePhase.TAKING_OVER)

@@ -11,7 +11,7 @@ from kvservice.telemetry.arrays import Manifest, SharedArrays
 
 
 class KeptArrays:
-    """Implements kvservice.blocks.ArrayMemory."""
+    """Implements kvservice.blocks.plans.ArrayMemory."""
 
     def __init__(self, shared: SharedArrays, private: SharedArrays) -> None:
         self.shared = shared

@@ -1,7 +1,7 @@
 """A client of a Mooncake Store in a process of its own, and a node that gives memory to such a store.
 
-The library is imported in these processes only: whatever it does, the daemon goes on. kvservice.tiers.mooncake is the
-daemon's side.
+The library is imported in these processes only, so the daemon goes on if it crashes or hangs.
+kvservice.tiers.mooncake is the daemon's side.
 """
 
 from kvservice.mooncake.listening import (

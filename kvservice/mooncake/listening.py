@@ -1,6 +1,6 @@
-"""Where a process with Mooncake's library listens.
+"""Decides where a process with Mooncake's library listens.
 
-The library binds its ports to all interfaces and cannot be told otherwise. Over TCP whoever connects can read and write
+The library binds its ports to all interfaces and has no setting for that. Over TCP whoever connects can read and write
 all registered memory. So a preloaded library (csrc/listen) binds them to one address, or to none, and each process
 checks the result before it registers memory.
 """

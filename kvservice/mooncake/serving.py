@@ -93,7 +93,7 @@ class Client:
         return outcomes.tobytes() + checksums.tobytes()
 
     def _remove(self, request: MooncakeRequest) -> bytes:
-        # By force: otherwise values that were read a moment ago would stay.
+        # True forces the removal: otherwise values that were read a moment ago would stay.
         codes = check_codes(self._store.batch_remove(_names(request), True))
         return bytes(
             Outcome.DONE if code == 0 else Outcome.MISS if code == library.OBJECT_NOT_FOUND else Outcome.BROKEN
@@ -139,7 +139,7 @@ def _names(request: MooncakeRequest) -> list[str]:
 
 
 def serve_all(link: socket.socket, client: Client) -> None:
-    """Serve requests until the daemon closes the link. The process then ends at once, whatever is in progress."""
+    """Serve requests until the daemon closes the link. The process then ends at once, also within a request."""
     lock = threading.Lock()
     requests: queue.SimpleQueue[MooncakeRequest] = queue.SimpleQueue()
 

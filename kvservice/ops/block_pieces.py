@@ -1,8 +1,8 @@
 """Blocks in device memory whose bytes lie in pieces, for example one per layer, and their copies to and from host
 memory, where a block is contiguous.
 
-Nothing is copied in between. Large pieces take the copy engines of the GPU, so that whatever computes meanwhile keeps
-all multiprocessors; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
+Nothing is copied in between. Large pieces take the copy engines of the GPU, so that kernels that run meanwhile keep
+all SMs; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
 given stream.
 """
 
@@ -27,7 +27,7 @@ MAX_BLOCK_BYTES = 1 << 34
 
 
 class PageLock(Protocol):
-    """Page-locked memory of this process."""
+    """Pinned memory of this process."""
 
     def close(self) -> None:
         """Unlock the memory. No copy may use it any more."""
@@ -65,7 +65,7 @@ class BlockPieces:
         at_once: bool = False,
     ) -> None:
         """Copy the values at `addresses` to blocks. Both are `[num_copies]`, in host memory, and not read after the
-        call. The memory at the addresses is page-locked; no block may occur twice. `at_once`: a kernel copies, because
+        call. The memory at the addresses is pinned; no block may occur twice. `at_once`: a kernel copies, because
         the caller has no time for a microsecond for each piece, and what computes waits for the load in any case."""
         arguments = self._arguments(addresses, block_ids)
         _extension(self.table.device).load_blocks(*arguments, stream, None if at_once else self._host_pieces)
@@ -80,7 +80,7 @@ class BlockPieces:
         stream: int,
     ) -> None:
         """Copy blocks to `addresses`, the inverse of `load`, and write their checksums, which csrc/store/checksum.h
-        defines, to `checksums`, int64[num_copies] in page-locked memory. `sums` is int64[num_copies, 16], scratch
+        defines, to `checksums`, int64[num_copies] in pinned memory. `sums` is int64[num_copies, 16], scratch
         memory on the device. No address may occur twice."""
         check_array(sums, "sums", "int64", (block_ids.size, SUMS_PER_BLOCK), self.table.device)
         check_array(checksums, "checksums", "int64", (block_ids.size,))

@@ -1,4 +1,4 @@
-"""What tiers hold for a model, and whether loading K/V from them is faster than computing them again."""
+"""Computes what tiers hold for a model, and whether loading K/V from them is faster than computing them again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POOL, STORE, DISK, SHARED = "GPU pool", "host store", "disk", "shared"
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is known or assumed. Speeds in GB/s are 1e9 bytes a second; None: the GPU's own, or estimated. A tier with
+    """Known and assumed figures. Speeds in GB/s are 1e9 bytes a second; None: the GPU's own, or estimated. A tier with
     0 GiB is left out. Lengths, in tokens, are those of the trace if there is one."""
 
     model: Path

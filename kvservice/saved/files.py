@@ -149,8 +149,8 @@ class SavedFiles:
         self._missing = names
 
     def _find(self, path: Path) -> None:
-        """Add a file of an earlier process. One without a valid header stays for DAMAGED_S, so that its owner is
-        told. One that cannot be read stays for a later process, which may be able to."""
+        """Add a file of an earlier process. One without a valid header stays for DAMAGED_S, so that its owner
+        learns of it. One that cannot be read stays for a later process, which may be able to."""
         try:
             with contextlib.closing(DirectFile(path, os.O_RDONLY)) as file:
                 header = read_header(file)

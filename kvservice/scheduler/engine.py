@@ -1,4 +1,5 @@
-"""The scheduler of one engine: add and abort requests, make a batch and open its step, report its tokens."""
+"""The scheduler of one engine: add and abort requests, make a batch and open its step, report its tokens; and the
+shares of several engines in one pool."""
 
 from __future__ import annotations
 

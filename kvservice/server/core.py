@@ -193,7 +193,7 @@ def _open(
                 if store is not None:
                     own = {one.session_id: one.store for one in sessions if one.store is not None}
                     counts = replace(counts, store_blocks=store.recover(own).blocks)
-            except KVServiceError as error:  # of the state, whatever option the error names
+            except KVServiceError as error:  # the state is at fault, although the error may name an option
                 raise KeptStateError(str(error)) from error
             # systemd does not say how the process before ended, but the state does.
             ended = report.ended or (UPGRADE if kept.clean else "")

@@ -1,4 +1,4 @@
-"""The event loop beside calls: timers, operations in slices, work that ends although its caller has left."""
+"""Helpers of the event loop: timers, operations in slices, work that ends although its caller has left."""
 
 from __future__ import annotations
 

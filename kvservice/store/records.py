@@ -146,7 +146,7 @@ class Records(Generic[R]):
 
 @dataclass(frozen=True)
 class StoreSections:
-    """Where the records are: dicts that outlive the process, or common ones."""
+    """The dicts that hold the records. They outlive the process, or are ordinary ones."""
 
     namespaces: MutableMapping[int, bytes] = field(default_factory=dict)
     openings: MutableMapping[int, bytes] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class Reserved:
 
 
 class StoreWatcher(Protocol):
-    """Whoever writes values to tiers below the memory. It is told in the middle of a call, and must not raise."""
+    """The writer of values to tiers below the memory. It is called in the middle of a call, and must not raise."""
 
     def stored(self, namespace: StoredNamespace, keys: bytes) -> None:
         """Note blocks that clients have stored."""

@@ -33,13 +33,13 @@ class StoreConfig:
 
 
 class NamespaceTable:
-    """At most `max_namespaces`. See BlockStore for the methods with the same names."""
+    """The namespaces, at most `max_namespaces`. See BlockStore for the methods with the same names."""
 
     def __init__(self, config: StoreConfig, index: KeyIndex, records: StoreRecords) -> None:
         self._config, self._index, self._records = config, index, records
-        # In the order in which they were last opened or left.
+        # Namespaces in the order in which they were last opened or left.
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
-        # By model. They outlive its namespaces.
+        # Counters by model. They outlive its namespaces.
         self._counters: dict[str, NamespaceCounters] = {}
 
     def __iter__(self) -> Iterator[StoredNamespace]:

@@ -12,7 +12,11 @@ late         LateTier: a tier that is opened when that succeeds
 disk         DiskTier: files on a disk
 mooncake     MooncakeTier: a Mooncake Store that several hosts share
 measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
-breaker, speed, waiting
+breaker      Breaker: leaves a tier alone for a while after several failures
+speed        Speed: moving averages of a tier's speed
+child        processes with Mooncake's library
+waiting      waiting with a time limit of an injected clock
+spill_stats  SpillStats: figures of the pool's blocks in the store and below
 protocol     LowerTier, the interface of a tier
 errors       TierError
 """

@@ -193,8 +193,8 @@ class TierChain:
     # ---- removing
 
     async def remove(self, namespace: StoredNamespace, keys: bytes) -> int:
-        """Remove values everywhere. Returns how many there were. A tier that does not answer is told later, and its
-        values are not found until then."""
+        """Remove values everywhere. Returns how many there were. A tier that does not answer is asked again later,
+        and its values are not found until then."""
         space = self.space(namespace)
         unique = b"".join(dict.fromkeys(split_keys(keys)))
         gone = np.logical_not(self._in_memory(namespace, unique))

@@ -20,8 +20,8 @@ Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """When values are written to a tier: those that the rule admits, before they are evicted from memory; with `soon`,
-    all of them, when they are stored."""
+    """Decides when values are written to a tier: those that the rule admits, before they are evicted from memory; with
+    `soon`, all of them, when they are stored."""
 
     rule: Rule = "all"
     soon: bool = False

@@ -58,7 +58,7 @@ class Reads:
         self._store = store
         self._most_bytes = store.config.capacity_bytes // _RESERVED_PART
         self._num_bytes = 0
-        # By the digest of the space and the key.
+        # The reads by the digest of the space and the key.
         self._by_key: dict[bytes, Read] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[str, asyncio.Semaphore] = {}

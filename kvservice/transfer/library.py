@@ -38,7 +38,7 @@ def num_engines() -> int:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where engines of a memory listen: on `host`, a numeric address, each at two ports from `first_port` to
+    """The place where engines of a memory listen: `host`, a numeric address, each at two ports from `first_port` to
     `last_port`; 0 and 0: at any. They have connections with the address `peer` only; empty: with everybody. Engines
     that only `calls` do not listen. `protocol` is "tcp" or "rdma". `num_engines` share the work."""
 

@@ -202,7 +202,7 @@ def test_the_whole_check_is_all_slices(make: Make) -> None:
 
 
 def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what NumPy goes through in them, and by what Python does."""
+    """Limits hold for the elements that NumPy goes through in a slice, and for those that Python does."""
     manager, space = make(num_blocks=700, max_sequence_tokens=4096)
     for sequence_id in range(4):
         add(manager, space, sequence_id, range(1000 * sequence_id, 1000 * sequence_id + 600))

@@ -423,7 +423,7 @@ def test_a_length_that_the_daemon_does_not_know_is_refused(kv: Session, toy: Toy
 
 
 def test_the_end_of_a_run_is_one_call(kv: Session, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tokens are a multiple of those of a commit."""
+    """The run has a multiple of the tokens of a commit."""
     graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
     num_steps, commit = [], kv.commit_ahead
 

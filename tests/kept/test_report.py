@@ -67,7 +67,7 @@ def test_totals_go_on_over_restarts() -> None:
     assert last.totals == RestartTotals(signal=2, upgrade=1, lost_sequences=5)
     assert last.num_restarts == 3
     assert last.totals.by_cause == {"signal": 2, "status": 0, "device_fault": 0, "upgrade": 1}
-    # Those of another version are read.
+    # The totals of another version are read.
     section = {0: json.dumps({"signal": 5, "of_a_later_version": 1}).encode()}
     assert count_restart(section, TAKEN).totals == RestartTotals(signal=6, lost_sequences=1)
 

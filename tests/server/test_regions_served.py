@@ -87,7 +87,7 @@ def test_a_session_that_is_closed_closes_its_regions(daemon: Daemon, client: KVC
 
 
 def test_a_killed_clients_regions_are_closed(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
-    """Those of a session that a client may resume, too."""
+    """The regions of a session that a client may resume are closed, too."""
     for detachable in (False, True):
         raw.await_no_sessions(wire)
         kill_a_client(daemon, client, detachable)

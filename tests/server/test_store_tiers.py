@@ -26,7 +26,7 @@ from kvservice.v1 import inspect_pb2, store_pb2
 # More than the memory of the store has room for.
 LARGE = 512 << 10
 MANY = range(100, 160)
-# Those that are on the disk only.
+# The values that are on the disk only.
 BELOW = MANY[:16]
 
 

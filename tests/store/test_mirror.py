@@ -259,7 +259,7 @@ def test_the_daemons_lease_of_a_removed_block_ends_before_the_shared_one(store: 
 
 
 def test_leases_outlive_the_daemon(store: Store) -> None:
-    """Those of removed blocks, too. A block that the process before was about to evict is seen again."""
+    """Leases of removed blocks do, too. A block that the process before was about to evict is seen again."""
     namespace, view = opened(store)
     store.put(namespace, range(12))
     offsets = view.lease([0, 1])

@@ -34,7 +34,7 @@ KERNEL = {
 NAMESPACES = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # A private engine keeps its images here for the next run.
 DATA = debian_packages.CACHE / "engine"
-# Of the directory of a run.
+# The prefix of the name of a run's directory.
 PREFIX = "engine-"
 
 

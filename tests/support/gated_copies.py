@@ -51,7 +51,7 @@ class HostSave:
 
 @dataclass
 class HostGpu:
-    """Copies blocks of a layout in host memory at once. `refuses`: no memory can be page-locked. `broken`: no copy can
+    """Copies blocks of a layout in host memory at once. `refuses`: no memory can be pinned. `broken`: no copy can
     be launched. `lockers` are the threads that have locked memory; none does before `may_lock` is set. `followed` are
     the loads that computations wait for."""
 

@@ -129,7 +129,7 @@ def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
         try:
             yield KVServiceConnector
         finally:
-            # Those that import vLLM may be needed with a real one.
+            # Modules that import vLLM may be needed with a real one.
             for name in set(sys.modules) - before:
                 if name.startswith(f"{CONNECTOR}."):
                     del sys.modules[name]

@@ -155,7 +155,7 @@ def test_adapters_and_embeddings_have_blocks_of_their_own(
 
 
 def test_preempted_requests_have_the_same_tokens(saver: Engine, expected: Expected) -> None:
-    """Those that continue where the first ended have them, too: what was saved meanwhile is right."""
+    """Requests that continue where the first ended have them, too: the blocks that were saved meanwhile are right."""
     done = saver.generate(GROWING, GROWN_TOKENS)
     assert done["preemptions"] > 0
     assert done["tokens"] == expected["growing"]

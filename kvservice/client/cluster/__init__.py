@@ -1,4 +1,4 @@
-"""Several daemons behind one face: `placement` has the rule, `members` watches the daemons, `core` places."""
+"""Several daemons behind one face: `placement` has the rule, `core` watches the daemons and places prompts."""
 
 from kvservice.client.cluster.aio import AsyncCluster
 from kvservice.client.cluster.blocking import Cluster

@@ -170,7 +170,7 @@ class HashedPrompt(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a daemon reports: blocks of its pool, and those of them that are in block tables or pinned."""
+    """A daemon's report: blocks of its pool, and those of them that are in block tables or pinned."""
 
     num_blocks: int
     used_blocks: int
@@ -195,7 +195,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class _Known:
-    """What is known of a daemon."""
+    """The cached prefixes, the load and the placed prompts of a daemon, as far as they are known."""
 
     def __init__(self, settings: PlacementSettings) -> None:
         self.prefixes = CachedPrefixes(settings.max_blocks)
@@ -233,7 +233,7 @@ class Placement:
         """Return the daemons `among` all, the best first."""
         root = repr(prompt.hashes[0]).encode() if prompt.hashes else b""
         ranked = [(self._candidate(daemon, prompt), rendezvous(root, daemon)) for daemon in among]
-        # Of equal costs the least work is better: waiting for a prefix costs no more than computing it again.
+        # Among equal costs the least work is better: waiting for a prefix costs no more than computing it again.
         ranked.sort(key=lambda one: (one[0].cost, -one[0].num_expected_tokens, self.sessions(one[0].daemon), -one[1]))
         return [candidate for candidate, _ in ranked]
 

@@ -489,7 +489,7 @@ def blocks_in_message(link: StoreLink) -> int:
     return min(most, link.info.max_request_blocks, max(1, MESSAGE_BYTES // link.block_bytes))
 
 
-# What is left when the time has passed: 0 would stand for no limit.
+# The time limit that is sent when the time has passed: 0 would stand for no limit.
 _OVER_S = 1e-6
 # The part of a request's time limit that it may wait for blocks, so that its answer comes in time.
 _PART = 0.5

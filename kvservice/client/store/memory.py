@@ -69,7 +69,7 @@ SHARED_LEASE_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the blocks of a namespace lie, in bytes; see OpenNamespaceResponse in store.proto. `number` is 0 if the
+    """The places of the blocks of a namespace, in bytes; see OpenNamespaceResponse in store.proto. `number` is 0 if the
     daemon does not tell it."""
 
     block_bytes: int

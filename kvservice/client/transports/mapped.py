@@ -39,7 +39,7 @@ class MappedTransport(Transport):
         # The scales of an FP8 pool are known only to the daemon.
         self._same_dtype = context.info.kv_cache_dtype == context.info.dtype
         # The layers that were written here in steps of an earlier process of the daemon, by step id. If that process
-        # handed the steps over to the next one, the other layers go to the daemon, with the first of which it is told.
+        # handed the steps over to the next one, the other layers go to the daemon; the first of them reports these.
         self._begun: dict[int, set[int]] = {}
         self._use(pool)
 
@@ -191,8 +191,8 @@ class MappedTransport(Transport):
             await self._commit(tables.step_id, [], deadline)
 
     async def _commit(self, step_id: int, layers: Sequence[int], deadline: float | None) -> None:
-        """Tell the daemon that layers are written; none: all. If the caller does not wait for the answer, the daemon is
-        told in the background."""
+        """Tell the daemon that layers are written; none: all. If the caller does not wait for the answer, this is
+        done in the background."""
         connection, cut = self.context.connection, self.context.cut
         request_id = connection.next_request_id()
         request = build(host_pb2.CommitRequest, request_id=request_id, step_id=step_id, layers=layers)

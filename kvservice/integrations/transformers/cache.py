@@ -66,7 +66,7 @@ class KVServiceCache(Cache):
     A cache belongs to one model. While its K/V are shared, passes of another model, or with changed weights, are
     refused. A failed pass leaves the cache unchanged. A cache is used by one thread at a time.
 
-    With `graphs`, passes of one new token in each row are CUDA graphs where that is possible. The daemon is told about
+    With `graphs`, passes of one new token in each row are CUDA graphs where that is possible. The daemon learns of
     their tokens a few passes later, and when `sequences` is read. If it ends their step meanwhile, because the caller
     changes a sequence or it restarts, StaleStepError is raised, and the cache has the columns that the daemon knows.
 
@@ -99,7 +99,7 @@ class KVServiceCache(Cache):
 
     def _begin_anew(self, rows: Rows) -> None:
         self._rows = rows
-        # Which of the stored columns are tokens, [rows, columns].
+        # True for the stored columns that are tokens, [rows, columns].
         self._mask: Mask | None = None
         # The model that computed the K/V; None before the first pass.
         self._identity: keys.ModelIdentity | None = None

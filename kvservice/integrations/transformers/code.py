@@ -65,7 +65,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, s
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _COLLECTIONS = (list, tuple, dict, OrderedDict, defaultdict, deque, torch.Size)
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
-# What calls a function.
+# Objects whose call is the call of a function.
 _CALLING = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
 _NAMED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GenericAlias, UnionType)
 # Objects of these packages do not change what code computes: loggers, locks, patterns, registries of the library.

@@ -36,7 +36,7 @@ class DecodeGraphs:
     """The graphs of a model and a session, for caches of the session: `KVServiceCache(kv, graphs=DecodeGraphs(...))`.
 
     A graph is captured when a batch with a new number of rows is decoded; it takes about as long as five passes. Its
-    sequences may have up to `max_tokens` tokens. The daemon is told about tokens after `num_steps` passes, or when the
+    sequences may have up to `max_tokens` tokens. The daemon learns of tokens after `num_steps` passes, or when the
     cache needs that. Slots are reserved for twice as many.
 
     What cannot be captured is computed layer by layer as ever, and the log says why. So are batches that do not fit,
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self.model, self.kv = model, kv
         self._max_tokens, self._num_steps = min(max_tokens, kv.info.max_sequence_tokens), num_steps
         self._identity: keys.ModelIdentity | None = None
-        # By number of rows; None: it cannot be captured.
+        # The graphs by number of rows; None: the pass cannot be captured.
         self._graphs: dict[int, _ModelGraph | None] = {}
         self._said: set[str] = set()
 

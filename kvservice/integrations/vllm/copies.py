@@ -1,4 +1,4 @@
-"""Where the bytes of a block are in the K/V tensors of vLLM, and their copies to and from the store. They are copied as
+"""The places of a block's bytes in the K/V tensors of vLLM, and their copies to and from the store. They are copied as
 they are and never interpreted."""
 
 from __future__ import annotations

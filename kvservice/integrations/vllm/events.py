@@ -1,4 +1,4 @@
-"""Which blocks the store has, told to routers by vLLM's own events of its K/V cache."""
+"""Reports to routers which blocks the store has, by vLLM's own events of its K/V cache."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     a load:  lease   ─▶ launch the copy ─▶ on another thread: wait for the copy, check, end the lease
     a load of a step: launch the copy, computations wait for it on the GPU ─▶ after the step: check
 
-The GPU copies between vLLM's tensors and the mapped memory of the store. That memory must be page-locked: a thread
-does it slab by slab from the first moment. Blocks in memory that is not locked yet, or cannot be, go through pinned
+The GPU copies between vLLM's tensors and the mapped memory of the store. That memory must be pinned: a thread
+pins it slab by slab from the first moment. Blocks in memory that is not pinned yet, or cannot be, go through pinned
 memory of the process, a StagedCopier. Several copies are in flight, so that the link to the GPU is busy while the
 daemon is asked for the next blocks.
 """
@@ -106,7 +106,7 @@ class CopyingGpu(LockingGpu, Protocol):
 
 class MappedCopier:
     """A BlockCopier without a copy in between. It uses `staged` if the store is not mapped or its memory is not
-    page-locked, for saves if the store is mapped for reading only, and for loads that compare checksums."""
+    pinned, for saves if the store is mapped for reading only, and for loads that compare checksums."""
 
     call_bytes = MAPPED_CALL_BYTES
 
@@ -120,7 +120,7 @@ class MappedCopier:
 
     @property
     def has_locked(self) -> bool:
-        """Whether nothing is left to be page-locked, or nothing can be."""
+        """Whether nothing is left to be pinned, or nothing can be."""
         return self._locks.complete
 
     def mark(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which blocks a request needs of each group of K/V caches.
+"""Decides which blocks a request needs of each group of K/V caches.
 
 Layers with the same kind of attention are a group. Each group has blocks of its own for the tokens of a request, from
 one pool for all, so that all blocks have the same bytes. To continue after a prefix, full attention needs all of its

@@ -105,7 +105,7 @@ class _FullBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class _Answer:
-    """vLLM was told this about a request of which it has `num_local` blocks itself."""
+    """The answer to vLLM about a request of which it has `num_local` blocks itself."""
 
     num_local: int
     in_step: bool = False
@@ -210,7 +210,7 @@ class ConnectorScheduler:
         self._num_skipped = 0
         self._abandoned: set[int] = set()
         self._number = 0
-        # What the workers have not ended. The loads of steps by their number; the blocks that they fill, with the
+        # The loads of steps that the workers have not ended, by their number; the blocks that they fill, with the
         # number of the load.
         self._loading: dict[int, _StepLoading] = {}
         self._filling: dict[int, int] = {}
@@ -316,7 +316,7 @@ class ConnectorScheduler:
         wrong: frozenset[int] | set[int],
         failed: Iterable[str] = (),
     ) -> None:
-        """Note what all workers have told after a step: the requests that have all their asynchronous loads, the blocks
+        """Note the reports of all workers after a step: the requests that have all their asynchronous loads, the blocks
         that are not right, and the requests whose loads have failed. Raises InternalError before vLLM takes tokens that
         were computed with blocks which are not right."""
         self._memories.update(report.memories)

@@ -1,4 +1,4 @@
-"""What the scheduler's side and the workers' sides of the connector tell each other in each step of vLLM."""
+"""The messages between the scheduler's side and the workers' sides of the connector in each step of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvservice.errors import InternalError
 Rank = tuple[int, int]
 """The pipeline-parallel rank of a worker, and the tensor-parallel one."""
 MemoryId = tuple[int, int]
-"""Which memory of a store: see `MappedStore.identity`."""
+"""Names a memory of a store: see `MappedStore.identity`."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class ConnectorStep:
 
 @dataclass
 class WorkerReport:
-    """What workers tell the scheduler's side after a step: how many of them have ended each save and each load of the
-    step, and which memory of its store a rank maps now."""
+    """The report of workers to the scheduler's side after a step: how many of them have ended each save and each load
+    of the step, and which memory of its store a rank maps now."""
 
     saves: Counter[int] = field(default_factory=Counter)
     loads: Counter[int] = field(default_factory=Counter)

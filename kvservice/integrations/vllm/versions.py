@@ -118,7 +118,7 @@ def cache_events(gone: Sequence[bytes], come: Sequence[bytes], block_size: int) 
     if gone:
         events.append(BlockRemoved(block_hashes=names(gone), medium="CPU"))
     if come:
-        # As vLLM's own connectors tell of blocks whose tokens they do not know.
+        # vLLM's own connectors report blocks whose tokens they do not know in the same way.
         unknown: dict[str, Any] = {"parent_block_hash": None, "token_ids": [], "lora_id": None, "lora_name": None}
         events.append(BlockStored(block_hashes=names(come), block_size=block_size, medium="CPU", **unknown))
     return events

@@ -75,8 +75,8 @@ class _Save:
 
 @dataclass(frozen=True)
 class EndedLoads:
-    """What a step has ended: the requests that have all their asynchronous loads, those of them with a `wrong` block,
-    and all blocks that are not right."""
+    """The loads that a step has ended: the requests that have all their asynchronous loads, those of them with a
+    `wrong` block, and all blocks that are not right."""
 
     loaded: set[str]
     failed: set[str]

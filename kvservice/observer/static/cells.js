@@ -123,7 +123,7 @@ export class Cells {
   #layOut(width, count) {
     const ideal = Math.floor(Math.sqrt((width * this.maxHeight) / count));
     this.columns = 0;
-    // Of the sizes near the ideal, choose the one that leaves the least width empty.
+    // Choose the size near the ideal that leaves the least width empty.
     for (let pitch = ideal + 1; pitch >= ideal - 3; pitch--) {
       const size = Math.max(LEAST_PITCH, Math.min(this.maxCell, pitch));
       const columns = roundColumns(Math.floor(width / size));

@@ -229,8 +229,8 @@ async def pull_tensors(
     arrived_damaged: Callable[[int], None],
 ) -> tuple[Tensor, Tensor]:
     """Transfer K and V to the daemon. The caller holds the memory's lock while it uses them. Raises
-    TransferFailedError, after `arrived_damaged` was told how many have other checksums, and InvalidArgumentError for
-    bytes that do not fit the shapes."""
+    TransferFailedError, after `arrived_damaged` was called with the number of wrong checksums, and InvalidArgumentError
+    for bytes that do not fit the shapes."""
     sums = await memory.run_alone(lambda: memory.pull_ranges(list(places.values()), checksum_of))
     expected = request.key.shared_memory.checksum, request.value.shared_memory.checksum
     if wrong := sum(one != other for one, other in zip(sums, expected, strict=True)):

@@ -521,7 +521,7 @@ class Room:
 
     @property
     def chosen(self) -> Bits:
-        """Which keys have room, bool `[num_keys]`."""
+        """The keys that have room, bool `[num_keys]`."""
         chosen: Bits = np.frombuffer(self.statuses, np.uint8) == DONE
         return chosen
 

@@ -1,4 +1,4 @@
-"""Who calls: authentication, its tokens and certificates, and the audit of callers over TCP."""
+"""The callers of RPCs: their authentication, the tokens and certificates for it, and the audit of callers over TCP."""
 
 from __future__ import annotations
 

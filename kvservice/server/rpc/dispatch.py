@@ -66,7 +66,7 @@ class Dispatcher:
         end_operation: Callable[[], object],
     ) -> None:
         """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
-        manager counts, whatever happens to the process."""
+        manager counts, also if the process dies now."""
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
         # The methods whose requests may have a request id.

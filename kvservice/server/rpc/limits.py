@@ -1,4 +1,4 @@
-"""Limits: on the elements of a request, before it is parsed; on open RPCs; on connections.
+"""The limits on the elements of a request, before it is parsed, on open RPCs, and on connections.
 
 A message of a few MiB can have millions of elements, and parsing them would block the event loop for seconds. So a
 scanner first counts the elements of a message, and it is parsed only if they are within limits. The counting rules are

@@ -1,4 +1,5 @@
-"""The sockets that the daemon listens on: the unix socket, the fd-passing socket, TCP and HTTP; descriptors for all."""
+"""The sockets that the daemon listens on (unix, fd passing, TCP and HTTP), also those that a keeper holds, and the
+limit on open files."""
 
 from __future__ import annotations
 

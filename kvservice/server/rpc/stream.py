@@ -149,7 +149,7 @@ class Stream:
         self._rpc = rpc
         self._session: ServerSession | None = None
         self._ending: asyncio.Task[None] | None = None
-        # Whether a call is being executed or answered; what ends the stream after that.
+        # Whether a call is being executed or answered, and the error that ends the stream after that.
         self._answering = False
         self._restarting: RestartingError | None = None
         # gRPC fails if a status is sent during the write of a message.

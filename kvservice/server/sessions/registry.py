@@ -4,9 +4,9 @@ open ── attach ──▶ attached ── its stream ends ──▶ waiting �
  │                                                    ├── grace passed ──▶ its regions and its lane are closed
  └── ATTACH_S or grace passed ──▶ closed              └── grace or detach_ttl passed ──▶ closed: everything freed
 
-A session that Detach has saved leaves memory with the end of its stream, and comes back with the next one: see saved.
-All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of
-a stream.
+A session that Detach has saved leaves memory with the end of its stream, and comes back with the next one: see
+saved.py. All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of a
+stream.
 """
 
 from __future__ import annotations

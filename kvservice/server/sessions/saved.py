@@ -50,7 +50,7 @@ EXPIRY_INTERVAL_S: Final = 30.0
 
 
 class SavedSize(NamedTuple):
-    """What Detach has written: the sequences in the file, and its size."""
+    """The number of sequences in the file that Detach has written, and its size."""
 
     num_sequences: int
     num_bytes: int
@@ -279,9 +279,9 @@ def _unknown() -> UnknownSessionError:
 #     swap out: end steps ─▶ write the file ─▶ record it ─▶ free the rows
 #     swap in:  read blocks into a hidden namespace ─▶ index ─▶ move the sequences to the session ─▶ forget the file
 #
-# The session's record says which files have which sequences. A sequence with a row is not on the disk, whatever the
-# record says: it is recorded before its row goes, and forgotten after its row is back. So a restart at any point finds
-# it once. While bytes move, other calls of the session are refused.
+# The session's record says which files have which sequences. A sequence with a row is not on the disk, also if the
+# record names it: it is recorded before its row goes, and forgotten after its row is back. So a restart at any point
+# finds it once. While bytes move, other calls of the session are refused.
 
 
 _NO_VALUES: Final = SessionValues(name="", tenant="", owner="", credential="", wait_s=0.0)
@@ -319,7 +319,7 @@ class DiskSwaps:
         ids = np.array(sequence_ids, np.int64)
         with _busy(session) as saving:
             name, num_blocks, moved = yield from waiting(self._write(self._files, session, saving, ids))
-        if saving.failure is not None:  # since the file was whole
+        if saving.failure is not None:  # it was set after the file was whole
             to_the_end(self._remove(self._files, session.token, name))
             raise saving.failure
         session.on_disk[name] = moved
@@ -347,7 +347,7 @@ class DiskSwaps:
         return name, tables.saved.num_blocks, moved
 
     def can_swap_in(self, session: ServerSession, sequence_ids: Sequence[int]) -> AllocStatus:
-        """Return OK if `swap_in` has enough blocks, whatever its sequences share. Raises InvalidArgumentError as it
+        """Return OK if `swap_in` has enough blocks, even if its sequences share none. Raises InvalidArgumentError as it
         does."""
         _check_on_disk(session, sequence_ids)
         config, device = self._manager.config, self._manager.device

@@ -1,4 +1,5 @@
-"""The scheduler of one session, within the daemon's limits on its queue."""
+"""The scheduler of one session: its requests within the daemon's limits, the loads of blocks for those that wait, and
+the measured speed of its engine."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class PoolLoader:
         # The loads in progress, by the hash of their first block.
         self._in_progress: dict[bytes, asyncio.Task[None]] = {}
         self.num_loading = 0
-        # What was loaded before a reset is not published after it.
+        # Blocks that were loaded before a reset are not published after it.
         self._num_resets = 0
 
     def reset(self) -> None:

@@ -32,12 +32,12 @@ from kvservice.store.namespaces import POOL_KEYS
 from kvservice.tiers.links import flags_of
 from kvservice.tiers.speed import Speed
 
-# The blocks that a batch saves have so many bytes, or are one block.
+# The most bytes of blocks that a batch saves, unless one block is larger.
 BATCH_BYTES: Final = 8 << 20
 # Pauses: between looks at the pool, at first and at most while nothing changes in it, and between two of them if
 # prompts arrive; after a batch, as a multiple of its time, if blocks are not short; and after the store had no room.
 LOOK_S, UNCHANGED_LOOK_S, BUSY_LOOK_S, USED_PAUSE, IDLE_PAUSE, NO_ROOM_S = 0.05, 2.0, 0.002, 1.0, 4.0, 1.0
-# So many blocks, a share of the pool, are free or have copies, so that allocations evict what has a copy.
+# The share of the pool's blocks that are free or have copies, so that allocations evict blocks with a copy.
 CLEAN_SHARE: Final = 1 / 4
 # The share of the store that blocks without a reason fill.
 IDLE_ROOM: Final = 7 / 8

@@ -1,4 +1,4 @@
-"""The daemon's block store: its memory, its index, its copies, and who may map it."""
+"""The daemon's block store: its memory, its index, its copies, and the processes that may map it and write to it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ServerStore:
         """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
         ResourceExhaustedError, QuotaExceededError.
 
-        With "read", a seal of the memory keeps every process but the daemon from writing, whatever descriptor it has.
+        With "read", a seal of the memory keeps every process but the daemon from writing, with any descriptor.
         With "auto", and with "read" where a keeper keeps the memory, it has no seal: there the mode of the file keeps
         other users from opening their descriptor again for writing (kvservice.pool.sealed). With "write", a descriptor
         for reading only prevents accidents: its owner is trusted to write.

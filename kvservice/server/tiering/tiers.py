@@ -32,7 +32,7 @@ def open_chain(
     background: values in them are misses until then."""
     clock = clock or SystemClock()
     tiers = _tiers(config, memory, children, clock)
-    # What one daemon has computed, others find in the Mooncake Store at once.
+    # Other daemons find in the Mooncake Store at once what one has computed.
     policies = {"disk": WritePolicy(config.disk_admission), "mooncake": WritePolicy(soon=True)}
     return TierChain(blocks, tiers, clock, policies) if tiers else None
 

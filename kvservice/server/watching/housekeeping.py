@@ -1,4 +1,4 @@
-"""What the daemon does beside calls: it checks its bookkeeping, trims its heap, and counts its connections."""
+"""The daemon's work beside calls: it checks its bookkeeping, trims its heap, and counts its connections."""
 
 from __future__ import annotations
 
