@@ -207,7 +207,6 @@ TORCH_MODULES = (
     "engines/",
     "bench/attention",
     "bench/cuda_",
-    "bench/flashinfer_peer.py",
     "bench/lane_cuda.py",
     "bench/serve",
     "bench/spill.py",
