@@ -17,16 +17,14 @@ protocol     LowerTier, the interface of a tier
 errors       TierError
 """
 
-from kvservice.tiers.admission import AdmissionRule, AdmitAll, AdmitReused
 from kvservice.tiers.chain import TierChain
 from kvservice.tiers.child import ChildrenPipe
 from kvservice.tiers.disk import DiskOptions, DiskTier
-from kvservice.tiers.errors import TierError
 from kvservice.tiers.late import LateTier
-from kvservice.tiers.links import WritePolicy
+from kvservice.tiers.links import AdmissionRule, AdmitAll, AdmitReused, WritePolicy
+from kvservice.tiers.measured import Speed
 from kvservice.tiers.mooncake import MooncakeTier
-from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values, space_of
-from kvservice.tiers.speed import Speed
+from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierError, TierStats, Values, space_of
 
 __all__ = [
     "AdmissionRule",
