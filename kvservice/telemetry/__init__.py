@@ -15,15 +15,22 @@ link            requests and replies over a socket
 
 from kvservice.telemetry.arrays import Arrays, SharedArrays, open_arrays
 from kvservice.telemetry.calls import BUCKETS_S, STATUSES, WIDTH, CallTable, keys
-from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
-from kvservice.telemetry.figures import FiguresTable, SavedStats
+from kvservice.telemetry.figures import (
+    DaemonStatsTable,
+    FiguresTable,
+    SavedStats,
+    SchedulerReading,
+    SchedulerTable,
+    ServerStats,
+    StoreTable,
+    TierTable,
+    TransferReading,
+    TransferStats,
+    TransferTable,
+)
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH, Asker, answer_all, open_link
 from kvservice.telemetry.reading import Reader, Reading
-from kvservice.telemetry.scheduling import SchedulerReading, SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionRow, SessionTable
-from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.telemetry.transfers import TransferReading, TransferStats, TransferTable
 from kvservice.tiers.spill_stats import SpillStats
 
 __all__ = [
