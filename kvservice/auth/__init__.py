@@ -6,14 +6,12 @@ addresses   whether an address is loopback         certificates  TLS certificate
 reloading   a value that is read again when its files change
 """
 
-from kvservice.auth.addresses import is_loopback
 from kvservice.auth.certificates import CertificateFiles, Certificates
-from kvservice.auth.client import ClientCredentials, TLSConfig
-from kvservice.auth.identity import CALLER, UNNAMED, Identity
+from kvservice.auth.client import ClientCredentials, TLSConfig, is_loopback
 from kvservice.auth.reloading import Reloading
 from kvservice.auth.token_file import add as add_token
 from kvservice.auth.token_file import remove as remove_token
-from kvservice.auth.tokens import Tokens, new_token
+from kvservice.auth.tokens import CALLER, UNNAMED, Identity, Tokens, new_token
 
 __all__ = [
     "CALLER",

@@ -12,13 +12,10 @@ sections    numbers of the table's sections
 report      what a restart kept and lost
 """
 
-from kvservice.kept.arrays import KeptArrays
-from kvservice.kept.errors import KeptStateError
 from kvservice.kept.files import KeptFiles
 from kvservice.kept.report import KeptCounts, LostCounts, RestartReport, RestartTotals, count_restart
-from kvservice.kept.sections import Section
-from kvservice.kept.state import KeptState
-from kvservice.kept.table import KeptDict, KeptTable
+from kvservice.kept.state import KeptArrays, KeptState
+from kvservice.kept.table import KeptDict, KeptStateError, KeptTable, Section
 
 __all__ = [
     "KeptArrays",
