@@ -1,8 +1,8 @@
 """Authentication: the identity of a caller, bearer tokens and TLS certificates.
 
-identity    the caller of the current RPC          tokens        bearer tokens, and the file with their hashes
-client      what a client presents                 token_file    changes of the token file
-addresses   whether an address is loopback         certificates  TLS certificates and keys
+tokens      the caller of the current RPC, bearer tokens, and the file with their hashes
+token_file  changes of the token file              certificates  TLS certificates and keys
+client      what a client presents, and whether an address is loopback
 reloading   a value that is read again when its files change
 """
 

@@ -4,11 +4,9 @@ A process can be killed at any machine instruction. Its stores up to there are i
 that counts by itself is therefore stored in one piece of at most eight bytes.
 
 files       descriptors that the keeper handed over, and those it is to keep
-header      version and identity of the state, and how its process ended
-state       KeptState: taken over from an earlier process, or new
-arrays      arrays that keep their content, and arrays that do not
+state       KeptState: taken over from an earlier process, or new. It has a header (its version and identity, and how
+            its process ended), arrays that keep their content, and arrays that do not
 table       small values by section and key, crash-safe
-sections    numbers of the table's sections
 report      what a restart kept and lost
 """
 

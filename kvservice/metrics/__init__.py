@@ -1,11 +1,8 @@
 """Prometheus metrics, computed from each reading of the daemon's shared memory.
 
-pool        blocks, tokens, swap, prefix cache      calls     latency of RPCs and of lanes, the event loop
-holders     sessions, tenants, regions, lanes       about     build, configuration, events
-access      connections over TCP, refused callers   store     the block store
-scheduling  queues, preemptions and tokens of schedulers
-tiers       the tiers below the block store              spill     blocks of the pool below it, saved sessions
-transfers   transfers between hosts
+daemon      build and configuration, connections and refused callers, latency of calls, restarts, transfers
+pool        blocks, tokens, swap, prefix cache; sessions, tenants, regions, lanes; the schedulers
+store       the block store, the tiers below it, and blocks of the pool and sessions that are saved there
 """
 
 from kvservice.metrics.daemon import (

@@ -4,15 +4,13 @@
 
 chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere
 write_behind WriteBehind: writes values to the tiers before they are evicted from memory
-links        Link: a tier of the chain, with its rules for writing
-admission    AdmitAll, AdmitReused: which values are worth writing
-removals     Removals: values that are being removed from a tier, and the writes that removals wait for
+links        Link: a tier of the chain, with its rules for writing (AdmitAll, AdmitReused); removals, and the
+             writes that they wait for
 reads        Reads: values on their way from a tier into memory
 late         LateTier: a tier that is opened when that succeeds
 disk         DiskTier: files on a disk
 mooncake     MooncakeTier: a Mooncake Store that several hosts share
-measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
-breaker, speed, waiting
+measured     MeasuredTier: a tier with its figures, its speed, its time limits and its circuit breaker
 protocol     LowerTier, the interface of a tier
 errors       TierError
 """
