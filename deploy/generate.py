@@ -21,26 +21,23 @@ from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.kept.report import RestartReport
-from kvservice.metrics.about import CONFIG_LABELS, about_metrics
-from kvservice.metrics.access import access_metrics
-from kvservice.metrics.calls import call_metrics, event_loop_metric
-from kvservice.metrics.holders import holder_metrics
-from kvservice.metrics.pool import pool_metrics
-from kvservice.metrics.restarts import restart_metrics
-from kvservice.metrics.scheduling import scheduler_metrics
-from kvservice.metrics.spill import spill_metrics
-from kvservice.metrics.store import store_metrics
-from kvservice.metrics.tiers import tier_metrics
-from kvservice.metrics.transfers import transfer_metrics
+from kvservice.metrics.daemon import (
+    CONFIG_LABELS,
+    about_metrics,
+    access_metrics,
+    call_metrics,
+    event_loop_metric,
+    restart_metrics,
+    transfer_metrics,
+)
+from kvservice.metrics.pool import holder_metrics, pool_metrics, scheduler_metrics
+from kvservice.metrics.store import spill_metrics, store_metrics, tier_metrics
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.store import ModelFigures
 from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.figures import SavedStats
+from kvservice.telemetry.figures import SavedStats, SchedulerReading, ServerStats, TransferReading, TransferStats
 from kvservice.telemetry.reading import Reading, SessionReading
-from kvservice.telemetry.scheduling import SchedulerReading
-from kvservice.telemetry.transfers import TransferReading, TransferStats
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 

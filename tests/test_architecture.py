@@ -207,7 +207,6 @@ TORCH_MODULES = (
     "engines/",
     "bench/attention",
     "bench/cuda_",
-    "bench/flashinfer_peer.py",
     "bench/lane_cuda.py",
     "bench/serve",
     "bench/spill.py",
@@ -437,10 +436,10 @@ def started(path: Path) -> set[str]:
 
 
 def test_what_is_started_ends_with_its_owner() -> None:
-    """`owned.py` does that. The keeper's processes end with it, as `keeper/processes.py` says."""
+    """`owned.py` does that. The keeper's processes end with it, as `keeper/loop.py` says."""
     found = {name_of(path): started(path) for path in SOURCES}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "keeper/processes.py": {"os.fork"},
+        "keeper/loop.py": {"os.fork"},
         "owned.py": {"tempfile.mkdtemp", "subprocess.Popen"},
         "owned_guard.py": {"os.fork"},
     }

@@ -1,19 +1,17 @@
 """Authentication: the identity of a caller, bearer tokens and TLS certificates.
 
-identity    the caller of the current RPC          tokens        bearer tokens, and the file with their hashes
-client      what a client presents                 token_file    changes of the token file
-addresses   whether an address is loopback         certificates  TLS certificates and keys
+tokens      the caller of the current RPC, bearer tokens, and the file with their hashes
+token_file  changes of the token file              certificates  TLS certificates and keys
+client      what a client presents, and whether an address is loopback
 reloading   a value that is read again when its files change
 """
 
-from kvservice.auth.addresses import is_loopback
 from kvservice.auth.certificates import CertificateFiles, Certificates
-from kvservice.auth.client import ClientCredentials, TLSConfig
-from kvservice.auth.identity import CALLER, UNNAMED, Identity
+from kvservice.auth.client import ClientCredentials, TLSConfig, is_loopback
 from kvservice.auth.reloading import Reloading
 from kvservice.auth.token_file import add as add_token
 from kvservice.auth.token_file import remove as remove_token
-from kvservice.auth.tokens import Tokens, new_token
+from kvservice.auth.tokens import CALLER, UNNAMED, Identity, Tokens, new_token
 
 __all__ = [
     "CALLER",

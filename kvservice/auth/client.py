@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -9,8 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from kvservice.auth.addresses import is_loopback
 from kvservice.errors import InvalidArgumentError, reason_of
+
+# ---- loopback detection for addresses
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is reachable from this host only. `host` is an IP address (IPv6 with or without brackets)
+    or a name. The only name that counts as loopback is localhost."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# ---- the credentials
+
 
 logger = logging.getLogger(__name__)
 

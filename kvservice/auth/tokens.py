@@ -12,11 +12,36 @@ import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvservice.auth.identity import Identity
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
+
+# ---- identity of the caller of an RPC
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A caller that the daemon knows. Two identities are equal if their names are equal.
+
+    `credential` is the SHA-256 of the token that the caller presented; b"" if it presented none.
+    """
+
+    name: str
+    credential: bytes = field(default=b"", compare=False, repr=False)
+
+
+# The identity of a caller on the unix socket, or over TCP if the daemon requires no authentication.
+UNNAMED: Final = Identity("")
+
+# The caller of the current RPC. gRPC runs each RPC in a separate task, so each RPC has its own value.
+CALLER: Final[ContextVar[Identity]] = ContextVar("kvservice_caller", default=UNNAMED)
+
+
+# ---- tokens
+
 
 _PREFIX: Final = "kvs_"
 _TOKEN: Final = re.compile(r"kvs_[A-Za-z0-9_-]{43}")

@@ -1,7 +1,6 @@
 """Benchmarks of the command `kvservice bench`, and the parts that all of them share: contenders take turns, and outputs
 are compared with attention in float64."""
 
-from kvservice.bench.harness import medians, normal, quantiles, take_turns
-from kvservice.bench.reference import attention_rows, largest_error, sampled
+from kvservice.bench.harness import attention_rows, largest_error, medians, normal, quantiles, sampled, take_turns
 
 __all__ = ["attention_rows", "largest_error", "medians", "normal", "quantiles", "sampled", "take_turns"]

@@ -19,8 +19,17 @@ import numpy as np
 from rich.console import Console
 
 from kvservice import ops
-from kvservice.bench.harness import Array, medians, normal, seconds_of, table, take_turns
-from kvservice.bench.reference import attention_rows, largest_error, sampled
+from kvservice.bench.harness import (
+    Array,
+    attention_rows,
+    largest_error,
+    medians,
+    normal,
+    sampled,
+    seconds_of,
+    table,
+    take_turns,
+)
 from kvservice.pool.layout import DTYPES, PoolLayout
 
 try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvservice.bench.cuda_shapes import Shape
-from kvservice.bench.reference import attention_rows, largest_error, sampled
+from kvservice.bench.harness import attention_rows, largest_error, sampled
 from kvservice.ops import cuda
 from kvservice.ops.cuda import DeviceArray, Kernel
 

@@ -14,8 +14,7 @@ from typing import Any, Final
 import grpc
 import uvloop
 
-from kvservice.bench.peer_process import running
-from kvservice.bench.store_blocks import BlockBatch, BlockWay
+from kvservice.bench.peer_process import BlockBatch, BlockWay, running
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.client.store.link import MESSAGE_BYTES
 from kvservice.environment import GRPC_ENVIRONMENT, MALLOC_ENVIRONMENT

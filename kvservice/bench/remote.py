@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from rich.console import Console
 
-from kvservice.bench.engine_peer import engine_peer
 from kvservice.bench.harness import medians, table, take_turns
-from kvservice.bench.peer_process import free_port
-from kvservice.bench.remote_sequences import LABELS as SEQUENCE_LABELS
-from kvservice.bench.remote_sequences import WAYS as SEQUENCE_WAYS
-from kvservice.bench.remote_sequences import SequenceWay, pool_options, sequence_ways
+from kvservice.bench.peer_process import BlockBatch, BlockWay, free_port
 from kvservice.bench.socket_peer import socket_peer
 from kvservice.bench.store import OPTIONS, StoreWay, timed
-from kvservice.bench.store_blocks import BlockBatch, BlockWay
-from kvservice.client import KVClient, StoreNamespace
+from kvservice.client import KVClient, Session, StoreNamespace
 from kvservice.launch import Daemon
+from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.transfer import READ, WRITE, Endpoint, Operation, Range, TransferProcess
 
 __all__ = [
     "BLOCK_BYTES",
@@ -39,6 +39,129 @@ __all__ = [
     "sequence_ways",
     "ways",
 ]
+
+# ---- K/V of a sequence between a client over TCP and the daemon's pool, written and read as a whole
+
+
+LAYERS, KV_HEADS, HEAD_SIZE, DTYPE = 8, 8, 128, "bfloat16"
+TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * TENSOR_DTYPES[DTYPE].itemsize
+# The transports of the session, by the names of the ways.
+SEQUENCE_WAYS = {"kv_transfer": "transfer", "kv_inline": "inline"}
+SEQUENCE_LABELS = {"kv_transfer": "Transfer Engine, through the staging region", "kv_inline": "messages"}
+
+
+def pool_options(num_bytes: int) -> dict[str, Any]:
+    """Return the daemon's options for sequences of all ways with so many bytes of K/V each."""
+    num_tokens = num_bytes // TOKEN_BYTES
+    return {
+        "num_layers": LAYERS,
+        "num_kv_heads": KV_HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": DTYPE,
+        "num_blocks": len(SEQUENCE_WAYS) * (num_tokens // 16 + 16),
+        "enable_prefix_caching": False,
+        "max_sequence_tokens": max(num_tokens, 1024),
+        "max_request_tokens": max(num_tokens, 65536),
+    }
+
+
+class SequenceWay:
+    """A sequence with `num_bytes` of K/V. `key` and `value` are written; `found` are those that were read."""
+
+    def __init__(self, kv: Session, num_bytes: int) -> None:
+        self.kv = kv
+        self._num_tokens = num_bytes // TOKEN_BYTES
+        shape = (2, LAYERS, self._num_tokens, KV_HEADS, HEAD_SIZE)
+        bits = np.random.default_rng(0).integers(0, 1 << 14, shape, np.uint16)
+        self.key, self.value = bits.view(TENSOR_DTYPES[DTYPE])
+        self.found = self.key, self.value
+        self._sequence = kv.allocate(range(self._num_tokens))
+
+    def empty(self) -> None:
+        """Begin with a new sequence."""
+        self.kv.free([self._sequence])
+        self._sequence = self.kv.allocate(range(self._num_tokens))
+        self._step = self.kv.open_step([self._sequence])
+
+    def put(self) -> None:
+        self._step.write(self.key, self.value)
+
+    def get(self) -> None:
+        self.found = self.kv.read(self._sequence, 0, self._num_tokens)
+
+
+@contextlib.contextmanager
+def sequence_ways(address: str, num_bytes: int) -> Iterator[dict[str, SequenceWay]]:
+    """Yield the ways by name."""
+    with contextlib.ExitStack() as cleanup:
+        opened = {}
+        for name, transport in SEQUENCE_WAYS.items():
+            client = cleanup.enter_context(KVClient(address, transport=transport))
+            opened[name] = SequenceWay(cleanup.enter_context(client.session()), num_bytes)
+        yield opened
+
+
+# ---- the Transfer Engine alone, between two processes
+#
+# What it costs to move bytes with it, before anything is compared, copied or answered.
+
+
+_LOOPBACK: Final = "127.0.0.1"
+# The engine moves parts of this size at the same time, as it does for the daemon.
+_PART_BYTES: Final = 1 << 20
+_TIMEOUT_S: Final = 60.0
+
+
+class EnginePeer:
+    """One engine reads the blocks of a batch from the memory of the other, and writes them back to its `out`. The first
+    one is where the daemon would be. It calls, and does not listen."""
+
+    def __init__(self, calling: TransferProcess, listening: TransferProcess, batch: BlockBatch) -> None:
+        """The memory of `listening` has `values` and then `out`."""
+        self._calling, self._listening, self.batch = calling, listening, batch
+
+    def put(self) -> None:
+        self._move(READ, 0)
+
+    def get(self) -> None:
+        self._move(WRITE, self.batch.values.nbytes)
+
+    def empty(self) -> None:
+        """Nothing has to be removed."""
+
+    def _move(self, operation: Operation, begin: int) -> None:
+        num_bytes = self.batch.values.nbytes
+        ranges = [Range(at, begin + at, min(_PART_BYTES, num_bytes - at)) for at in range(0, num_bytes, _PART_BYTES)]
+        listening = self._listening
+        ticket = self._calling.start(operation, listening.segments, listening.address, ranges)
+        self._calling.wait(ticket, _TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def engine_peer(batch: BlockBatch) -> Iterator[EnginePeer]:
+    """Start the engines, and move the arrays of the batch to memory that one of them maps. Raises
+    TransferFailedError."""
+    num_bytes = batch.values.nbytes
+    with contextlib.ExitStack() as cleanup:
+
+        def process(memory_bytes: int, endpoint: Endpoint, *, shared: bool) -> tuple[TransferProcess, mmap.mmap]:
+            memory = os.memfd_create("kvservice-bench", os.MFD_CLOEXEC)
+            cleanup.callback(os.close, memory)
+            os.ftruncate(memory, memory_bytes)
+            started = TransferProcess(memory, memory_bytes, endpoint, shared=shared)
+            cleanup.callback(started.kill)
+            return started, mmap.mmap(memory, memory_bytes)
+
+        listening, mapped = process(2 * num_bytes, Endpoint(_LOOPBACK, peer=_LOOPBACK), shared=True)
+        calling, _ = process(num_bytes, Endpoint(_LOOPBACK, peer=_LOOPBACK, calls=True), shared=False)
+        values, out = np.frombuffer(mapped, np.uint8).reshape(2, *batch.values.shape)
+        values[...] = batch.values
+        batch.values, batch.out = values, out
+        yield EnginePeer(calling, listening, batch)
+
+
+# ---- the measurement
+
 
 BLOCK_BYTES = 2 << 20
 BATCH_BYTES, BATCH_BYTES_QUICK = 128 << 20, 16 << 20
@@ -103,7 +226,7 @@ def _nothing() -> None:
 def render(results: dict[str, Any], console: Console) -> None:
     for what, labels, calls in (
         ("Blocks of 2 MiB", LABELS, ("put", "get")),
-        ("K/V of a sequence", SEQUENCE_LABELS, ("write", "read")),
+        ("K/V of a sequence", LABELS, ("write", "read")),
     ):
         title = f"{what} over the loopback interface, GB/s; in brackets: in units of the plain socket"
         rows = table(title, ("way",), calls)

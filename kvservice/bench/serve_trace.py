@@ -1,4 +1,5 @@
-"""Traces of requests for `bench serve`: prompts, output lengths and arrivals, made from a seed or read from a file.
+"""Traces of requests for `bench serve`: prompts, output lengths and arrivals, made from a seed or read from a file; and
+the models that serve them.
 
 A file is a JSON object with the list `requests`. Each request has `prompt` (token ids) and `out` (tokens to generate),
 and may have `arrival_s` (0 by default) and `shared` (whether its prompt begins as others do).
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvservice.errors import InvalidArgumentError
 
@@ -122,3 +125,50 @@ def _request(row: dict[str, Any], number: int, vocabulary: int, limit: int) -> T
     if not isinstance(arrival_s, int | float) or not 0 <= arrival_s < 86_400:
         raise InvalidArgumentError(f"{where}.arrival_s must be seconds of a day", field="trace")
     return TraceRequest(np.array(prompt, np.int32), num_tokens, float(arrival_s), bool(row.get("shared", False)))
+
+
+# ---- the models of `bench serve`: Llamas with random weights, without an end token
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+# 1.3 billion parameters.
+LARGE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+
+
+def shape_of(device: str) -> dict[str, Any]:
+    return LARGE if device == "cuda" else SMALL
+
+
+def build_model(dtype: str, device: str = "cpu", shape: dict[str, Any] | None = None) -> LlamaForCausalLM:
+    """Build the model of a device, on it. The weights are 4 times an initialization for training, so that greedy
+    choices are not near ties."""
+    config = LlamaConfig(
+        **(shape or shape_of(device)),
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(), torch.device(device), torch.no_grad():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    torch.nn.Module.to(model, getattr(torch, dtype))
+    model.train(False)
+    return model

@@ -14,8 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.bench.peer_process import START_S
-from kvservice.bench.store_blocks import BlockBatch
+from kvservice.bench.peer_process import START_S, BlockBatch
 from kvservice.owned import OwnedProcess
 from kvservice.wire.tensors import Array
 

@@ -16,8 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from kvservice.bench.harness import medians, seconds_of, table, take_turns
-from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.store_blocks import BlockBatch, BlockWay
+from kvservice.bench.peer_process import BlockBatch, BlockWay, PeerMissingError
 from kvservice.bench.store_peers import PEERS
 from kvservice.client import KVClient, PutStatus, Store, StoreNamespace
 from kvservice.client.threads import finish

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.tiers.admission import AdmissionRule, AdmitAll, AdmitReused
+from kvservice.tiers.links import AdmissionRule, AdmitAll, AdmitReused
 
 # Values of memory and of the disk, as shares of the different values of the trace.
 MEMORY_SHARE: Final = 0.03

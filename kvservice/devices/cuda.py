@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
@@ -31,21 +35,138 @@ from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_host_copies import CudaHostCopies
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.cuda_pool import open_pool
 from kvservice.devices.kernels import CudaPoolKernels
-from kvservice.devices.scales import load_scales
 from kvservice.devices.unfinished import UnfinishedBlocks
-from kvservice.devices.warmup import warm_up
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
-from kvservice.kept import KeptState
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, reason_of
+from kvservice.kept import KeptState, KeptStateError
 from kvservice.ops.cuda import COUNTER_BYTES, HOW_TO_BUILD, load_extension
 from kvservice.pool.cpu import CpuPool
-from kvservice.pool.cuda import OUT_OF_MEMORY
+from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.pool.sealed import SealedMemory
 
 if TYPE_CHECKING:
     from kvservice import _cuda
+
+
+# ---- the pool in GPU memory that an earlier process of the daemon left, or a new one
+
+
+# The name of the descriptor, and of the fact that has [number of blocks, bytes of the memory].
+POOL = "pool"
+
+
+def open_pool(cuda: ModuleType, device: int, config: ServeConfig, kept: KeptState) -> CudaPool:
+    """Take over the pool in `kept`, or allocate one and put it there. Raises ResourceExhaustedError, and KeptStateError
+    if the earlier process's pool cannot be mapped."""
+    fd = kept.descriptor(POOL)
+    if fd is None:
+        pool = _new_pool(cuda, device, config)
+        kept.facts[POOL] = [pool.num_blocks, pool.mapped_bytes]
+        kept.put_descriptor(POOL, os.dup(pool.fd))
+        return pool
+    num_blocks, mapped_bytes = kept.facts[POOL]
+    try:
+        return CudaPool.reopen(cuda, device, config.layout, num_blocks, fd, mapped_bytes)
+    except (InvalidArgumentError, cuda.CudaError) as error:
+        raise KeptStateError(f"the earlier process's pool cannot be mapped: {error}") from None
+
+
+def _new_pool(cuda: ModuleType, device: int, config: ServeConfig) -> CudaPool:
+    if config.pool_blocks is not None:
+        return CudaPool(cuda, device, config.layout, config.pool_blocks, config.pool_field)
+    num_blocks = sizing.blocks_that_fit(cuda, device, config)
+    return CudaPool(cuda, device, config.layout, num_blocks, "gpu_memory_utilization")
+
+
+# ---- scales of an FP8 cache, read from a file
+
+
+NAMES = ("k_scale", "v_scale")
+
+
+def load_scales(path: str, num_layers: int, num_kv_heads: int) -> npt.NDArray[np.float32]:
+    """Return the scales of keys and values, float32[2, num_layers, num_kv_heads]. The stored number times its scale is
+    the value.
+
+    The file holds {"k_scale": ..., "v_scale": ...}. Each is a number, a list with one number per layer, or a list per
+    layer with one number per KV head. Omitted scales are 1; if `path` is empty, all are 1. Raises InvalidArgumentError
+    with field kv_scales.
+    """
+    content = _read(path) if path else {}
+    unknown = set(content) - set(NAMES)
+    if unknown:
+        raise InvalidArgumentError(f"{path}: {', '.join(sorted(unknown))} is unknown", field="kv_scales")
+    shape = (num_layers, num_kv_heads)
+    return np.stack([_as_array(content.get(name, 1.0), f"{path}: {name}", shape) for name in NAMES])
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidArgumentError(f"{path}: {reason_of(error)}", field="kv_scales") from None
+    if not isinstance(content, dict):
+        raise InvalidArgumentError(f"{path}: is not an object with k_scale and v_scale", field="kv_scales")
+    return content
+
+
+def _as_array(value: Any, where: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    try:
+        scales = np.array(value, np.float32)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{where} is not made of numbers", field="kv_scales") from None
+    if scales.shape not in ((), shape[:1], shape):
+        raise InvalidArgumentError(
+            f"{where} has shape {list(scales.shape)}, must be one number, {list(shape[:1])} or {list(shape)}",
+            field="kv_scales",
+        )
+    if not (np.isfinite(scales).all() and (scales > 0).all()):
+        raise InvalidArgumentError(f"{where} has to be finite and positive", field="kv_scales")
+    if scales.ndim == 1:
+        scales = scales[:, None]
+    return np.broadcast_to(scales, shape)
+
+
+# ---- warm-up of the usual kernels
+#
+# The driver loads a kernel, and allocates memory for it, at its first launch.
+
+
+# Tokens of the larger warm-up call.
+NUM_TOKENS = 256
+
+
+def warm_up(compute: Compute, kernels: CudaPoolKernels, workspace: int, workspace_bytes: int) -> None:
+    """Write, read and attend over zeros. `kernels` has a pool of one block, to which every table entry refers."""
+    config = kernels.config
+    tensor_bytes = aligned(NUM_TOKENS * config.num_kv_heads * config.head_size * TENSOR_DTYPES[config.dtype].itemsize)
+    tables_bytes = aligned(8 * NUM_TOKENS)
+    lengths = np.array([1, NUM_TOKENS], np.int32)
+    zeros = compute.allocate(tables_bytes + 3 * tensor_bytes + aligned(lengths.nbytes))
+    tensors = zeros + tables_bytes
+    lengths_at = tensors + 3 * tensor_bytes
+    buffer = compute.arena.allocate(lengths.nbytes)
+    kernels.cuda.fill_async(zeros, 0, tables_bytes + 3 * tensor_bytes, kernels.stream)
+    buffer.put(0, lengths)
+    kernels.cuda.copy_async(lengths_at, buffer.host_pointer, lengths.nbytes, kernels.stream)
+    kernels.write(0, 1, zeros, tensors, tensors)
+    kernels.read(0, 1, zeros, tensors + tensor_bytes, tensors + 2 * tensor_bytes)
+    for index, num_tokens in enumerate(lengths.tolist()):
+        call = kernels.attention(0)
+        call.num_tokens, call.num_seqs, call.num_heads = num_tokens, 1, config.num_kv_heads
+        call.max_blocks, call.max_query_len = -(-num_tokens // config.block_size), num_tokens
+        call.query_lens = call.context_lens = lengths_at + 4 * index
+        call.block_tables, call.query, call.out = zeros, tensors, tensors + tensor_bytes
+        call.workspace, call.workspace_bytes = workspace, workspace_bytes
+        call.launch()
+    compute.free(zeros)
+    compute.stream.synchronize()
+    compute.arena.release(buffer)
+
+
+# ---- the device
+
 
 # Rates of the host link, device memory and arithmetic, for estimates of a call's duration. They are low, so that the
 # estimates are rather too long.

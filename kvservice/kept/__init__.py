@@ -4,21 +4,16 @@ A process can be killed at any machine instruction. Its stores up to there are i
 that counts by itself is therefore stored in one piece of at most eight bytes.
 
 files       descriptors that the keeper handed over, and those it is to keep
-header      version and identity of the state, and how its process ended
-state       KeptState: taken over from an earlier process, or new
-arrays      arrays that keep their content, and arrays that do not
+state       KeptState: taken over from an earlier process, or new. It has a header (its version and identity, and how
+            its process ended), arrays that keep their content, and arrays that do not
 table       small values by section and key, crash-safe
-sections    numbers of the table's sections
 report      what a restart kept and lost
 """
 
-from kvservice.kept.arrays import KeptArrays
-from kvservice.kept.errors import KeptStateError
 from kvservice.kept.files import KeptFiles
 from kvservice.kept.report import KeptCounts, LostCounts, RestartReport, RestartTotals, count_restart
-from kvservice.kept.sections import Section
-from kvservice.kept.state import KeptState
-from kvservice.kept.table import KeptDict, KeptTable
+from kvservice.kept.state import KeptArrays, KeptState
+from kvservice.kept.table import KeptDict, KeptStateError, KeptTable, Section
 
 __all__ = [
     "KeptArrays",

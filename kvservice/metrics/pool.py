@@ -1,7 +1,8 @@
-"""Metrics of the pool: blocks, tokens, prefix cache, swap."""
+"""Metrics of the pool, of who holds its blocks, and of the schedulers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
@@ -9,8 +10,9 @@ from prometheus_client.core import Metric
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.pool import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.metrics.families import counter, counters, gauge, gauges, histogram
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.reading import Reading
+from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
+from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, ServerStats
+from kvservice.telemetry.reading import Reading, SessionReading
 
 
 def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, int]) -> Iterator[Metric]:
@@ -122,3 +124,141 @@ def _ages(reading: Reading) -> Iterator[Metric]:
     ):
         counts, seconds = reading.age_counts[which].tolist(), float(reading.age_seconds[which])
         yield histogram(name, text, BUCKETS_S, counts, seconds)
+
+
+# ---- metrics of sessions, tenants, regions and lanes
+#
+# The number of label values is bounded.
+
+
+OTHER = "other"
+_HELD = {
+    "sequences": "Sequences held by {}.",
+    "tokens": "Tokens of the sequences held by {}.",
+    "blocks": "Block-table entries held by {}; a block in two tables counts twice.",
+}
+
+
+def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_sequences: int) -> Iterator[Metric]:
+    server = reading.server
+    yield gauge("sessions", "Open sessions.", server.sessions)
+    yield gauge("capacity_sessions", "Most sessions that may be open: max_sessions.", max_sessions)
+    yield gauge(
+        "capacity_sequences", "Most sequences that may exist, swapped ones included: max_sequences.", max_sequences
+    )
+    yield counter("sessions_opened", "Sessions opened.", server.sessions_opened)
+    closed = {"closed": server.sessions_closed - server.sessions_lost, "lost": server.sessions_lost}
+    yield counters(
+        "sessions_closed",
+        "Sessions that ended: closed by request, or lost because no client came back in time.",
+        "reason",
+        closed.items(),
+    )
+    yield gauge("draining", "1 while the daemon is shutting down.", server.draining)
+    yield gauge("regions", "Shared-memory regions of all sessions.", server.regions)
+    yield gauge("region_bytes", "Bytes of shared-memory regions.", server.region_bytes)
+    yield gauge("lanes", "Open lanes of all sessions.", server.lanes)
+    names = _labels(reading.sessions, max_labels)
+    yield from _held(
+        "session", "all sessions of a name (names beyond the first max_labels: other)", reading.sessions, names
+    )
+    yield from _queues(reading.sessions, names)
+    tenants = {each.session_id: each.tenant for each in reading.sessions}
+    yield from _held("tenant", "a tenant (beyond the first max_labels: other)", reading.sessions, tenants)
+    yield from _tenant_tokens(reading)
+
+
+def _labels(sessions: list[SessionReading], limit: int) -> dict[int, str]:
+    """Return the label of each session: its name if it is among the first `limit` names of open sessions, else
+    OTHER."""
+    known: set[str] = set()
+    labels = {}
+    for session in sorted(sessions, key=lambda each: each.session_id):
+        if len(known) < limit:
+            known.add(session.name)
+        labels[session.session_id] = session.name if session.name in known else OTHER
+    return labels
+
+
+def _held(label: str, whose: str, sessions: list[SessionReading], labels: Mapping[int, str]) -> Iterator[Metric]:
+    for held, text in _HELD.items():
+        sums: Counter[str] = Counter()
+        for session in sessions:
+            sums[labels[session.session_id]] += getattr(session, held)
+        yield gauges(f"{label}_{held}", text.format(whose), label, sums.items())
+
+
+def _queues(sessions: list[SessionReading], labels: Mapping[int, str]) -> Iterator[Metric]:
+    """Yield the queues of the sessions that have a scheduler."""
+    for state in ("waiting", "running"):
+        sums: Counter[str] = Counter()
+        for session in sessions:
+            if session.scheduler is not None:
+                sums[labels[session.session_id]] += getattr(session.scheduler, state)
+        text = f"Requests that are {state}, by the name of their session (names beyond the first max_labels: other)."
+        yield gauges(f"session_{state}_requests", text, "session", sums.items())
+
+
+def _tenant_tokens(reading: Reading) -> Iterator[Metric]:
+    for column, name, text in (
+        (0, "computed_tokens", "Tokens whose K/V the sessions of a tenant have written in all layers."),
+        (1, "prefix_cache_query_tokens", "Prompt tokens of a tenant looked up in the prefix cache."),
+        (2, "prefix_cache_hit_tokens", "Prompt tokens of a tenant found in the prefix cache."),
+    ):
+        values = ((tenant, tokens[column]) for tenant, tokens in reading.tenants.items())
+        yield counters(f"tenant_{name}", text, "tenant", values)
+
+
+# ---- metrics of the schedulers: queues, preemptions, tokens, and their latencies
+
+
+_COUNTERS = {
+    "steps": ("steps", "Steps that schedulers opened."),
+    "added": ("requests_added", "Requests added to schedulers."),
+    "refused": ("requests_refused", "Requests that a scheduler refused when they were added."),
+    "stalls": ("stalls", "Steps that running sequences missed for want of a block; each sequence counts."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
+    "cached_tokens": ("cached_tokens", "Prompt tokens of admitted requests that the prefix cache had."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after preemptions."),
+    "generated_tokens": ("generated_tokens", "Tokens that engines sampled, accepted proposals included."),
+    "proposed_tokens": ("proposed_tokens", "Draft tokens that engines verified (speculative decoding)."),
+    "accepted_tokens": ("accepted_tokens", "Draft tokens that turned out to be right."),
+}
+_LATENCIES = (
+    (FIRST_TOKEN, "first_token_seconds", "Time from adding a request to the report of a sample's first token."),
+    (
+        BETWEEN_TOKENS,
+        "between_tokens_seconds",
+        "Time from report to report of a sequence's tokens, also over a preemption. A report may bring several.",
+    ),
+)
+
+
+def scheduler_metrics(reading: Reading) -> Iterator[Metric]:
+    """Yield the metrics of all schedulers. `holder_metrics` has the metrics of a session."""
+    schedulers = reading.schedulers
+    totals = schedulers.totals
+    yield gauge("schedulers", "Sessions with a scheduler.", schedulers.num_open)
+    states = {state: getattr(totals, state) for state in ("waiting", "running", "swapped", "stalled")}
+    yield gauges(
+        "scheduler_requests",
+        "Requests of all schedulers by state: waiting for their first tokens or after a preemption; running; swapped "
+        "out; stalled, running ones that the latest batch left out for want of a block. Each sample "
+        "counts, but those of a waiting request count once.",
+        "state",
+        states.items(),
+    )
+    for field, (name, text) in _COUNTERS.items():
+        yield counter(f"scheduler_{name}", text, getattr(totals, field))
+    ended = {"finished": totals.finished, "aborted": totals.aborted}
+    yield counters("scheduler_requests_ended", "Requests that finished or were aborted.", "reason", ended.items())
+    preempted = {"recompute": totals.recompute_preemptions, "swap": totals.swap_preemptions}
+    yield counters(
+        "scheduler_preemptions",
+        "Running requests that lost their place, to be computed again or swapped back in.",
+        "kind",
+        preempted.items(),
+    )
+    for row, name, text in _LATENCIES:
+        counts, seconds = schedulers.token_counts[row].tolist(), float(schedulers.token_seconds[row])
+        yield histogram(f"scheduler_{name}", text, TOKEN_BUCKETS_S, counts, seconds)

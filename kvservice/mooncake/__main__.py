@@ -7,12 +7,11 @@ import os
 import socket
 import sys
 
-from kvservice.mooncake.library import MooncakeError, join
+from kvservice.mooncake.library import MooncakeError, begin, join
 from kvservice.mooncake.listening import NOWHERE, ListeningError
 from kvservice.mooncake.messages import MooncakeReply, Status
 from kvservice.mooncake.options import MooncakeOptions
 from kvservice.mooncake.paths import SharedMemory
-from kvservice.mooncake.process import begin
 from kvservice.mooncake.serving import Client, serve_all
 
 

@@ -27,8 +27,17 @@ from kvservice.mooncake.messages import (
     Status,
     values_in_request,
 )
-from kvservice.mooncake.objects import TRAILER_BYTES, keys_pattern, object_key, trailers
-from kvservice.mooncake.paths import Indices, RequestSlots, SharedMemory, ValuePath, path_of
+from kvservice.mooncake.paths import (
+    TRAILER_BYTES,
+    Indices,
+    RequestSlots,
+    SharedMemory,
+    ValuePath,
+    keys_pattern,
+    object_key,
+    path_of,
+    trailers,
+)
 
 # Requests that are served at a time. The daemon sends no more.
 NUM_TRANSFERS: Final = GETS_AT_A_TIME + PUTS_AT_A_TIME

@@ -12,9 +12,8 @@ import numpy as np
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
+from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, TransferStats
 from kvservice.telemetry.reading import IntArray, Reading
-from kvservice.telemetry.scheduling import BETWEEN_TOKENS, FIRST_TOKEN
-from kvservice.telemetry.transfers import TransferStats
 from kvservice.tiers.protocol import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 

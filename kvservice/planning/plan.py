@@ -2,19 +2,232 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.config_sources import checked_config
 from kvservice.errors import InvalidArgumentError
-from kvservice.model_shape import PoolOptions, read_pool_options, snapshot_name
-from kvservice.planning.command import DIRECTORY, GIB, MASTER, WEIGHTS, checked_options, serve_command, size_gib
+from kvservice.model_shape import FILE_NAME, MAX_FILE_BYTES, PoolOptions, read_pool_options, snapshot_name
 from kvservice.planning.gpus import Gpu
-from kvservice.planning.parameters import count_parameters, read_config, weight_bytes
-from kvservice.planning.reuse import accesses_of, hit_share, stack_distances
 from kvservice.planning.trace import Trace
 from kvservice.pool.layout import TENSOR_DTYPES, PoolLayout
+
+# ---- how many parameters a model has, and how many of them a token meets, from its `config.json`
+
+
+Config = Mapping[str, Any]
+
+# No model has more of anything.
+_MAX_VALUE = 1 << 40
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+_INNER = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "d_inner", "dff")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+# Model types whose feed-forward layers have two matrices. The others have three: gate, up and down.
+_TWO_MATRICES = frozenset(
+    {
+        "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "openai-gpt",
+        "opt", "phi", "starcoder2", "trocr", "xglm", "xlm", "xlnet",
+    }
+)  # fmt: skip
+# Without a width of their own, the feed-forward layers of these are four times as wide as the model.
+_FOUR_TIMES = frozenset({"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt"})
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """`in_layers` are multiplied for each token (of a mixture of experts, those of its experts); `total` are all.
+    `attention_width` is query heads times head size, for the products with K and V."""
+
+    in_layers: float
+    total: float
+    attention_width: int
+
+    def prefill_flops(self, num_layers: int, mean_context: float) -> float:
+        """Return the floating-point operations of one token of a prompt: two for each parameter that it meets, and
+        the products with K and V of `mean_context` tokens."""
+        return 2 * self.in_layers + 4 * num_layers * self.attention_width * mean_context
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """Return the text model's configuration. The file has been read before: `read_pool_options` reports its faults."""
+    path = model / FILE_NAME if model.is_dir() else model
+    with path.open("rb") as file:
+        config: dict[str, Any] = json.loads(file.read(MAX_FILE_BYTES))
+    while isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    return config
+
+
+def count_parameters(config: Config, shape: PoolOptions, given: float | None) -> Parameters:
+    """Estimate the parameters of a model: matrices of attention, of feed-forward layers, and embeddings. `given` is
+    the number of parameters that a token meets, from elsewhere. Raises InvalidArgumentError naming parameters_b."""
+    heads = _find(config, _QUERY_HEADS) or shape.num_kv_heads
+    width, kv_width = heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    if given is not None:
+        return Parameters(given, given, width)
+    hidden = _find(config, _HIDDEN)
+    kind = str(config.get("model_type", ""))
+    inner = _find(config, _INNER) or (4 * hidden if hidden and kind in _FOUR_TIMES else None)
+    if hidden is None or inner is None:
+        missing = "hidden_size" if hidden is None else "intermediate_size"
+        raise InvalidArgumentError(f"the model has no {missing}: say how many a token meets", field="parameters_b")
+    attention = 2 * hidden * (width + kv_width)
+    matrices = 2 if kind in _TWO_MATRICES else 3
+    num_experts, used = _find(config, _EXPERTS) or 1, _find(config, _EXPERTS_OF_A_TOKEN) or 1
+    if num_experts > 1:
+        inner = _find(config, ("moe_intermediate_size", "expert_ffn_hidden_size")) or inner
+    expert = matrices * hidden * inner
+    vocabulary = (_find(config, ("vocab_size", "n_words")) or 0) * hidden
+    embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
+    return Parameters(
+        shape.num_layers * (attention + min(used, num_experts) * expert),
+        shape.num_layers * (attention + num_experts * expert) + embeddings,
+        width,
+    )
+
+
+def weight_bytes(model: Path) -> int | None:
+    """Return the size of the model's safetensors files; None: there are none."""
+    files = list(model.glob("*.safetensors")) if model.is_dir() else []
+    return sum(file.stat().st_size for file in files) or None
+
+
+def _find(config: Config, names: tuple[str, ...]) -> int | None:
+    """Return the value of the first of these names that has a whole number of a model."""
+    for name in names:
+        value = config.get(name)
+        if type(value) is int and 0 < value <= _MAX_VALUE:
+            return value
+    return None
+
+
+# ---- reuse distances of a trace: what share of the prompt tokens a cache of any capacity finds
+#
+# They are Mattson's stack distances of an LRU cache.
+#
+# The blocks of a prompt are used from the last to the first, as the daemon evicts leaves before roots: a block that is
+# cached then has the blocks before it cached too.
+
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def stack_distances(accesses: Int64Array) -> Int64Array:
+    """Return for each access to a block the number of different blocks since the one before, with itself: the smallest
+    capacity of an LRU cache that finds it. -1: it is the first access to the block."""
+    previous = _previous(accesses)
+    found = previous >= 0
+    between = np.arange(len(accesses)) - previous
+    # Blocks that are used twice in between count once: leave out accesses whose next one is in between too.
+    return np.where(found, between - _greater_before(previous), -1)
+
+
+def hit_share(trace: Trace, distances: Int64Array, capacity_tokens: float) -> float:
+    """Return the share of prompt tokens that an LRU cache of this capacity finds."""
+    hits = int(((distances > 0) & (distances <= capacity_tokens // trace.block_size)).sum())
+    return hits * trace.block_size / max(1, trace.input_tokens)
+
+
+def accesses_of(trace: Trace) -> Int64Array:
+    """Return the blocks of all prompts in the order of their use."""
+    return np.array([block for request in trace.requests for block in reversed(request.blocks)], np.int64)
+
+
+def _previous(accesses: Int64Array) -> Int64Array:
+    """Return the position of the access before to the same block, or -1."""
+    order = np.argsort(accesses, kind="stable")
+    previous = np.full(len(accesses), -1, np.int64)
+    same = accesses[order[1:]] == accesses[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def _greater_before(values: Int64Array) -> Int64Array:
+    """Return for each value how many of those before it are greater, by merging sorted halves."""
+    size = max(1, 1 << (len(values) - 1).bit_length()) if len(values) else 1
+    counts = np.zeros(size, np.int64)
+    # Padding lies at the end and is less than all, so that it counts for none.
+    padded = np.full(size, -2, np.int64)
+    padded[: len(values)] = values
+    stride = size + 3  # the values of a pair of halves lie between those of its neighbours
+    width = 1
+    while width < size:
+        halves = padded.reshape(-1, 2, width)
+        pairs = np.arange(len(halves), dtype=np.int64)[:, None]
+        left = np.sort(halves[:, 0], axis=1) + pairs * stride
+        right = halves[:, 1] + pairs * stride
+        not_greater = np.searchsorted(left.ravel(), right.ravel(), side="right").reshape(right.shape)
+        counts.reshape(-1, 2, width)[:, 1] += (pairs + 1) * width - not_greater
+        width *= 2
+    return counts[: len(values)]
+
+
+# ---- the command that starts a daemon of a plan
+#
+# It passes the checks of the daemon's own configuration.
+
+
+GIB = 1 << 30
+# The reader of the command replaces these words.
+DIRECTORY = "DIRECTORY"
+MASTER = "MASTER:50051"
+WEIGHTS = "NAME"
+_SHAPE = ("num_layers", "num_kv_heads", "head_size", "dtype")
+# Other options of the daemon that have the same name in a plan.
+_SAME = frozenset({"block_size", "disk_gib", "kv_cache_dtype", "store_gib"})
+
+
+def checked_options(layout: PoolLayout, dtype: str, kv_cache_dtype: str, **sizes: Any) -> dict[str, Any]:
+    """Return options of `kvservice serve`. `dtype` is that of the model, `sizes` are options of the pool and the tiers.
+    Raises InvalidArgumentError naming the option of the plan if the daemon refuses them."""
+    shape = (layout.num_layers, layout.num_kv_heads, layout.head_size, dtype)
+    options = dict(zip(_SHAPE, shape, strict=True)) | {
+        "device": "cuda",
+        "block_size": layout.block_size,
+        "kv_cache_dtype": kv_cache_dtype,
+        **sizes,
+    }
+    try:
+        checked_config(options)
+    except InvalidArgumentError as error:
+        if error.field in _SAME:
+            raise InvalidArgumentError(f"the daemon refuses it: {error.message}", field=error.field) from None
+        raise InvalidArgumentError(f"{error.field}: {error.message}", field="model") from None
+    return options
+
+
+def serve_command(options: Mapping[str, Any], model: Path | None) -> str:
+    """Return the command line for options of `checked_options`. `model` determines the shape; None: the options do."""
+    words = ["kvservice", "serve", *(() if model is None else ("--model", str(model)))]
+    for name, value in options.items():
+        if value != "auto" and (model is None or name not in _SHAPE):
+            words += [f"--{name.replace('_', '-')}", _text(value)]
+    return shlex.join(words)
+
+
+def size_gib(gib: float, block_bytes: int) -> float:
+    """Round a size down to tenths of a GiB, unless it is small or that of a few blocks."""
+    return math.floor(10 * gib) / 10 if gib >= max(1.0, 100 * block_bytes / GIB) else gib
+
+
+def _text(value: Any) -> str:
+    """`repr` has all digits of a number: the size of a single block must not get smaller."""
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+# ---- the plan
+
 
 # The dtypes of caches for which a GPU stores K/V in fewer bits than the model.
 _CACHE_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}

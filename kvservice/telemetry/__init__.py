@@ -1,29 +1,32 @@
 """Data shared by daemon and observer: memory that the daemon writes and the observer reads, and a pair of sockets.
 
-arrays          named arrays in one memory file
-sessions        one row per session
-calls           latency of calls by method, status and transport
-daemon_stats    gauges and counters of the daemon, written on request
-store           figures of the block store, written on request
-tiers           figures of the tiers below it, written on request
-transfers       figures of transfers between hosts, written on request
-figures         figures of parts that a daemon may lack, written on request
-scheduling      figures of the schedulers, written on request
-reading         what the observer reads from the arrays: `Reader` makes a `Reading`, with the figures of each part
-link            requests and replies over a socket
+arrays      named arrays in one memory file
+sessions    one row per session
+calls       latency of calls by method, status and transport
+figures     figures that are written on request: of the daemon, the schedulers, the block store, the tiers below it,
+            transfers between hosts, and other parts that a daemon may lack
+reading     what the observer reads from the arrays: `Reader` makes a `Reading`, with the figures of each part
+link        requests and replies over a socket
 """
 
 from kvservice.telemetry.arrays import Arrays, SharedArrays, open_arrays
 from kvservice.telemetry.calls import BUCKETS_S, STATUSES, WIDTH, CallTable, keys
-from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
-from kvservice.telemetry.figures import FiguresTable, SavedStats
+from kvservice.telemetry.figures import (
+    DaemonStatsTable,
+    FiguresTable,
+    SavedStats,
+    SchedulerReading,
+    SchedulerTable,
+    ServerStats,
+    StoreTable,
+    TierTable,
+    TransferReading,
+    TransferStats,
+    TransferTable,
+)
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH, Asker, answer_all, open_link
 from kvservice.telemetry.reading import Reader, Reading
-from kvservice.telemetry.scheduling import SchedulerReading, SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionRow, SessionTable
-from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.telemetry.transfers import TransferReading, TransferStats, TransferTable
 from kvservice.tiers.spill_stats import SpillStats
 
 __all__ = [

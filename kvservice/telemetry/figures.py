@@ -1,14 +1,78 @@
-"""Figures of parts that a daemon may lack, each a NamedTuple of numbers. They are written when the observer asks."""
+"""Figures of the daemon and of parts that it may lack. Unlike the other arrays, they are written when the observer
+asks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import Zeros
+from kvservice.scheduler import Latencies, SchedulerFigures
+from kvservice.scheduler.stats import WIDTH as TOKEN_WIDTH
+from kvservice.store.figures import ModelFigures
+from kvservice.telemetry.calls import WIDTH
+from kvservice.tiers.protocol import STATES, TierStats
+
+# ---- gauges and counters of the daemon
+
+
+class ServerStats(NamedTuple):
+    """Figures of the daemon beside those of the block manager: gauges, followed by counters since the start. Fields
+    `..._s` are in seconds."""
+
+    sessions: float = 0
+    regions: float = 0
+    region_bytes: float = 0
+    lanes: float = 0
+    event_streams: float = 0
+    calls_in_flight: float = 0
+    draining: float = 0
+    open_unix_connections: float = 0
+    open_tcp_connections: float = 0
+
+    swap_out_busy_s: float = 0
+    swap_in_busy_s: float = 0
+    out_of_blocks: float = 0
+    sessions_opened: float = 0
+    sessions_closed: float = 0
+    sessions_lost: float = 0
+    stored_events: float = 0
+    removed_events: float = 0
+    cleared_events: float = 0
+    lane_calls: float = 0
+    lane_errors: float = 0
+    lane_busy_s: float = 0
+    tcp_connections: float = 0
+    tls_handshakes: float = 0
+    missing_tokens: float = 0
+    malformed_tokens: float = 0
+    unknown_tokens: float = 0
+    foreign_sessions: float = 0
+    integrity_checks: float = 0
+    integrity_failures: float = 0
+
+
+class DaemonStatsTable:
+    """Shared arrays: block_stats int64 and server_stats float64, in the order of the fields of `BlocksStats` and of
+    `ServerStats`, and lane_counts int64[buckets + 1], the latency histogram of lanes."""
+
+    def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
+        self._blocks: npt.NDArray[np.int64] = zeros("block_stats", (len(BlocksStats._fields),), np.int64)
+        self._server: npt.NDArray[np.float64] = zeros("server_stats", (len(ServerStats._fields),), np.float64)
+        self._lane_counts: npt.NDArray[np.int64] = zeros("lane_counts", (num_lane_buckets,), np.int64)
+
+    def write(self, blocks: BlocksStats, server: ServerStats, lane_counts: list[int]) -> None:
+        self._blocks[:] = blocks
+        self._server[:] = server
+        self._lane_counts[:] = lane_counts
+
+
+# ---- figures of a part that a daemon may lack: a NamedTuple of numbers
+
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -46,3 +110,194 @@ def read_figures(arrays: Mapping[str, npt.NDArray[Any]], name: str, kind: type[T
     defaults: Any = kind()
     values = (type(default)(number) for default, number in zip(defaults, numbers, strict=True))
     return kind(*values)
+
+
+# ---- schedulers
+
+
+_NUM_FIGURES = len(SchedulerFigures._fields)
+# Rows of the histograms.
+FIRST_TOKEN, BETWEEN_TOKENS = range(2)
+
+
+class SchedulerTable:
+    """Writes shared arrays in the order of the fields of `SchedulerFigures`.
+
+    schedulers int64[max_sessions, 1 + figures] are in the rows of their sessions, with 0 in the first column if the
+    session has none. scheduler_totals int64[figures] are over open and closed schedulers. token_counts
+    int64[2, buckets + 1] and token_seconds float64[2] are the histograms of `Latencies`.
+    """
+
+    def __init__(self, max_sessions: int, zeros: Zeros) -> None:
+        self._rows: npt.NDArray[np.int64] = zeros("schedulers", (max_sessions, 1 + _NUM_FIGURES), np.int64)
+        self._totals: npt.NDArray[np.int64] = zeros("scheduler_totals", (_NUM_FIGURES,), np.int64)
+        self._counts: npt.NDArray[np.int64] = zeros("token_counts", (2, TOKEN_WIDTH), np.int64)
+        self._seconds: npt.NDArray[np.float64] = zeros("token_seconds", (2,), np.float64)
+        self._written: set[int] = set()
+
+    def write(self, figures: Mapping[int, SchedulerFigures], totals: SchedulerFigures, latencies: Latencies) -> None:
+        """Write the figures of the schedulers by the rows of their sessions."""
+        for row in self._written - figures.keys():
+            self._rows[row, 0] = 0
+        for row, values in figures.items():
+            self._rows[row] = 1, *values
+        self._written = set(figures)
+        self._totals[:] = totals
+        for row, histogram in ((FIRST_TOKEN, latencies.first_token), (BETWEEN_TOKENS, latencies.between_tokens)):
+            self._counts[row] = histogram.counts
+            self._seconds[row] = histogram.seconds
+
+
+class SchedulerReading(NamedTuple):
+    """A reading of the shared arrays: `totals` over open and closed schedulers, and the number of open ones.
+    `token_counts` int64[2, buckets + 1] and `token_seconds` float64[2] are as in `SchedulerTable`."""
+
+    num_open: int
+    totals: SchedulerFigures
+    token_counts: npt.NDArray[np.int64]
+    token_seconds: npt.NDArray[np.float64]
+
+
+def read_schedulers(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[int, SchedulerFigures], SchedulerReading]:
+    """Return the figures by the rows of the sessions, and the figures of all schedulers together."""
+    table = arrays["schedulers"]
+    rows = np.flatnonzero(table[:, 0]).tolist()
+    figures = {row: SchedulerFigures(*values[1:]) for row, values in zip(rows, table[rows].tolist(), strict=True)}
+    totals = SchedulerFigures(*arrays["scheduler_totals"].tolist())
+    counts, seconds = arrays["token_counts"].copy(), arrays["token_seconds"].copy()
+    return figures, SchedulerReading(len(figures), totals, counts, seconds)
+
+
+# ---- the block store by model
+
+
+# Names are UTF-8, have at most 256 characters, and are padded with zeros.
+_MODEL_BYTES = 1024
+
+
+class StoreTable:
+    """Shared arrays: store_bytes int64[1], the size of the store, 0 if there is none; store_models uint8[max_models,
+    1024] and store_figures int64[max_models, columns], in the order of the fields of `ModelFigures`; store_count
+    int64[1], the number of rows in use."""
+
+    def __init__(self, num_bytes: int, max_models: int, zeros: Zeros) -> None:
+        zeros("store_bytes", (1,), np.int64)[0] = num_bytes
+        self._count: npt.NDArray[np.int64] = zeros("store_count", (1,), np.int64)
+        self._names: npt.NDArray[np.uint8] = zeros("store_models", (max_models, _MODEL_BYTES), np.uint8)
+        self._figures: npt.NDArray[np.int64] = zeros("store_figures", (max_models, len(ModelFigures._fields)), np.int64)
+
+    def write(self, figures: Mapping[str, ModelFigures]) -> None:
+        for row, (model, values) in enumerate(figures.items()):
+            self._names[row] = np.frombuffer(model.encode().ljust(_MODEL_BYTES, b"\0"), np.uint8)
+            self._figures[row] = values
+        self._count[0] = len(figures)
+
+
+def read_store(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, dict[str, ModelFigures]]:
+    """Return the size of the store in bytes, and the figures by model."""
+    count = int(arrays["store_count"][0])
+    names, figures = arrays["store_models"][:count], arrays["store_figures"][:count].tolist()
+    models = (name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names)
+    return int(arrays["store_bytes"][0]), {
+        model: ModelFigures(*values) for model, values in zip(models, figures, strict=True)
+    }
+
+
+# ---- the tiers below the block store
+
+
+MAX_TIERS = 4
+_TIER_BYTES = 64
+_NUMBERS = TierStats._fields[2:]  # the fields after the name and the state
+_KINDS = tuple(type(TierStats._field_defaults[name]) for name in _NUMBERS)
+
+
+class TierTable:
+    """Shared arrays with a row for each tier, fastest first: tier_names uint8[MAX_TIERS, 64], in UTF-8 and padded with
+    zeros; tier_figures float64[MAX_TIERS, 1 + numbers], with the index of the state in `STATES`, then the numbers in
+    the order of the fields of `TierStats`; tier_count int64[1], the number of rows in use. Integers are exact up to
+    2**53."""
+
+    def __init__(self, zeros: Zeros) -> None:
+        self._count: npt.NDArray[np.int64] = zeros("tier_count", (1,), np.int64)
+        self._names: npt.NDArray[np.uint8] = zeros("tier_names", (MAX_TIERS, _TIER_BYTES), np.uint8)
+        self._figures: npt.NDArray[np.float64] = zeros("tier_figures", (MAX_TIERS, 1 + len(_NUMBERS)), np.float64)
+
+    def write(self, tiers: Sequence[TierStats]) -> None:
+        assert len(tiers) <= MAX_TIERS, "a daemon has one tier of each kind"
+        for row, (name, state, *numbers) in enumerate(tiers):
+            self._names[row] = np.frombuffer(name.encode().ljust(_TIER_BYTES, b"\0"), np.uint8)
+            self._figures[row] = STATES.index(state), *numbers
+        self._count[0] = len(tiers)
+
+
+def read_tiers(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[TierStats, ...]:
+    count = int(arrays["tier_count"][0])
+    return tuple(map(_read_tier, arrays["tier_names"][:count], arrays["tier_figures"][:count].tolist()))
+
+
+def _read_tier(name: npt.NDArray[np.uint8], figures: Sequence[float]) -> TierStats:
+    state, *numbers = figures
+    values: list[Any] = [kind(number) for kind, number in zip(_KINDS, numbers, strict=True)]
+    return TierStats(name.tobytes().rstrip(b"\0").decode(errors="replace"), STATES[int(state)], *values)
+
+
+# ---- transfers between hosts
+
+
+# Rows of the histogram: from clients to the daemon, and from the daemon to clients.
+DIRECTIONS: Final = ("in", "out")
+
+
+class TransferStats(NamedTuple):
+    """Engines that run, remote regions and the daemon's memory for them, transfers in progress; counters since the
+    start of transfers that ended well and that failed, of their bytes, of engines that did not start, of blocks that
+    arrived damaged, and of calls whose blocks came in messages instead, with their bytes."""
+
+    engines: int = 0
+    regions: int = 0
+    region_bytes: int = 0
+    running_in: int = 0
+    running_out: int = 0
+    done_in: int = 0
+    done_out: int = 0
+    failed_in: int = 0
+    failed_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    engine_failures: int = 0
+    damaged_blocks: int = 0
+    fallbacks: int = 0
+    fallback_bytes: int = 0
+
+
+class TransferTable:
+    """Shared arrays: the figures, as in `FiguresTable`; transfer_counts int64[2, buckets + 1] and transfer_seconds
+    float64[2], the histograms of the durations in the order of `DIRECTIONS`, with the buckets of calls."""
+
+    def __init__(self, zeros: Zeros) -> None:
+        self._figures = FiguresTable("transfers", TransferStats, zeros)
+        shape = (len(DIRECTIONS), WIDTH)
+        self._counts: npt.NDArray[np.int64] = zeros("transfer_counts", shape, np.int64)
+        self._seconds: npt.NDArray[np.float64] = zeros("transfer_seconds", shape[:1], np.float64)
+
+    def write(self, stats: TransferStats, counts: npt.NDArray[np.int64], seconds: npt.NDArray[np.float64]) -> None:
+        self._figures.write(stats)
+        self._counts[:] = counts
+        self._seconds[:] = seconds
+
+
+class TransferReading(NamedTuple):
+    """A reading of the shared arrays, which are as in `TransferTable`."""
+
+    stats: TransferStats
+    counts: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+
+
+def read_transfers(arrays: Mapping[str, npt.NDArray[Any]]) -> TransferReading | None:
+    """Return the figures, or None if the daemon has no transfers."""
+    stats = read_figures(arrays, "transfers", TransferStats)
+    if stats is None:
+        return None
+    return TransferReading(stats, arrays["transfer_counts"].copy(), arrays["transfer_seconds"].copy())

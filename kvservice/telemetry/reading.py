@@ -29,13 +29,18 @@ from kvservice.store.figures import ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
-from kvservice.telemetry.daemon_stats import ServerStats
-from kvservice.telemetry.figures import SavedStats, read_figures
-from kvservice.telemetry.scheduling import SchedulerReading, read_schedulers
+from kvservice.telemetry.figures import (
+    SavedStats,
+    SchedulerReading,
+    ServerStats,
+    TransferReading,
+    read_figures,
+    read_schedulers,
+    read_store,
+    read_tiers,
+    read_transfers,
+)
 from kvservice.telemetry.sessions import get_name
-from kvservice.telemetry.store import read_store
-from kvservice.telemetry.tiers import read_tiers
-from kvservice.telemetry.transfers import TransferReading, read_transfers
 from kvservice.tiers.protocol import TierStats
 from kvservice.tiers.spill_stats import SpillStats
 

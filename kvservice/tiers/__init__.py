@@ -4,33 +4,26 @@
 
 chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere
 write_behind WriteBehind: writes values to the tiers before they are evicted from memory
-links        Link: a tier of the chain, with its rules for writing
-admission    AdmitAll, AdmitReused: which values are worth writing
-removals     Removals: values that are being removed from a tier, and the writes that removals wait for
+links        Link: a tier of the chain, with its rules for writing (AdmitAll, AdmitReused); removals, and the
+             writes that they wait for
 reads        Reads: values on their way from a tier into memory
 late         LateTier: a tier that is opened when that succeeds
 disk         DiskTier: files on a disk
 mooncake     MooncakeTier: a Mooncake Store that several hosts share
-measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
-breaker      Breaker: leaves a tier alone for a while after several failures
-speed        Speed: moving averages of a tier's speed
+measured     MeasuredTier: a tier with its figures, its speed, its time limits and its circuit breaker
 child        processes with Mooncake's library
-waiting      waiting with a time limit of an injected clock
 spill_stats  SpillStats: figures of the pool's blocks in the store and below
-protocol     LowerTier, the interface of a tier
-errors       TierError
+protocol     LowerTier, the interface of a tier, and TierError
 """
 
-from kvservice.tiers.admission import AdmissionRule, AdmitAll, AdmitReused
 from kvservice.tiers.chain import TierChain
 from kvservice.tiers.child import ChildrenPipe
 from kvservice.tiers.disk import DiskOptions, DiskTier
-from kvservice.tiers.errors import TierError
 from kvservice.tiers.late import LateTier
-from kvservice.tiers.links import WritePolicy
+from kvservice.tiers.links import AdmissionRule, AdmitAll, AdmitReused, WritePolicy
+from kvservice.tiers.measured import Speed
 from kvservice.tiers.mooncake import MooncakeTier
-from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values, space_of
-from kvservice.tiers.speed import Speed
+from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierError, TierStats, Values, space_of
 
 __all__ = [
     "AdmissionRule",

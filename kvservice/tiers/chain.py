@@ -20,13 +20,10 @@ import numpy as np
 from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Pinned, chosen
-from kvservice.tiers.admission import admission_of
-from kvservice.tiers.links import Flags, Link, WritePolicy, flags_of
+from kvservice.tiers.links import Flags, Link, Removal, Removals, WritePolicy, admission_of, flags_of, wait_for_all
 from kvservice.tiers.measured import MeasuredTier
 from kvservice.tiers.protocol import LowerTier, Space, TierStats, Values, space_of
 from kvservice.tiers.reads import Read, Reads, split_keys
-from kvservice.tiers.removals import Removal, Removals
-from kvservice.tiers.waiting import wait_for_all
 from kvservice.tiers.write_behind import WriteBehind
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvservice.mooncake.messages import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
 from kvservice.owned import OwnedProcess
-from kvservice.tiers.errors import TierError
+from kvservice.tiers.protocol import TierError
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 
 from kvservice._ext import DiskFiles
 from kvservice.logs import LogBudget
-from kvservice.tiers.errors import TierError
-from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
+from kvservice.tiers.protocol import GetResult, Space, TierError, TierStats, Values
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Final, Protocol
 
 from kvservice.logs import LogBudget
 from kvservice.store import LeaseClock
-from kvservice.tiers.errors import TierError
-from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values
+from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierError, TierStats, Values
 
 logger = logging.getLogger(__name__)
 

@@ -2,20 +2,231 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from kvservice.store import BlockStore, StoredNamespace
+from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import chosen
-from kvservice.tiers.admission import AdmissionRule, Rule, Words
-from kvservice.tiers.measured import MeasuredTier
+from kvservice.tiers.measured import LIMIT_S, MeasuredTier
 from kvservice.tiers.protocol import Space, Values
-from kvservice.tiers.removals import Removals
+from kvservice.tiers.reads import split_keys
+
+# ---- which values are worth writing to a tier
+#
+# The README of this package has the measurements.
+
 
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+Rule: TypeAlias = Literal["all", "reused"]
+
+# Bits of one generation of `SeenKeys`, and the keys after which a new one begins.
+_NUM_BITS: Final = 1 << 24
+_KEYS_PER_GENERATION: Final = 1 << 20
+# Odd numbers that mix the words of a key: there are so many bits for each key.
+_MIXERS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+class AdmissionRule(Protocol):
+    def admit(self, keys: bytes, uses: Words) -> Flags:
+        """Return which values are worth it, bool `[num_keys]`. `uses` says how often each was used since it was
+        stored."""
+
+
+class AdmitAll:
+    """Everything is written."""
+
+    def admit(self, keys: bytes, uses: Words) -> Flags:
+        del keys
+        return np.ones(len(uses), np.bool_)
+
+
+class AdmitReused:
+    """Values that were used again since they were stored, or are offered once more: they were evicted meanwhile, and
+    somebody has computed them again."""
+
+    def __init__(self) -> None:
+        self._seen = SeenKeys()
+
+    def admit(self, keys: bytes, uses: Words) -> Flags:
+        return (uses > 0) | self._seen.add(keys)
+
+
+class SeenKeys:
+    """A Bloom filter of the last 1 to 2 million keys, in two generations. It takes 4 MiB. A key that was never added is
+    found with a probability below 1 in 100."""
+
+    def __init__(self) -> None:
+        self._now, self._before = np.zeros(_NUM_BITS // 8, np.uint8), np.zeros(_NUM_BITS // 8, np.uint8)
+        self._num_keys = 0
+
+    def add(self, keys: bytes) -> Flags:
+        """Add keys. Returns which of them were added before, bool `[num_keys]`."""
+        words = np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // 8)
+        mixed = np.bitwise_xor.reduce(words * np.array((1, *_MIXERS), np.uint64), axis=1)
+        places = np.stack([(mixed * np.uint64(mixer)) >> np.uint64(40) for mixer in _MIXERS])  # 24 bits each
+        at, bit = places >> np.uint64(3), np.left_shift(np.uint8(1), (places & np.uint64(7)).astype(np.uint8))
+        seen = np.any([np.all(one[at] & bit, axis=0) for one in (self._now, self._before)], axis=0)
+        np.bitwise_or.at(self._now, at, bit)
+        self._num_keys += words.shape[0]
+        if self._num_keys >= _KEYS_PER_GENERATION:
+            self._before, self._num_keys = self._now, 0
+            self._now = np.zeros_like(self._before)
+        flags: Flags = seen.astype(np.bool_)
+        return flags
+
+
+def admission_of(rule: Rule) -> AdmissionRule:
+    return AdmitAll() if rule == "all" else AdmitReused()
+
+
+# ---- waiting with a time limit of an injected clock
+
+
+async def wait_for_all(clock: LeaseClock, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
+    """Wait until all futures are done, at most `limit_s` seconds. Cancels none of them."""
+    pending = {future for future in futures if not future.done()}
+    if not pending:
+        return
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ended(future: asyncio.Future[Any]) -> None:
+        pending.discard(future)
+        if not pending:
+            over.cancel()
+
+    for future in list(pending):
+        future.add_done_callback(ended)
+    timer = clock.call_later(limit_s, over.cancel) if limit_s < float("inf") else None
+    try:
+        await asyncio.wait({over})
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for future in pending:
+            future.remove_done_callback(ended)
+
+
+# ---- removals from a tier, and the writes that they wait for
+#
+# A value that is being removed is neither read from the tier nor written to it. If the tier cannot remove it now, this
+# lasts until it can: the removal is tried again. Removals that were not done are lost with the process.
+
+
+# Keys of one space that wait for a tier that cannot remove them. With more, the whole space is cleared instead.
+MAX_WAITING_KEYS: Final = 1 << 16
+
+
+@dataclass(eq=False)
+class Removal:
+    """Keys that are being removed from a space; None stands for all of them."""
+
+    space: Space
+    keys: set[bytes] | None
+
+    def has(self, key: bytes) -> bool:
+        return self.keys is None or key in self.keys
+
+    def overlaps(self, write: _Write) -> bool:
+        same = self.space.digest == write.space.digest
+        return same and (self.keys is None or not self.keys.isdisjoint(write.keys))
+
+
+@dataclass(eq=False)
+class _Write:
+    """A call of `LowerTier.put`."""
+
+    space: Space
+    keys: frozenset[bytes]
+    done: asyncio.Future[None]
+
+
+class Removals:
+    """The removals from one tier."""
+
+    def __init__(self, tier: MeasuredTier, clock: LeaseClock) -> None:
+        self._tier, self._clock = tier, clock
+        # Removals that are not done. Those that are tried again later are also in `_waiting`, one for each space.
+        self._removals: list[Removal] = []
+        self._waiting: dict[bytes, Removal] = {}
+        self._writes: list[_Write] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def bars(self, space: Space, keys: bytes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which values must be neither read nor written, bool `[num_keys]`."""
+        split = split_keys(keys)
+        barred = np.zeros(len(split), np.bool_)
+        for removal in self._removals:
+            if removal.space.digest == space.digest:
+                barred |= np.fromiter((removal.has(key) for key in split), np.bool_, len(split))
+        return barred
+
+    @contextmanager
+    def writing(self, space: Space, keys: bytes) -> Iterator[None]:
+        """Note that values are being written: removals wait for that."""
+        write = _Write(space, frozenset(split_keys(keys)), asyncio.get_running_loop().create_future())
+        self._writes.append(write)
+        try:
+            yield
+        finally:
+            self._writes.remove(write)
+            write.done.set_result(None)
+
+    def begin(self, space: Space, keys: list[bytes] | None) -> Removal:
+        """Bar values from now on."""
+        removal = Removal(space, None if keys is None else set(keys))
+        self._removals.append(removal)
+        return removal
+
+    async def finish(self, removal: Removal) -> None:
+        """Remove the values. If that takes too long, it goes on in the background."""
+        task = asyncio.create_task(self._attempt(removal))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await wait_for_all(self._clock, [task], LIMIT_S)
+
+    async def try_again(self) -> None:
+        """Finish the removals that wait, if the tier is there again."""
+        while self._waiting and self._tier.is_available:
+            _, removal = self._waiting.popitem()
+            await self.finish(removal)
+
+    async def close(self) -> None:
+        """End all attempts."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _attempt(self, removal: Removal) -> None:
+        writes = [write.done for write in self._writes if removal.overlaps(write)]
+        if writes:
+            await asyncio.wait(writes)
+        if removal.keys is None:
+            is_done = await self._tier.clear(removal.space)
+        else:
+            is_done = await self._tier.remove(removal.space, b"".join(removal.keys))
+        if is_done:
+            self._removals.remove(removal)
+        else:
+            self._postpone(removal)
+
+    def _postpone(self, removal: Removal) -> None:
+        other = self._waiting.setdefault(removal.space.digest, removal)
+        if other is not removal:
+            self._removals.remove(removal)
+            other.keys = None if other.keys is None or removal.keys is None else other.keys | removal.keys
+        if other.keys is not None and len(other.keys) > MAX_WAITING_KEYS:
+            other.keys = None
+
+
+# ---- links
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ from kvservice import plain_json
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.namespaces import NamespaceIdentity
 
+
+class TierError(Exception):
+    """A tier failed as a whole: for its users that is a miss. Clients never see this error."""
+
+
 DIGEST_BYTES = 16
 # The states of a tier; see TierStats.
 STATES = ("open", "opening", "suspended", "failed")

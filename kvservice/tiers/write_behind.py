@@ -19,10 +19,9 @@ import numpy as np
 from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Offered, chosen
-from kvservice.tiers.links import Link, flags_of
+from kvservice.tiers.links import Link, flags_of, wait_for_all
 from kvservice.tiers.protocol import Space, Values
 from kvservice.tiers.reads import CHUNK_BYTES, MAX_CHUNK_VALUES, split_keys
-from kvservice.tiers.waiting import wait_for_all
 
 logger = logging.getLogger(__name__)
 

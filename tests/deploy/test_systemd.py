@@ -13,8 +13,7 @@ import pytest
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
-from kvservice.keeper.descriptors import MAX_DESCRIPTORS
-from kvservice.keeper.keeper import NEVER_RESTARTED
+from kvservice.keeper.keeper import MAX_DESCRIPTORS, NEVER_RESTARTED
 from kvservice.server.rpc.listening import needed_files
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/kvservice.service"

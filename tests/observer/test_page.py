@@ -16,8 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 import kvservice
 from kvservice.kept import RestartReport
-from kvservice.observer.stream import MAX_STREAMS
-from kvservice.observer.web import HttpOptions, Refusals, make_app
+from kvservice.observer.web import MAX_STREAMS, HttpOptions, Refusals, make_app
 
 pytestmark = pytest.mark.slow
 

@@ -432,7 +432,7 @@ def check_a_postponed_removal(how: str) -> None:
 
 
 def test_too_many_waiting_removals_become_a_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.tiers.removals.MAX_WAITING_KEYS", 2)
+    monkeypatch.setattr("kvservice.tiers.links.MAX_WAITING_KEYS", 2)
     rig = ChainRig()
     rig.put_below(1, 2, 3, 4)
 

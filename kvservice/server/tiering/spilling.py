@@ -30,7 +30,7 @@ from kvservice.store import BlockStore, NamespaceIdentity, StoredNamespace
 from kvservice.store.index import DONE, PRESENT
 from kvservice.store.namespaces import POOL_KEYS
 from kvservice.tiers.links import flags_of
-from kvservice.tiers.speed import Speed
+from kvservice.tiers.measured import Speed
 
 # The most bytes of blocks that a batch saves, unless one block is larger.
 BATCH_BYTES: Final = 8 << 20

@@ -33,13 +33,17 @@ from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch
 from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
-from kvservice.telemetry.figures import FiguresTable, SavedStats
+from kvservice.telemetry.figures import (
+    DaemonStatsTable,
+    FiguresTable,
+    SavedStats,
+    SchedulerTable,
+    ServerStats,
+    StoreTable,
+    TierTable,
+    TransferTable,
+)
 from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
-from kvservice.telemetry.scheduling import SchedulerTable
-from kvservice.telemetry.store import StoreTable
-from kvservice.telemetry.tiers import TierTable
-from kvservice.telemetry.transfers import TransferTable
 from kvservice.tiers import TierChain, TierStats
 from kvservice.tiers.spill_stats import SpillStats
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from kvservice.bench.cuda_layouts import LAYOUTS
+from kvservice.bench.cuda_store import LAYOUTS
 
 
 def kvservice(*arguments: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace
 from waiting import until
 
 from kvservice import _ext
-from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
+from kvservice.bench.cuda_store import LAYOUTS, Model, check_equal
 from kvservice.client import KVClient, PutStatus, Store
 from kvservice.errors import InternalError, InvalidArgumentError
 from kvservice.integrations.vllm.copies import block_layout

@@ -1,5 +1,0 @@
-"""The error of this package."""
-
-
-class KeptStateError(Exception):
-    """State of an earlier process that cannot be taken over."""
