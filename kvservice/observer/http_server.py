@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -102,6 +103,8 @@ class Acceptor:
 
 
 SWEEP_EVERY_S = TICK_S = 1.0
+# No request needs a body. What a client sends with one is read and thrown away, up to this number of bytes.
+MAX_BODY_BYTES = 4096
 
 
 async def serve_http(
@@ -186,6 +189,15 @@ class GuardedProtocol(H11Protocol):
         self._connections = connections
         self._arrival = arrival
         self.address = arrival.address
+        self._body_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Close the connection, without an answer, of a peer that sends a longer body than MAX_BODY_BYTES."""
+        self._body_bytes = self._body_bytes + len(data) if self.conn.their_state is h11.SEND_BODY else 0
+        if self._body_bytes > MAX_BODY_BYTES:
+            self.abort()
+        else:
+            super().data_received(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -270,3 +270,25 @@ def test_where_every_place_has_an_open_page_one_more_is_refused() -> None:
             await asyncio.sleep(0.01)
 
     scenario(Connections(HttpLimits(max_connections=2, max_per_address=2)), body)
+
+
+def test_a_body_without_an_end_is_not_read() -> None:
+    """The test would hang if the server went on reading. Others are answered meanwhile, and short bodies are read."""
+    chunk = b"1000\r\n" + bytes(4096) + b"\r\n"
+    begun = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def body(port: int) -> None:
+        async with connected(port, begun + b"2\r\nab\r\n0\r\n\r\n" + GET % b"/metrics") as (twice, _):
+            for _ in range(2):
+                await twice.readuntil(b"some 1\n")
+        for opening in (begun, begun.replace(b"Transfer-Encoding: chunked", b"Content-Length: 9000000000000")):
+            async with connected(port, opening) as (reader, writer):
+                await reader.readuntil(b"some 1\n")
+                assert await status_of(port) == 200
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        writer.write(chunk)
+                        await writer.drain()
+            assert await status_of(port) == 200
+
+    scenario(Connections(HttpLimits()), body)
