@@ -86,9 +86,10 @@ def test_limits() -> None:
             assert 0 < p50 <= p99 <= most
             # A figure of 20.0 may be above 20 ms or not.
             above |= {f"{rpc} ({content})"} if p99 > 20 else set()
-    last = text.splitlines()[-1]
-    assert last.startswith("p99 above 20.0 ms: ")
-    assert [one for one in above if one not in last] == []
+    # On a busy machine there are many, in several lines.
+    _, said, last = text.partition("p99 above 20.0 ms: ")
+    assert said
+    assert [one for one in above if one not in " ".join(last.split())] == []
 
 
 @pytest.mark.slow
