@@ -17,6 +17,7 @@ import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -306,8 +307,12 @@ def _is_installed(module: str) -> bool:
     if package in _PACKAGES or package in sys.stdlib_module_names:
         return True
     found = sys.modules.get(package)
-    origin = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
-    return package != "__main__" and ("site-packages" in origin or "dist-packages" in origin)
+    folder = next(iter(getattr(found, "__path__", ())), None) or getattr(found, "__file__", None)
+    if package == "__main__" or not folder:
+        return False
+    # Installers leave their records beside the packages, in whatever folder.
+    beside = Path(folder).parent
+    return beside.name in ("site-packages", "dist-packages") or any(beside.glob("*.dist-info"))
 
 
 def _version(module: str) -> str:
