@@ -65,7 +65,7 @@ class Listener(Protocol):
 
 @dataclass
 class PlacedOutcome:
-    """What became of a request."""
+    """The outcome of a request."""
 
     daemon: int
     hit_tokens: int

@@ -103,7 +103,7 @@ def sequence_ways(address: str, num_bytes: int) -> Iterator[dict[str, SequenceWa
 
 # ---- the Transfer Engine alone, between two processes
 #
-# What it costs to move bytes with it, before anything is compared, copied or answered.
+# Moving bytes with it costs this much, before anything is compared, copied or answered.
 
 
 _LOOPBACK: Final = "127.0.0.1"

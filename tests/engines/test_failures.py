@@ -1,4 +1,4 @@
-"""What one request brings can fail. Its error is its own: no other request notices, and its blocks are free."""
+"""A request may bring things that fail. Its error is its own: no other request notices, and its blocks are free."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 
 
 def expected_text(tokenizer: Any, prompt: list[int], output: list[int], skip: bool) -> str:
-    """What the whole has after what it shares with the prompt."""
+    """Return the part of the whole text that follows its common prefix with the prompt's text."""
     before, whole = (tokenizer.decode(ids, skip_special_tokens=skip) for ids in (prompt, prompt + output))
     shared = 0
     while whole[: shared + 1] == before[: shared + 1] and shared < len(whole):

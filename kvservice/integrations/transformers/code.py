@@ -1,4 +1,4 @@
-"""What a model computes with, besides its weights: the code of its modules, and the objects in them.
+"""The parts of a model that compute, besides its weights: the code of its modules, and the objects in them.
 
 From the classes and attributes of the modules it follows functions, classes and values to all that they name: the code
 as loaded, not as on disk. It ends at installed packages, which count by name and version, except for the library's own
