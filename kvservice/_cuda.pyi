@@ -235,35 +235,37 @@ def advance_tables(
     block_tables int32[num_rows, max_blocks], context_lens int32[num_rows], slot_mapping int64[num_rows]. The slot of a
     position outside the block tables is -1."""
 
-def load_blocks(
-    pieces: int,
-    num_pieces: int,
-    block_bytes: int,
-    addresses: object,
-    block_ids: object,
-    stream: int,
-    host_pieces: object = None,
-) -> None:
-    """Copy blocks from pinned memory to their pieces on the device. `pieces` is the device address of
-    int64[3, num_pieces]: piece p of block b starts at [0, p] + b * [1, p] and ends before byte [2, p] of the block.
-    `addresses` uint64 and `block_ids` int64 are contiguous NumPy arrays of the same length. Everything is a multiple of
-    16 bytes; device memory is not checked. `host_pieces` is the table of pieces as a contiguous NumPy array
-    int64[3 * num_pieces]: with it, large pieces are copied by the copy engines, else by a kernel."""
+class BlockStage:
+    """Device memory of `num_bytes`, a multiple of 64 KiB, through which blocks pass on their way to and from pinned
+    memory. All calls use the same `stream`, and have ended when it has reached what they have put there.
 
-def save_blocks(
-    pieces: int,
-    num_pieces: int,
-    block_bytes: int,
-    addresses: object,
-    block_ids: object,
-    sums: int,
-    checksums: int,
-    stream: int,
-    host_pieces: object = None,
-) -> None:
-    """The inverse of load_blocks. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
-    address of pinned uint64[num_copies]. `sums` is the address of scratch memory on the device for
-    uint64[num_copies, 16]."""
+    `pieces` is the device address of int64[3, num_pieces]: piece p of block b starts at [0, p] + b * [1, p] and ends
+    before byte [2, p] of the block. `addresses` uint64 and `block_ids` int64 are contiguous NumPy arrays of the same
+    length. Everything is a multiple of 16 bytes; device memory is not checked."""
+
+    def __init__(self, device: int, num_bytes: int) -> None: ...
+    def load(
+        self, pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
+    ) -> None:
+        """Copy blocks from pinned memory, which may be read before the stream reaches this, to the device."""
+
+    def save(
+        self,
+        pieces: int,
+        num_pieces: int,
+        block_bytes: int,
+        addresses: object,
+        block_ids: object,
+        sums: int,
+        checksums: int,
+        stream: int,
+    ) -> None:
+        """The inverse of `load`. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
+        address of pinned uint64[num_copies]. `sums` is the address of scratch memory on the device for
+        uint64[num_copies, 16]."""
+
+    def synchronize(self) -> None:
+        """Wait for all copies to and from pinned memory, also those of a call that has failed in the middle."""
 
 class CudaLaneExecutor(LaneExecutor):
     """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.

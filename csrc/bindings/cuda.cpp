@@ -215,36 +215,40 @@ MoveBlocksParams move_blocks_params(uintptr_t pieces, int64_t num_pieces, int64_
   return p;
 }
 
-// Calls `move` with a batch of copies. `host_pieces` is None or an array that holds the table.
+// Calls `move` with a batch of copies.
 template <class Move>
 void move_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, const py::object& host_pieces, Move move) {
+                 const py::object& block_ids, Move move) {
   const auto places = numbers_of<uint64_t>(addresses, "addresses");
   const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
-  MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
-  py::array_t<int64_t, py::array::c_style> table;
-  if (!host_pieces.is_none()) {
-    table = numbers_of<int64_t>(host_pieces, "host_pieces");
-    require(num_pieces > 0 && table.size() == 3 * num_pieces, "host_pieces",
-            "does not have three numbers of each piece");
-    params.host_pieces = table.data();
-  }
+  const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
   const py::gil_scoped_release release;
   move(params);
 }
 
-void load_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t stream, const py::object& host_pieces) {
-  move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids, host_pieces,
-              [&](const MoveBlocksParams& params) { load_blocks_cuda(params, stream_at(stream)); });
-}
-
-void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream,
-                 const py::object& host_pieces) {
-  const BlockChecksums to = {at<uint64_t>(sums), at<uint64_t>(checksums)};
-  move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids, host_pieces,
-              [&](const MoveBlocksParams& params) { save_blocks_cuda(params, to, stream_at(stream)); });
+void define_block_stage(py::module_& m) {
+  py::class_<BlockStage>(m, "BlockStage")
+      .def(py::init<int, int64_t>(), py::arg("device"), py::arg("num_bytes"), Unlocked())
+      .def(
+          "load",
+          [](BlockStage& stage, uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+             const py::object& block_ids, uintptr_t stream) {
+            move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids,
+                        [&](const MoveBlocksParams& params) { stage.load(params, stream_at(stream)); });
+          },
+          py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"), py::arg("addresses"), py::arg("block_ids"),
+          py::arg("stream"))
+      .def(
+          "save",
+          [](BlockStage& stage, uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+             const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream) {
+            const BlockChecksums to = {at<uint64_t>(sums), at<uint64_t>(checksums)};
+            move_blocks(pieces, num_pieces, block_bytes, addresses, block_ids,
+                        [&](const MoveBlocksParams& params) { stage.save(params, to, stream_at(stream)); });
+          },
+          py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"), py::arg("addresses"), py::arg("block_ids"),
+          py::arg("sums"), py::arg("checksums"), py::arg("stream"))
+      .def("synchronize", &BlockStage::synchronize, Unlocked());
 }
 
 // --- the module
@@ -332,11 +336,7 @@ PYBIND11_MODULE(_cuda, m) {
   define_attention(m);
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");
-  m.def("load_blocks", &load_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
-        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"), py::arg("host_pieces") = py::none());
-  m.def("save_blocks", &save_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
-        py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"),
-        py::arg("host_pieces") = py::none());
+  define_block_stage(m);
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
         py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
   m.def("advance_tables", &advance_tables, py::arg("positions"), py::arg("growth"), py::arg("shift"),

@@ -1,35 +1,26 @@
-// A kernel reads and writes host memory itself, and is launched at once; but others that compute beside it need all
-// SMs, and take half as long again. Copy engines take nothing from them. They need a microsecond for each
-// piece, and a block has as many pieces as the model has layers, so they copy large pieces only.
+// Copy engines move whole blocks over the link and take nothing from the kernels that compute meanwhile. They need a
+// microsecond or two of the driver for each copy, and a block has as many pieces as the model has layers: so a kernel
+// gathers and scatters the pieces within device memory, in two halves of a stage, one of which the engines use while
+// the kernel works on the other.
 #include "cuda/move_blocks.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "errors.h"
 
 namespace kvservice {
 namespace {
 
-constexpr int kMaxCopies = 240;  // launch parameters are limited to 4 KiB
+constexpr int kMaxBlocks = 480;  // launch parameters are limited to 4 KiB
 constexpr int kThreads = 256;
 constexpr int kVectorsPerThread = 8;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
-// Enough to saturate the host link. More would only occupy SMs.
-constexpr int64_t kThreadBlocks = 16;
-// Checksums alone do not wait for the link: all SMs end them soon. A few would need long, and kernels beside
-// them would wait for these.
-constexpr int64_t kSumsThreadBlocks = 1 << 14;
-// From this size on, copy engines keep the host link busy.
-constexpr int64_t kEnginePieceBytes = 16 << 10;
-// The first pieces are copied while the driver takes the next.
-constexpr int64_t kPiecesPerCall = 512;
 constexpr int64_t kVectorBytes = sizeof(uint4);
+constexpr int64_t kTileBytes = kTileVectors * kVectorBytes;
 constexpr int64_t kMaxBlockBytes = int64_t{1} << 34;
 
-struct Copies {
-  uint64_t addresses[kMaxCopies];
-  int64_t block_ids[kMaxCopies];
+struct BlockIds {
+  int64_t ids[kMaxBlocks];
 };
 
 struct Pieces {
@@ -106,42 +97,48 @@ __global__ void __launch_bounds__(kThreads)
   values[block] = value;
 }
 
-enum class Way { kToDevice, kToHost, kSumsOnly };
+// What one launch moves: of each of `num_blocks` blocks the vectors from `first` on, which lie one after the other in
+// the stage.
+struct Staged {
+  uint4* memory;
+  int64_t first;
+  int64_t num_vectors;
+  int64_t block_vectors;
+  int num_blocks;
+};
 
-// `sums` are those of the first copy; only blocks that are saved have them.
-template <Way kWay>
-__global__ void __launch_bounds__(kThreads) move_blocks(Pieces pieces, int64_t num_vectors, int num_copies,
-                                                        uint64_t* sums, const __grid_constant__ Copies copies) {
-  const int64_t num_stripes = (num_vectors + 1) / 2;
-  const int64_t tiles = (num_vectors + kTileVectors - 1) / kTileVectors;
-  for (int64_t unit = blockIdx.x; unit < tiles * num_copies; unit += gridDim.x) {
-    const auto copy = static_cast<int>(unit / tiles);
-    const int64_t first = unit % tiles * kTileVectors + threadIdx.x;
-    auto* const host = reinterpret_cast<uint4*>(copies.addresses[copy]);
+// `sums` are those of the first block; only blocks that are saved have them.
+template <bool kSaves>
+__global__ void __launch_bounds__(kThreads)
+    move_pieces(Pieces pieces, Staged staged, uint64_t* sums, const __grid_constant__ BlockIds blocks) {
+  const int64_t num_stripes = (staged.block_vectors + 1) / 2;
+  const int64_t tiles = (staged.num_vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t unit = blockIdx.x; unit < tiles * staged.num_blocks; unit += gridDim.x) {
+    const auto block = static_cast<int>(unit / tiles);
+    const int64_t begin = unit % tiles * kTileVectors + threadIdx.x;
+    uint4* const stage = staged.memory + block * staged.num_vectors;
     uint4* device[kVectorsPerThread];
     uint4 data[kVectorsPerThread];
     const auto for_each = [&](auto work) {
 #pragma unroll
       for (int i = 0; i < kVectorsPerThread; ++i) {
-        if (first + i * kThreads < num_vectors) work(i, first + i * kThreads);
+        if (begin + i * kThreads < staged.num_vectors) work(i, begin + i * kThreads);
       }
     };
-    const auto find = [&](int i, int64_t vector) {
-      device[i] = pieces.find(copies.block_ids[copy], vector * kVectorBytes);
-    };
-    if constexpr (kWay == Way::kToDevice) {
-      for_each([&](int i, int64_t vector) { data[i] = __ldcs(host + vector); });
-      for_each(find);
-      for_each([&](int i, int64_t) { *device[i] = data[i]; });
-    } else {
-      for_each(find);
+    for_each([&](int i, int64_t vector) {
+      device[i] = pieces.find(blocks.ids[block], (staged.first + vector) * kVectorBytes);
+    });
+    if constexpr (kSaves) {
       for_each([&](int i, int64_t) { data[i] = __ldcs(device[i]); });
-      if constexpr (kWay == Way::kToHost) {
-        for_each([&](int i, int64_t vector) { __stcs(host + vector, data[i]); });
-      }
+      for_each([&](int i, int64_t vector) { stage[vector] = data[i]; });
       PartialSums partial;
-      for_each([&](int i, int64_t vector) { partial.add(data[i], static_cast<uint32_t>(num_stripes - vector / 2)); });
-      partial.add_to(sums + copy * kSumsPerBlock);
+      for_each([&](int i, int64_t vector) {
+        partial.add(data[i], static_cast<uint32_t>(num_stripes - (staged.first + vector) / 2));
+      });
+      partial.add_to(sums + block * kSumsPerBlock);
+    } else {
+      for_each([&](int i, int64_t vector) { data[i] = __ldcs(stage + vector); });
+      for_each([&](int i, int64_t) { *device[i] = data[i]; });
     }
   }
 }
@@ -156,91 +153,147 @@ void check(const MoveBlocksParams& p) {
   }
 }
 
-template <Way kWay>
-void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
-  const Pieces pieces = {p.pieces, p.pieces + p.num_pieces, p.pieces + 2 * p.num_pieces,
-                         static_cast<int>(p.num_pieces)};
-  const int64_t num_vectors = p.block_bytes / kVectorBytes;
-  const int64_t tiles = (num_vectors + kTileVectors - 1) / kTileVectors;
-  Copies copies = {};
-  for (int64_t first = 0; first < p.num_copies; first += kMaxCopies) {
-    const int64_t count = std::min<int64_t>(kMaxCopies, p.num_copies - first);
-    std::copy_n(p.addresses + first, count, copies.addresses);
-    std::copy_n(p.block_ids + first, count, copies.block_ids);
-    const int64_t most = kWay == Way::kSumsOnly ? kSumsThreadBlocks : kThreadBlocks;
-    const auto grid = static_cast<unsigned>(std::min(most, tiles * count));
-    move_blocks<kWay><<<grid, kThreads, 0, stream>>>(pieces, num_vectors, static_cast<int>(count),
-                                                     sums == nullptr ? nullptr : sums + first * kSumsPerBlock, copies);
-    check_launch("move_blocks");
+// The bytes from `begin` to `end` of `num_blocks` blocks of a batch, from block `first` of it on.
+struct Part {
+  int64_t first;
+  int64_t num_blocks;
+  int64_t begin;
+  int64_t end;
+
+  int64_t width() const { return end - begin; }
+};
+
+// Calls `work` with parts of at most `most` bytes: several whole blocks, or a piece of one.
+template <class Work>
+void for_each_part(const MoveBlocksParams& p, int64_t most, Work work) {
+  const int64_t blocks = std::max<int64_t>(1, most / p.block_bytes);
+  const int64_t width = std::min(most, p.block_bytes);
+  for (int64_t first = 0; first < p.num_copies; first += blocks) {
+    for (int64_t begin = 0; begin < p.block_bytes; begin += width) {
+      work(Part{first, std::min(blocks, p.num_copies - first), begin, std::min(begin + width, p.block_bytes)});
+    }
   }
 }
 
-// Copies blocks by the copy engines. Returns false if the pieces are too small, or the driver too old.
-bool copy_by_engines(const MoveBlocksParams& p, bool to_device, cudaStream_t stream) {
-#if CUDART_VERSION >= 13000
-  if (p.host_pieces == nullptr || p.block_bytes / p.num_pieces < kEnginePieceBytes) return false;
-  const int64_t* const starts = p.host_pieces;
-  const int64_t* const strides = starts + p.num_pieces;
-  const int64_t* const ends = strides + p.num_pieces;
-  const int64_t count = p.num_copies * p.num_pieces;
-  std::vector<void*> device, host;
-  std::vector<size_t> sizes;
-  for (std::vector<void*>* list : {&device, &host}) list->reserve(kPiecesPerCall);
-  sizes.reserve(kPiecesPerCall);
-  cudaMemcpyAttributes attributes = {};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  for (int64_t first = 0; first < count; first += kPiecesPerCall) {
-    device.clear();
-    host.clear();
-    sizes.clear();
-    for (int64_t i = first; i < std::min(count, first + kPiecesPerCall); ++i) {
-      const int64_t copy = i / p.num_pieces, piece = i % p.num_pieces;
-      const int64_t begin = piece == 0 ? 0 : ends[piece - 1];
-      device.push_back(reinterpret_cast<void*>(starts[piece] + p.block_ids[copy] * strides[piece]));
-      host.push_back(reinterpret_cast<void*>(p.addresses[copy] + static_cast<uint64_t>(begin)));
-      sizes.push_back(static_cast<size_t>(ends[piece] - begin));
-    }
-    const std::vector<void*>&to = to_device ? device : host, &from = to_device ? host : device;
-    size_t attributes_of = 0;
-    const cudaError_t code = cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &attributes,
-                                                  &attributes_of, 1, stream);
-    if (first == 0 && (code == cudaErrorNotSupported || code == cudaErrorCallRequiresNewerDriver)) {
-      clear_error(code);
-      return false;
-    }
-    check_cuda(code, "cudaMemcpyBatchAsync");
+template <bool kSaves>
+void move_to_or_from_stage(const MoveBlocksParams& p, const Part& part, void* stage, uint64_t* sums,
+                           cudaStream_t stream) {
+  const Pieces pieces = {p.pieces, p.pieces + p.num_pieces, p.pieces + 2 * p.num_pieces,
+                         static_cast<int>(p.num_pieces)};
+  Staged staged = {static_cast<uint4*>(stage), part.begin / kVectorBytes, part.width() / kVectorBytes,
+                   p.block_bytes / kVectorBytes, 0};
+  const int64_t tiles = (staged.num_vectors + kTileVectors - 1) / kTileVectors;
+  BlockIds blocks = {};
+  for (int64_t i = 0; i < part.num_blocks; i += kMaxBlocks) {
+    staged.num_blocks = static_cast<int>(std::min<int64_t>(kMaxBlocks, part.num_blocks - i));
+    std::copy_n(p.block_ids + part.first + i, staged.num_blocks, blocks.ids);
+    move_pieces<kSaves><<<static_cast<unsigned>(tiles * staged.num_blocks), kThreads, 0, stream>>>(
+        pieces, staged, kSaves ? sums + (part.first + i) * kSumsPerBlock : nullptr, blocks);
+    check_launch("move_pieces");
+    staged.memory += staged.num_blocks * staged.num_vectors;
   }
-  return true;
-#else
-  (void)p;
-  (void)to_device;
-  (void)stream;
-  return false;
-#endif
 }
+
+// Copies a part between the stage and host memory. Blocks that follow each other there are one copy.
+void copy_over_link(const MoveBlocksParams& p, const Part& part, char* stage, bool to_device, cudaStream_t stream) {
+  for (int64_t i = part.first, stop = part.first + part.num_blocks, next; i < stop; i = next) {
+    const uint64_t address = p.addresses[i] + static_cast<uint64_t>(part.begin);
+    for (next = i + 1; next < stop && part.width() == p.block_bytes; ++next) {
+      if (p.addresses[next] != p.addresses[next - 1] + static_cast<uint64_t>(p.block_bytes)) break;
+    }
+    char* const staged = stage + (i - part.first) * part.width();
+    auto* const host = reinterpret_cast<char*>(address);
+    const auto num_bytes = static_cast<size_t>((next - i) * part.width());
+    check_cuda(to_device ? cudaMemcpyAsync(staged, host, num_bytes, cudaMemcpyHostToDevice, stream)
+                         : cudaMemcpyAsync(host, staged, num_bytes, cudaMemcpyDeviceToHost, stream),
+               "cudaMemcpyAsync");
+  }
+}
+
+void make_wait(cudaStream_t stream, cudaEvent_t event) {
+  check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+}
+
+void record(cudaEvent_t event, cudaStream_t stream) { check_cuda(cudaEventRecord(event, stream), "cudaEventRecord"); }
 
 }  // namespace
 
-void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) {
-  check(params);
-  if (!copy_by_engines(params, true, stream)) launch<Way::kToDevice>(params, nullptr, stream);
+BlockStage::BlockStage(int device, int64_t num_bytes) : device_(device), half_bytes_(num_bytes / 2) {
+  require(half_bytes_ > 0 && half_bytes_ % kTileBytes == 0, "num_bytes", "is not a positive multiple of 64 KiB");
+  const DeviceScope scope(device);
+  try {
+    check_cuda(cudaStreamCreateWithFlags(&link_, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (Half& half : halves_) {
+      check_cuda(cudaMalloc(&half.memory, static_cast<size_t>(half_bytes_)), "cudaMalloc");
+      check_cuda(cudaEventCreateWithFlags(&half.filled, cudaEventDisableTiming), "cudaEventCreate");
+      check_cuda(cudaEventCreateWithFlags(&half.emptied, cudaEventDisableTiming), "cudaEventCreate");
+    }
+  } catch (...) {
+    free();
+    throw;
+  }
 }
 
-void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream) {
+BlockStage::~BlockStage() {
+  const DeviceScope scope(device_);
+  free();
+}
+
+void BlockStage::free() {
+  for (Half& half : halves_) {
+    if (half.memory != nullptr) clear_error(cudaFree(half.memory));
+    if (half.filled != nullptr) clear_error(cudaEventDestroy(half.filled));
+    if (half.emptied != nullptr) clear_error(cudaEventDestroy(half.emptied));
+  }
+  if (link_ != nullptr) clear_error(cudaStreamDestroy(link_));
+}
+
+BlockStage::Half& BlockStage::next() {
+  next_ = 1 - next_;
+  return halves_[next_];
+}
+
+void BlockStage::load(const MoveBlocksParams& params, cudaStream_t stream) {
+  check(params);
+  const DeviceScope scope(device_);
+  const std::lock_guard lock(mutex_);
+  for_each_part(params, half_bytes_, [&](const Part& part) {
+    Half& half = next();
+    make_wait(link_, half.emptied);
+    copy_over_link(params, part, static_cast<char*>(half.memory), true, link_);
+    record(half.filled, link_);
+    make_wait(stream, half.filled);
+    move_to_or_from_stage<false>(params, part, half.memory, nullptr, stream);
+    record(half.emptied, stream);
+  });
+}
+
+void BlockStage::save(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream) {
   check(params);
   if (params.num_copies == 0) return;
+  const DeviceScope scope(device_);
+  const std::lock_guard lock(mutex_);
   const auto num_bytes = static_cast<size_t>(params.num_copies * kSumsPerBlock) * sizeof(uint64_t);
   check_cuda(cudaMemsetAsync(checksums.sums, 0, num_bytes, stream), "cudaMemsetAsync");
-  if (copy_by_engines(params, false, stream)) {
-    launch<Way::kSumsOnly>(params, checksums.sums, stream);
-  } else {
-    launch<Way::kToHost>(params, checksums.sums, stream);
-  }
+  for_each_part(params, half_bytes_, [&](const Part& part) {
+    Half& half = next();
+    make_wait(stream, half.emptied);
+    move_to_or_from_stage<true>(params, part, half.memory, checksums.sums, stream);
+    record(half.filled, stream);
+    make_wait(link_, half.filled);
+    copy_over_link(params, part, static_cast<char*>(half.memory), false, link_);
+    record(half.emptied, link_);
+  });
   const auto grid = static_cast<unsigned>((params.num_copies + kThreads - 1) / kThreads);
   finish_checksums<<<grid, kThreads, 0, stream>>>(checksums.sums, params.block_bytes, params.num_copies,
                                                   checksums.values);
   check_launch("finish_checksums");
+  make_wait(stream, halves_[next_].emptied);  // the last copy over the link
+}
+
+void BlockStage::synchronize() {
+  const DeviceScope scope(device_);
+  check_cuda(cudaStreamSynchronize(link_), "cudaStreamSynchronize");
 }
 
 }  // namespace kvservice

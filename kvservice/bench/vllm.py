@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -238,6 +238,7 @@ def run(options: VLLMBenchOptions) -> dict[str, Any]:
         "engines": [name for name in names if name not in missing],
         "missing": missing,
         "rows": rows(turns),
+        "steps": {} if options.check else step_shares(turns),
         "equal": equal_answers(turns) if options.check else {},
     }
 
@@ -275,8 +276,7 @@ def rows(turns: Turns) -> list[dict[str, Any]]:
     without a connector in the same rounds. Ratios are of speeds: 2 is twice as fast."""
     made = []
     for workload, by_name in turns.items():
-        numbers = list(by_name[BASELINE])
-        numbers = numbers[1:] if len(numbers) > 1 else numbers
+        numbers = timed_numbers(by_name[BASELINE])
         for place, figure in enumerate(by_name[BASELINE][numbers[0]]["figures"]):
             row: dict[str, Any] = {"workload": workload, "row": figure["row"], "unit": figure["unit"], "engines": {}}
             for name, by_number in by_name.items():
@@ -293,6 +293,25 @@ def rows(turns: Turns) -> list[dict[str, Any]]:
                     "rounds": values,
                 }
             made.append(row)
+    return made
+
+
+def timed_numbers(numbers: Iterable[int]) -> list[int]:
+    """Return the numbers of the rounds that count: the first warms up, unless it is the only one."""
+    every = list(numbers)
+    return every[1:] if len(every) > 1 else every
+
+
+def step_shares(turns: Turns) -> dict[str, dict[str, dict[str, float]]]:
+    """Return for each workload and engine with a connector how many seconds of a step are the connector's calls: `p50`
+    and `p99` of all `steps` of the rounds that count."""
+    made: dict[str, dict[str, dict[str, float]]] = {}
+    for workload, by_name in turns.items():
+        for name, by_number in by_name.items():
+            steps = [each for number in timed_numbers(by_number) for each in by_number[number].get("step_s", ())]
+            if name != BASELINE and len(steps) > 1:
+                quantiles = statistics.quantiles(steps, n=100, method="inclusive")
+                made.setdefault(workload, {})[name] = {"p50": quantiles[49], "p99": quantiles[98], "steps": len(steps)}
     return made
 
 
@@ -484,5 +503,14 @@ def render(results: dict[str, Any], console: Console) -> None:
             ratios = (f"{one['ratio']:.2f} ({one['found']:.0%})" for one in others)
             shown.add_row(row["workload"], row["row"], value, *ratios)
         console.print(shown)
+    if results["steps"]:
+        shares = table("The connector's share of a step: p50, p99", ("workload",), heads[1:])
+        for workload, by_name in results["steps"].items():
+            cells = [by_name.get(name) for name in names[1:]]
+            shares.add_row(
+                workload,
+                *("" if one is None else f"{1e3 * one['p50']:.2f}, {1e3 * one['p99']:.2f} ms" for one in cells),
+            )
+        console.print(shares)
     for name, reason in results["missing"].items():
         console.print(f"{TITLES.get(name, name)}: not measured. {reason}")

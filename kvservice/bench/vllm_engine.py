@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from kvservice import plain_json
@@ -20,6 +21,53 @@ from kvservice.bench.vllm_workloads import WORKLOADS, Output, Sizes, prompt_of, 
 # A connector may save during later steps than the one that computed the blocks: small requests after pauses.
 SETTLE_PAUSES_S = (0.05, 0.05, 0.05)
 FORGET_S = 10.0
+# What vLLM calls of a connector on the thread that schedules and computes.
+CALLS = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("update_connector_output", "request_finished", "request_finished_all_groups", "take_events"),
+    *("has_pending_push_work", "has_pending_block_frees", "handle_preemptions", "start_load_kv", "wait_for_layer_load"),
+    *("save_kv_layer", "wait_for_save", "get_finished", "get_transfer_results", "get_block_ids_with_load_errors"),
+    *("get_kv_connector_stats", "build_connector_worker_meta"),
+)
+STEP_END = "build_connector_meta"
+
+
+class StepTimes:
+    """How long the connector's calls take together in each step. vLLM adds these methods to those of its worker, which
+    runs on the scheduler's thread if there is one worker."""
+
+    def time_connector(self) -> None:
+        """Take the times of all connectors of the class that this worker has, if it has one."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        self.step_times: list[float] = []
+        self._in_step_s, self._depth = 0.0, 0
+        if has_kv_transfer_group():
+            kind = type(get_kv_transfer_group())
+            for name in CALLS:
+                if hasattr(kind, name):
+                    setattr(kind, name, self._timed(getattr(kind, name), ends=name == STEP_END))
+
+    def take_step_times(self) -> list[float]:
+        """Return the seconds of each step since the last call. A step ends with what its workers are told."""
+        taken, self.step_times = self.step_times, []
+        return taken
+
+    def _timed(self, call: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._depth += 1  # a call of another call's is part of it
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._in_step_s += time.perf_counter() - began
+                    if ends:
+                        self.step_times.append(self._in_step_s)
+                        self._in_step_s = 0.0
+
+        return timed
 
 
 class VLLMEngine:
@@ -28,7 +76,8 @@ class VLLMEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**options)
+        self._llm = LLM(**options, worker_extension_cls=f"{StepTimes.__module__}.{StepTimes.__qualname__}")
+        self._llm.collective_rpc("time_connector")
         self._engine = self._llm.llm_engine
         self.config = self._engine.vllm_config
         self.vocabulary: int = self.config.model_config.get_vocab_size()
@@ -66,6 +115,11 @@ class VLLMEngine:
             time.sleep(pause_s)
             serve(self, [prompt_of(self, self.block_size // 2, "settle")], 2)
 
+    def take_step_times(self) -> list[float]:
+        """See StepTimes."""
+        times: list[float] = self._llm.collective_rpc("take_step_times")[0]
+        return times
+
     def num_preemptions(self) -> int:
         """Return how many requests have been preempted since the start."""
         return sum(int(one.value) for one in self._llm.get_metrics() if one.name == "vllm:num_preemptions")
@@ -75,8 +129,9 @@ def answer_turns(engine: VLLMEngine, sizes: Sizes, commands: TextIO, answers: Te
     for line in commands:
         command = json.loads(line)
         before = engine.num_preemptions()
+        engine.take_step_times()
         turn = WORKLOADS[command["workload"]](engine, sizes, command["number"])
-        counts = {"preemptions": engine.num_preemptions() - before}
+        counts = {"preemptions": engine.num_preemptions() - before, "step_s": engine.take_step_times()}
         print(plain_json.dumps(turn.as_values() | counts), file=answers, flush=True)
 
 

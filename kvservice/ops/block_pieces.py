@@ -1,14 +1,13 @@
 """Blocks in device memory whose bytes lie in pieces, for example one per layer, and their copies to and from host
 memory, where a block is contiguous.
 
-Nothing is copied in between. Large pieces take the copy engines of the GPU, so that kernels that run meanwhile keep
-all SMs; small pieces, for which these take too long, are copied by a kernel. All work is enqueued on the
-given stream.
+They pass through memory of the device: its copy engines move whole blocks over the link, and a kernel gathers and
+scatters their pieces. So a copy costs the driver a call for each block, and the kernels that compute meanwhile little.
+All work is enqueued on the given stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
@@ -24,6 +23,9 @@ ALIGNMENT = 16
 SUMS_PER_BLOCK = 16
 # The most bytes of a block.
 MAX_BLOCK_BYTES = 1 << 34
+# Memory of the device through which blocks pass, for each direction. While the link moves one half, in about a
+# millisecond, the kernel has time for the other.
+STAGE_BYTES = 64 << 20
 
 
 class PageLock(Protocol):
@@ -33,42 +35,30 @@ class PageLock(Protocol):
         """Unlock the memory. No copy may use it any more."""
 
 
-@dataclass(frozen=True, eq=False)
 class BlockPieces:
     """`num_blocks` blocks of `block_bytes` bytes. `table` is int64[3, num_pieces] on the device: piece p of block b
     starts at the address table[0, p] + b * table[1, p], and ends before byte table[2, p] of the block. All numbers are
-    multiples of 16. The content of the table is not checked. `host_table` is the same in host memory; None: a kernel
-    copies pieces of any size."""
+    multiples of 16. The content of the table is not checked. `stage_bytes`, a multiple of 64 KiB, are the memory of the
+    device through which the blocks of one direction pass."""
 
-    table: DeviceArray
-    num_blocks: int
-    block_bytes: int
-    host_table: npt.NDArray[np.int64] | None = None
+    def __init__(self, table: DeviceArray, num_blocks: int, block_bytes: int, stage_bytes: int = STAGE_BYTES) -> None:
+        """Raises InvalidArgumentError naming the argument, and the extension's CudaError if the device has too little
+        memory."""
+        check_array(table, "table", "int64", (3, None))
+        require(table.device >= 0, "table", "is not on a device")
+        require(table.shape[1] > 0, "table", "has no pieces")
+        in_range = ALIGNMENT <= as_int(block_bytes, "block_bytes", 0) <= MAX_BLOCK_BYTES
+        require(in_range and block_bytes % ALIGNMENT == 0, "block_bytes", "is not a multiple of 16 up to 16 GiB")
+        self._table, self._num_blocks, self._block_bytes = table, as_int(num_blocks, "num_blocks", 1), block_bytes
+        extension = load_extension()
+        self._loads = extension.BlockStage(table.device, stage_bytes)
+        self._saves = extension.BlockStage(table.device, stage_bytes)
 
-    def __post_init__(self) -> None:
-        check_array(self.table, "table", "int64", (3, None))
-        require(self.table.device >= 0, "table", "is not on a device")
-        require(self.table.shape[1] > 0, "table", "has no pieces")
-        as_int(self.num_blocks, "num_blocks", 1)
-        if self.host_table is not None:
-            same = self.host_table.dtype == np.int64 and self.host_table.shape == self.table.shape
-            require(same, "host_table", "does not have the dtype and shape of the table")
-        in_range = ALIGNMENT <= as_int(self.block_bytes, "block_bytes", 0) <= MAX_BLOCK_BYTES
-        require(in_range and self.block_bytes % ALIGNMENT == 0, "block_bytes", "is not a multiple of 16 up to 16 GiB")
-
-    def load(
-        self,
-        addresses: npt.NDArray[np.uint64],
-        block_ids: npt.NDArray[np.int64],
-        *,
-        stream: int,
-        at_once: bool = False,
-    ) -> None:
+    def load(self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64], *, stream: int) -> None:
         """Copy the values at `addresses` to blocks. Both are `[num_copies]`, in host memory, and not read after the
-        call. The memory at the addresses is pinned; no block may occur twice. `at_once`: a kernel copies, because
-        the caller has no time for a microsecond for each piece, and what computes waits for the load in any case."""
-        arguments = self._arguments(addresses, block_ids)
-        _extension(self.table.device).load_blocks(*arguments, stream, None if at_once else self._host_pieces)
+        call. The memory at the addresses is pinned, and may be read before the stream has reached this; no block may
+        occur twice. All loads use the same stream."""
+        self._loads.load(*self._arguments(addresses, block_ids), stream)
 
     def save(
         self,
@@ -81,17 +71,16 @@ class BlockPieces:
     ) -> None:
         """Copy blocks to `addresses`, the inverse of `load`, and write their checksums, which csrc/store/checksum.h
         defines, to `checksums`, int64[num_copies] in pinned memory. `sums` is int64[num_copies, 16], scratch
-        memory on the device. No address may occur twice."""
-        check_array(sums, "sums", "int64", (block_ids.size, SUMS_PER_BLOCK), self.table.device)
+        memory on the device. No address may occur twice. All saves use the same stream."""
+        check_array(sums, "sums", "int64", (block_ids.size, SUMS_PER_BLOCK), self._table.device)
         check_array(checksums, "checksums", "int64", (block_ids.size,))
         require(checksums.device == HOST, "checksums", "is not in host memory")
-        arguments = self._arguments(addresses, block_ids)
-        extension = _extension(self.table.device)
-        extension.save_blocks(*arguments, sums.pointer, checksums.pointer, stream, self._host_pieces)
+        self._saves.save(*self._arguments(addresses, block_ids), sums.pointer, checksums.pointer, stream)
 
-    @property
-    def _host_pieces(self) -> npt.NDArray[np.int64] | None:
-        return None if self.host_table is None else np.ascontiguousarray(self.host_table).ravel()
+    def settle(self) -> None:
+        """Wait for all copies over the link, also those of a call that has failed in the middle."""
+        self._loads.synchronize()
+        self._saves.synchronize()
 
     def _arguments(
         self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64]
@@ -101,10 +90,10 @@ class BlockPieces:
                 isinstance(array, np.ndarray) and array.dtype == dtype, field, f"is not an array of {dtype.__name__}"
             )
             require(array.shape == (block_ids.size,), field, f"has shape {array.shape}, expected ({block_ids.size},)")
-        inside = not block_ids.size or (block_ids.min() >= 0 and block_ids.max() < self.num_blocks)
-        require(inside, "block_ids", f"are not all from 0 to {self.num_blocks - 1}")
+        inside = not block_ids.size or (block_ids.min() >= 0 and block_ids.max() < self._num_blocks)
+        require(inside, "block_ids", f"are not all from 0 to {self._num_blocks - 1}")
         arrays = np.ascontiguousarray(addresses), np.ascontiguousarray(block_ids)
-        return self.table.pointer, self.table.shape[1], self.block_bytes, *arrays
+        return self._table.pointer, self._table.shape[1], self._block_bytes, *arrays
 
 
 def page_lock(address: int, num_bytes: int, *, device: int, read_only: bool) -> PageLock | None:

@@ -184,6 +184,20 @@ def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
     until(lambda: made.asked[0].leased == [])
 
 
+def test_a_step_that_computes_for_others_loads_little(engine: OpenEngine) -> None:
+    """They would wait for the load. A request that waits for its own load does not."""
+    made = engine(stored(TOKENS), extra={"max_beside_load_mib": 3 * 64 / (1 << 20)})
+    first, second, third = (FakeRequest(name, TOKENS) for name in "abc")
+    assert made.asked_for(first, 4) == (12, False)
+    made.allocated(first, [0, 1, 2, 3], 12)
+    assert made.asked_for(second) == (16, True)
+    made.allocated(second, [4, 5, 6, 7], 16)
+    made.step()
+    assert made.asked_for(third, 4) == (12, False)
+    made.scheduler.request_finished(first, [0, 1, 2, 3])
+    assert made.asked_for(FakeRequest("d", TOKENS)) == (16, False)
+
+
 def test_loads_are_asynchronous_unless_every_worker_maps_the_memory(engine: OpenEngine) -> None:
     stores = stored(TOKENS), stored(TOKENS)
     stores[1].is_mapped = False
@@ -612,7 +626,9 @@ def test_vllm_forgets_its_prefix_cache_while_blocks_are_held(engine: OpenEngine)
 
 
 def test_workers_that_do_not_report_hold_no_blocks_for_ever() -> None:
-    options = SchedulingOptions(FULL, loads=True, saves=True, max_step_bytes=0, max_held=0.5, save_decode=False)
+    options = SchedulingOptions(
+        FULL, loads=True, saves=True, max_step_bytes=0, max_beside_bytes=0, max_held=0.5, save_decode=False
+    )
     times = [0.0]
     scheduler, pool = ConnectorScheduler(options, clock=lambda: times[0]), FakePool(20)
     scheduler.bind(pool, name_of_block)

@@ -15,6 +15,7 @@ from vllm_requests import FakeOutput
 from waiting import until
 
 from kvservice.errors import InternalError
+from kvservice.integrations.vllm import working
 from kvservice.integrations.vllm.steps import ConnectorStep, StepLoad
 from kvservice.integrations.vllm.working import KEEP_STEPS
 
@@ -122,6 +123,7 @@ def test_a_store_that_fails_ends_loads_with_all_blocks_failed(open_rig: OpenRig)
 def test_blocks_that_are_there_are_not_copied(rig: Rig) -> None:
     rig.store.values[KEYS[1]] = b"as it was"
     rig.save(1)
+    rig.engine.settle()
     rig.save(2)
     rig.counted(blocks_saved=1)
     assert rig.store.calls == ["put", "put"], "it is not asked before"
@@ -154,6 +156,29 @@ def test_all_saves_of_a_step_are_one_call(rig: Rig) -> None:
     rig.engine.settle()
     assert rig.store.calls == ["put"]
     assert set(rig.store.values) == {KEYS[1], KEYS[2], KEYS[3]}
+
+
+def test_saves_of_steps_that_follow_soon_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first goes at once. Nothing is computed in the last step: nobody has to be spared then."""
+    monkeypatch.setattr(working, "SAVE_INTERVAL_S", 3600.0)
+    rig.save(1)
+    until(lambda: rig.store.calls == ["put"])
+    rig.save(2)
+    rig.save(3)
+    assert rig.store.calls == ["put"]
+    rig.engine.compute(rig.engine.message_of(ConnectorStep(computes=False)))
+    until(lambda: set(rig.store.values) == {KEYS[1], KEYS[2], KEYS[3]})
+    assert rig.store.calls == ["put", "put"]
+
+
+def test_a_save_that_has_not_begun_is_given_up_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(working, "SAVE_INTERVAL_S", 3600.0)
+    rig.save(1)
+    until(lambda: rig.store.calls == ["put"])
+    number = rig.save(2)
+    rig.engine.compute(rig.engine.message_of(ConnectorStep(abandoned=frozenset({number}))))
+    rig.counted(blocks_saved=1, blocks_not_saved=1)
+    assert set(rig.store.values) == {KEYS[1]}
 
 
 def test_loads_do_not_wait_for_saves(rig: Rig) -> None:

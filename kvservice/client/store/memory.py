@@ -82,13 +82,26 @@ class Geometry:
 
 
 class SharedLease:
-    """A lease that this process took in the memory itself, see `MappedStore.lease`. `found` has one flag per key;
-    `offsets` and `versions` are those of the blocks found. They stay as they are until the lease is released, or was
-    not renewed for 8 seconds."""
+    """A lease that this process took in the memory itself, see `MappedStore.lease`. `offsets` and `versions` are those
+    of the blocks found. They stay as they are until the lease is released, or was not renewed for 8 seconds."""
 
-    def __init__(self, memory: MappedStore, mirror: _ext.StoreMirror, found: Flags, offsets: bytes, versions: bytes):
-        self.memory, self.found, self.offsets, self.versions = memory, found, offsets, versions
+    def __init__(
+        self, memory: MappedStore, mirror: _ext.StoreMirror, num_keys: int, leased: tuple[bytes, bytes, bytes]
+    ):
+        self.memory = memory
+        self._found, self.offsets, self.versions = leased
+        self._num_keys = num_keys
         self._mirror, self._until_s = mirror, time.monotonic() + SHARED_LEASE_S
+
+    @property
+    def found(self) -> Flags:
+        """One flag per key."""
+        return flags_of(self._found, self._num_keys)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks found."""
+        return len(self.offsets) // 8
 
     @property
     def alive(self) -> bool:
@@ -174,8 +187,7 @@ class MappedStore:
         if self._mirror is None or not self.writable:
             return None
         self._look_around(self._mirror)
-        found, offsets, versions = self._mirror.lease(keys, leading_only)
-        return SharedLease(self, self._mirror, flags_of(found, num_keys(keys)), offsets, versions)
+        return SharedLease(self, self._mirror, num_keys(keys), self._mirror.lease(keys, leading_only))
 
     def changes(self) -> tuple[list[bytes], list[bytes], bool] | None:
         """Return the keys of the blocks that have gone, and then of those that have come, since the last call, as far

@@ -19,6 +19,7 @@ class VLLMOptions(ConnectorOptions):
 
     LIMITS: ClassVar[dict[str, tuple[float, float]]] = ConnectorOptions.LIMITS | {
         "max_step_load_mib": (-1, 1 << 20),
+        "max_beside_load_mib": (-1, 1 << 20),
         "max_held_percent": (0, 50),
     }
 
@@ -27,6 +28,8 @@ class VLLMOptions(ConnectorOptions):
     asked again before it answers in time. When all look-ups of a step have taken as long, others wait for the next."""
     max_step_load_mib: float = 512.0
     """The most MiB of K/V that a step loads in itself. Larger loads are asynchronous. 0: all are."""
+    max_beside_load_mib: float = 32.0
+    """The same for a step that also computes for other requests, which would wait for the load."""
     max_held_percent: float = 10.0
     """The most blocks of vLLM's pool that no request uses any more and that wait to be saved, in percent. While it is
     reached, nothing more is saved."""

@@ -102,6 +102,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 max_step_bytes=max_step_mib * MIB,
+                max_beside_bytes=options.max_beside_load_mib * MIB,
                 max_held=options.max_held_percent / 100,
                 save_decode=options.save_decode,
                 adapters_by_name=not versions.hashes_have_paths(),

@@ -40,7 +40,15 @@ from kvservice.integrations.vllm.copies import (
 )
 from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.ops import cuda
-from kvservice.ops.block_pieces import ALIGNMENT, MAX_BLOCK_BYTES, SUMS_PER_BLOCK, BlockPieces, PageLock, page_lock
+from kvservice.ops.block_pieces import (
+    ALIGNMENT,
+    MAX_BLOCK_BYTES,
+    STAGE_BYTES,
+    SUMS_PER_BLOCK,
+    BlockPieces,
+    PageLock,
+    page_lock,
+)
 from kvservice.ops.device_array import HOST, DeviceArray
 
 logger = logging.getLogger(__name__)
@@ -99,7 +107,7 @@ class CopyingGpu(LockingGpu, Protocol):
 
     def follow(self, passing: Any) -> None: ...
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: Any, *, at_once: bool = False) -> Passing: ...
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> Passing: ...
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> PassingSave: ...
 
@@ -205,7 +213,7 @@ class MappedCopier:
                 if locked:
                     undo.callback(self._gpu.settle)
                     ids = np.array(block_ids, np.int64)
-                    passing = self._gpu.load(addresses, ids, self._gpu.mark(), at_once=True)
+                    passing = self._gpu.load(addresses, ids, self._gpu.mark())
                     self._gpu.follow(passing)
                     undo.pop_all()
 
@@ -400,15 +408,16 @@ class GpuBlocks:
     """Copies run on streams of their own, one for each direction. They begin after the computations of their `mark` and
     have ended when the event that they return has passed."""
 
-    def __init__(self, layout: BlockLayout) -> None:
+    def __init__(self, layout: BlockLayout, stage_bytes: int = STAGE_BYTES) -> None:
         self._device = layout.memories[0].device
         starts = [memory.data_ptr() + start for memory, start in zip(layout.memories, layout.starts, strict=True)]
         table = np.array([starts, layout.strides, np.cumsum(layout.piece_bytes)], np.int64)
         self._memories = layout.memories
         self._table = torch.from_numpy(table).to(self._device)
-        self._pieces = BlockPieces(_array(self._table), layout.num_blocks, layout.block_bytes, host_table=table)
-        self._loads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._saves = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pieces = BlockPieces(_array(self._table), layout.num_blocks, layout.block_bytes, stage_bytes)
+        # Kernels between device memory and the stages are short, and the link must not wait for them.
+        self._loads = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._saves = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def supports(layout: BlockLayout) -> bool:
@@ -426,12 +435,10 @@ class GpuBlocks:
         """Let the computations that are queued from now on wait for a load."""
         torch.cuda.current_stream(self._device).wait_event(passing)
 
-    def load(
-        self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event, *, at_once: bool = False
-    ) -> torch.cuda.Event:
-        """Fill blocks with the values at `addresses`. `at_once`: see BlockPieces."""
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> torch.cuda.Event:
+        """Fill blocks with the values at `addresses`."""
         self._loads.wait_event(mark)
-        self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream, at_once=at_once)
+        self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
         return self._event(self._loads)
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> Save:
@@ -447,6 +454,7 @@ class GpuBlocks:
 
     def settle(self) -> None:
         """Wait for all copies."""
+        self._pieces.settle()
         self._loads.synchronize()
         self._saves.synchronize()
 

@@ -293,10 +293,15 @@ class StoreLookup:
         """Whether the store is asked: it has answered in time."""
         return self._asks
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether no question needs the daemon now."""
+        return bool(self._finders) and all(finder.sees_all for finder in self._finders)
+
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
         is a miss. Ask early, for all that have come meanwhile."""
-        if keys and len(self._expected) < MAX_EXPECTED and not self._sees_all:
+        if keys and len(self._expected) < MAX_EXPECTED and not self.sees_all:
             self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
             self._ask_early(self._clock())
 
@@ -342,10 +347,6 @@ class StoreLookup:
         while len(self._promises) > MAX_PROMISES:
             self.drop(next(iter(self._promises)))
 
-    @property
-    def _sees_all(self) -> bool:
-        return bool(self._finders) and all(finder.sees_all for finder in self._finders)
-
     def _share(self, wanted: Wanted, began: float) -> _Promise | None:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
@@ -363,9 +364,9 @@ class StoreLookup:
         num_leased = min(map(_num_leading, promise.leases.values()), default=0)
         if num_leased < len(keys):
             num_blocks = num_leased if wanted.groups.leading else 0
-        all_seen = len(promise.leases) == len(self._finders) and (num_blocks == len(wanted) or self._sees_all)
+        all_seen = len(promise.leases) == len(self._finders) and (num_blocks == len(wanted) or self.sees_all)
         if not all_seen or not num_blocks:
-            self._release_later(promise.leases)
+            self._release(promise.leases)
             promise.leases = {}
         promise.found = Found(num_blocks, True)
         if not num_blocks:
@@ -425,7 +426,7 @@ class StoreLookup:
     def release(self, load: str | int) -> None:
         """End the lease of a load."""
         self._read.pop(load, None)
-        self._release_later(self._taken.pop(load, {}))
+        self._release(self._taken.pop(load, {}))
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -439,7 +440,7 @@ class StoreLookup:
             return
         if promise.bringing is not None:
             promise.bringing.add_done_callback(self._release_brought)
-        self._release_later(promise.leases)
+        self._release(promise.leases)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
@@ -551,7 +552,7 @@ class StoreLookup:
             return min(map(_num_leading, promise.leases.values()))
 
         def bring_up(num_blocks: int, num_in_memory: int) -> int:
-            self._release_later(promise.leases)
+            self._release(promise.leases)
             promise.leases = {}
             promise.bringing = self._bringing.submit(self._bring_up, wanted, num_blocks, num_in_memory)
             return 0
@@ -591,7 +592,7 @@ class StoreLookup:
             promise.found = Found(num_blocks, True)
             promise.until_s, promise.fresh_s = began + PROMISE_S, began + FRESH_S
         else:
-            self._release_later(promise.leases)
+            self._release(promise.leases)
             promise.leases = {}
         return promise
 
@@ -618,13 +619,13 @@ class StoreLookup:
             self._failed("blocks could not be brought into the daemon's memory", error)
             num_blocks = 0
         if not num_blocks:
-            self._release_later(leases)
+            self._release(leases)
             leases = {}
         return Found(num_blocks, False), leases
 
     def _release_brought(self, done: Future[tuple[Found, dict[Rank, BlockLease]]]) -> None:
         if not done.cancelled():
-            self._release_later(done.result()[1])
+            self._release(done.result()[1])
 
     def _stop_asking(self, why: str) -> None:
         """All blocks count as missing until the store answers a ping in time."""
@@ -646,9 +647,13 @@ class StoreLookup:
                 logger.debug("the daemon does not answer: %s", error)
             self._closing.wait(PING_S)
 
-    def _release_later(self, leases: dict[Rank, BlockLease]) -> None:
+    def _release(self, leases: dict[Rank, BlockLease]) -> None:
+        """End leases: those in the mapped memory at once, others on the thread, since the daemon is asked."""
         for lease in leases.values():
-            self._queue.put(lease.release)
+            if isinstance(lease, SharedLease):
+                lease.release()
+            else:
+                self._queue.put(lease.release)
 
     def _run(self) -> None:
         while True:
@@ -690,4 +695,6 @@ class StoreLookup:
 
 
 def _num_leading(lease: BlockLease) -> int:
+    if isinstance(lease, SharedLease):
+        return lease.num_blocks  # those before the first that is missing
     return len(lease.found) if lease.found.all() else int(lease.found.argmin())

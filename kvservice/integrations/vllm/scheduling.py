@@ -1,8 +1,9 @@
 """The scheduler's side of the connector: which blocks are found, loaded and saved. It never waits for a transfer.
 
 A load is part of the step in which its request runs, if it is small, its blocks were in the daemon's memory when vLLM
-asked, and every worker maps that memory: then it cannot fail, but for a lease that the daemon breaks. Other loads are
-asynchronous: vLLM lets the request wait, and continues it when all workers have its blocks.
+asked, and every worker maps that memory: then it cannot fail, but for a lease that the daemon breaks. The whole step
+waits for it: while vLLM computes for other requests, only very small ones are. Other loads are asynchronous: vLLM lets
+the request wait, computes for others meanwhile, and continues it when all workers have its blocks.
 
 Blocks that are being saved are held: vLLM's block pool counts a reference more, so that a step never waits for a save.
 The workers tell when they have ended. Held blocks come back in any case:
@@ -59,14 +60,16 @@ need any more: only the groups with full attention have all."""
 @dataclass(frozen=True)
 class SchedulingOptions:
     """`loads` and `saves` say what the role of this vLLM allows. `max_step_bytes` are the most that the loads of a step
-    may have together on each worker, `max_held` is the largest part of vLLM's blocks that is held for saves alone.
-    `save_decode`: blocks of generated tokens are saved, too. `adapters_by_name`: see AdapterIdentities.
-    `checks_loads`: workers do not check the loads of a step, since vLLM could not compute the blocks again."""
+    may have together on each worker, `max_beside_bytes` if the step computes for other requests. `max_held` is the
+    largest part of vLLM's blocks that is held for saves alone. `save_decode`: blocks of generated tokens are saved,
+    too. `adapters_by_name`: see AdapterIdentities. `checks_loads`: workers do not check the loads of a step, since vLLM
+    could not compute the blocks again."""
 
     groups: CacheGroups
     loads: bool
     saves: bool
     max_step_bytes: float
+    max_beside_bytes: float
     max_held: float
     save_decode: bool
     adapters_by_name: bool = False
@@ -233,11 +236,12 @@ class ConnectorScheduler:
         if (
             self._options.loads
             and self._lookup is not None
+            and not self._lookup.sees_all
             and not getattr(request, "skip_reading_prefix_cache", False)
             and group is not None  # otherwise no block is always needed
         ):
-            blocks = [(block, group) for block in range(request.num_tokens // self._block_size)]
-            self._lookup.expect(request.request_id, self._keys(request, blocks))
+            every = self._keys(request, 0, request.num_tokens // self._block_size)
+            self._lookup.expect(request.request_id, every[group :: len(self._groups)])
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
@@ -251,8 +255,7 @@ class ConnectorScheduler:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             self._lookup.drop(request.request_id)
             return 0, False
-        every = [(block, group) for block in range(first, stop) for group in range(len(self._groups))]
-        keys = self._keys(request, every)
+        keys = self._keys(request, first, stop)
         if not keys:
             return 0, False
         fits = self._step_bytes + len(keys) * self._block_bytes <= self._options.max_step_bytes
@@ -281,24 +284,27 @@ class ConnectorScheduler:
         first = answer.num_local
         if first:
             # The workers do not read these from the store. It must not take them for unused.
-            self._lookup.touch(self._keys(request, self._groups.needed(0, first * self._block_size)))
+            self._lookup.touch(self._needed_keys(request, 0, first * self._block_size))
         # One token less was answered if the blocks have all tokens.
         num_blocks = -(-num_external_tokens // self._block_size)
         self._number += answer.in_step
         leased = self._lookup.take(request_id, num_blocks, self._number if answer.in_step else request_id)
         if not num_blocks:
             return
-        needed = self._groups.needed(first, first * self._block_size + num_external_tokens)
-        keys, targets = self._keys(request, needed), tuple(block_ids[group][block] for block, group in needed)
-        assert len(keys) == len(targets), "a load needs a block for each key"
-        tracked.loaded, tracked.targets = range(first, first + num_blocks), frozenset(targets)
-        if not self._groups.leading:
+        stop, num_tokens = first + num_blocks, first * self._block_size + num_external_tokens
+        if self._groups.leading:
+            targets = tuple(block_ids[0][first:stop])
+        else:
+            needed = self._groups.needed(first, num_tokens)
+            targets = tuple(block_ids[group][block] for block, group in needed)
             # vLLM takes all blocks that it has allocated for computed. Its null block, 0, stands for the others.
-            stop = first + num_blocks
             taken = {
                 (block, group) for group, ids in enumerate(block_ids) for block in range(first, stop) if ids[block]
             }
             assert taken == set(needed), "vLLM wants other blocks loaded than a request needs"
+        keys = self._needed_keys(request, first, num_tokens)
+        assert len(keys) == len(targets), "a load needs a block for each key"
+        tracked.loaded, tracked.targets = range(first, stop), frozenset(targets)
         if not answer.in_step:
             tracked.waits = True
             self._loads.append(BlockLoad(request_id, tuple(keys), targets, leased))
@@ -357,10 +363,12 @@ class ConnectorScheduler:
     def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
         assert self._lookup is not None
+        most = self._options.max_step_bytes
+        if any(not other.waits for name, other in self._requests.items() if name != request_id):
+            most = min(most, self._options.max_beside_bytes)
         leased = self._lookup.places(request_id, num_blocks) if num_blocks else None
         return leased is not None and all(
-            self._memories.get(rank) == part.memory
-            and self._step_bytes + part.num_blocks * self._block_bytes <= self._options.max_step_bytes
+            self._memories.get(rank) == part.memory and self._step_bytes + part.num_blocks * self._block_bytes <= most
             for rank, part in leased.items()
         )
 
@@ -417,7 +425,7 @@ class ConnectorScheduler:
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
                 self._hold(self._offer(tracked, num_tokens, is_last=True))
-            self._lookup.touch(self._keys(request, self._groups.needed(0, tracked.num_offered * self._block_size)))
+            self._lookup.touch(self._needed_keys(request, 0, tracked.num_offered * self._block_size))
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
         if self._lookup is not None:
@@ -520,19 +528,31 @@ class ConnectorScheduler:
         filling = {self._filling[block] for ids in tables for block in ids[:num_full] if block in self._filling}
         if filling and not is_last:
             return []
-        every = [(block, group) for block in range(tracked.num_offered, stop) for group in range(len(self._groups))]
-        keys = self._keys(tracked.request, every)
+        first = tracked.num_offered
+        keys = self._keys(tracked.request, first, stop)
         tracked.num_offered += len(keys) // len(self._groups)
-        hashes = tracked.request.block_hashes
-        blocks = [
-            _FullBlock(key, block_id, hashes[block], group)
-            for key, (block, group) in zip(keys, every, strict=False)
-            if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
-        ]
+        blocks = self._full_blocks(tracked, first, keys)
         if not filling:
             return blocks
         self._unsure.append((filling, blocks))
         return []
+
+    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> list[_FullBlock]:
+        """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
+        hashes = tracked.request.block_hashes
+        if self._groups.leading:
+            ids = tracked.block_ids[0]
+            stop = first + len(keys)
+            found = list(map(_FullBlock._make, zip(keys, ids[first:stop], hashes[first:stop], itertools.repeat(0))))
+            if tracked.loaded:
+                found = [block for n, block in enumerate(found, first) if n not in tracked.loaded]
+            return found
+        every = ((block, group) for block in itertools.count(first) for group in range(len(self._groups)))
+        return [
+            _FullBlock(key, block_id, hashes[block], group)
+            for key, (block, group) in zip(keys, every, strict=False)
+            if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
+        ]
 
     def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
         """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
@@ -554,11 +574,10 @@ class ConnectorScheduler:
         room = held.room
         chosen = self._waited(room)
         rest = {offer.key: offer for offer in offers if offer.block_id not in held and offer.key not in chosen}
-        for offer in rest.values():
-            if len(chosen) < room:
-                chosen[offer.key] = offer.block_id
-            else:
-                self._waiting[offer.block_id] = offer
+        num_fitting = max(room - len(chosen), 0)
+        chosen |= {offer.key: offer.block_id for offer in itertools.islice(rest.values(), num_fitting)}
+        for offer in itertools.islice(rest.values(), num_fitting, None):
+            self._waiting[offer.block_id] = offer
         if chosen:
             self._number += 1
             held.hold(self._number, tuple(chosen.values()))
@@ -583,19 +602,23 @@ class ConnectorScheduler:
             chosen[offer.key] = offer.block_id
         return chosen
 
-    def _keys(self, request: Any, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the keys of blocks, each with its group, whose tokens are known. There are none if the request's
-        adapter is unknown."""
+    def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
+        """Return the keys of the blocks from `first` to `stop` whose tokens are known, of all groups of a block one
+        after the other. There are none if the request's adapter is unknown."""
         identity = self._adapters.of(request)
         if identity is None:
             return []
-        hashes = request.block_hashes
-        known = [(bytes(hashes[block]), group) for block, group in blocks if block < len(hashes)]
+        hashes, more = request.block_hashes[first:stop], self._epoch + identity
         if len(self._groups) > 1:
-            return [
-                hashlib.sha256(key + self._epoch + identity + group.to_bytes(4, "little")).digest()
-                for key, group in known
-            ]
-        if not identity and not self._epoch:
-            return [key for key, _ in known]
-        return [hashlib.sha256(key + self._epoch + identity).digest() for key, _ in known]
+            groups = [more + group.to_bytes(4, "little") for group in range(len(self._groups))]
+            return [hashlib.sha256(each + group).digest() for each in hashes for group in groups]
+        return [hashlib.sha256(each + more).digest() for each in hashes] if more else list(hashes)
+
+    def _needed_keys(self, request: Any, first: int, num_tokens: int) -> list[bytes]:
+        """Return the keys of what is needed to continue after `num_tokens` tokens, without blocks before `first`."""
+        keys = self._keys(request, first, -(-num_tokens // self._block_size))
+        if self._groups.leading:
+            return keys
+        width = len(self._groups)
+        places = ((block - first) * width + group for block, group in self._groups.needed(first, num_tokens))
+        return [keys[place] for place in places if place < len(keys)]

@@ -3,7 +3,8 @@
     a load of a step:   launched before the step computes, which waits for it on its device; checked at the step's end,
                         or, if vLLM cannot compute blocks again then, by the scheduler before it takes the step's tokens
     asynchronous loads: a thread starts them; their requests continue when they have ended
-    saves of a step:    one job of another thread, after the step's computations; its end is reported, however it ends
+    saves:              one job of another thread, after the computations of their step; the end of each is reported,
+                        however it ends. Those that come soon after a job has begun are the next one together
 
 No step waits for a save, but one whose blocks vLLM has taken back: see `ConnectorStep.abandoned`.
 """
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.004
 # How often the mapping of the store is looked at while nothing is loaded.
 LOOK_S = 0.1
+# The least time between the beginnings of two jobs that save. A job costs the computing process a good part of a
+# millisecond of its interpreter, of few blocks as of many, and many steps have a few blocks to save.
+SAVE_INTERVAL_S = 0.03
 # A mapping that is lost is kept for the loads of steps that vLLM has scheduled: so many steps more, or for some seconds
 # without any.
 KEEP_STEPS, KEEP_S = 4, 10.0
@@ -61,13 +65,14 @@ class _Load:
 
 @dataclass(eq=False)
 class _Save:
-    """The saves of a step, of which `num_parts` calls have not ended."""
+    """The saves of one or more steps. `mark` is after the computations of the last. `num_parts` calls have not ended.
+    If one of the saves is given up, all are."""
 
-    numbers: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    mark: Any
-    began: float
+    numbers: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    mark: Any = None
+    began: float = 0.0
     num_parts: int = 0
     given_up: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -95,7 +100,8 @@ class ConnectorWorker:
         self._store, self._copier, self._rank, self._recomputes = store, copier, rank, recomputes
         self._block_bytes = block_bytes
         self._at_once = max(1, copier.call_bytes // block_bytes)
-        self._lock = threading.Condition()
+        lock = threading.RLock()
+        self._lock, self._may_save = threading.Condition(lock), threading.Condition(lock)
         # Mappings of the store by their identity, and when they were last used: the time, and the number of the step.
         self._memories: dict[MemoryId, tuple[MappedStore, float, int]] = {}
         self._num_steps = 0
@@ -105,13 +111,15 @@ class ConnectorWorker:
         self._in_step: list[tuple[list[StepLoad], float, StepRead | None]] = []
         self._num_loading = 0
         self._saving: dict[int, _Save] = {}
+        # The job that has not begun, and whether it begins at once.
+        self._next_save: _Save | None = None
+        self._hurries = self._closing = False
         self._finished: set[str] = set()
         self._failed_requests: set[str] = set()
         self._failed: set[int] = set()
         self._counters, self._report = TransferCounters(), WorkerReport()
         self._look()
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, name=f"kvservice-{name}", daemon=True)
             for name, run in (("loads", self._run_loads), ("saves", self._run_saves))
@@ -128,8 +136,9 @@ class ConnectorWorker:
         """Prepare for a step that may overwrite the blocks of abandoned saves."""
         with self._lock:
             given_up = {self._saving[number] for number in step.abandoned if number in self._saving}
-        for job in given_up:
-            job.given_up = True
+            for job in given_up:
+                job.given_up = True
+            self._hurry(given_up)
         for job in given_up:
             job.ended.wait()  # a copy in progress
         self._num_steps += 1
@@ -164,16 +173,18 @@ class ConnectorWorker:
             self._counters.blocks_skipped += step.num_skipped
         if not step.saves:
             return
-        job = _Save(
-            tuple(save.number for save in step.saves),
-            tuple(key for save in step.saves for key in save.keys),
-            tuple(block_id for save in step.saves for block_id in save.block_ids),
-            self._copier.mark(),
-            time.monotonic(),
-        )
+        mark = self._copier.mark()
         with self._lock:
-            self._saving.update(dict.fromkeys(job.numbers, job))
-        self._saves.put(job)
+            job = self._next_save
+            if job is None:
+                job = self._next_save = _Save(began=time.monotonic())
+                self._may_save.notify()
+            job.mark = mark
+            for save in step.saves:
+                job.numbers.append(save.number)
+                job.keys += save.keys
+                job.block_ids += save.block_ids
+                self._saving[save.number] = job
 
     def end_step(self, *, computes: bool) -> EndedLoads:
         """Wait for the loads of the step, if vLLM can mend them. Returns what has ended since the last call. Raises
@@ -182,8 +193,10 @@ class ConnectorWorker:
             self._end_step_loads(loads, began, reading)
         self._in_step = []
         with self._lock:
-            if not computes and self._num_loading:
-                self._lock.wait_for(lambda: self._finished, IDLE_S)
+            if not computes:
+                self._hurry(self._next_save)
+                if self._num_loading:
+                    self._lock.wait_for(lambda: self._finished, IDLE_S)
             self._num_loading -= len(self._finished)
             ended = EndedLoads(self._finished, self._failed_requests, self._failed)
             self._finished, self._failed_requests, self._failed = set(), set(), set()
@@ -207,12 +220,15 @@ class ConnectorWorker:
     def settle(self, timeout_s: float) -> bool:
         """Wait for all saves. Returns whether they have ended."""
         with self._lock:
+            self._hurry(self._next_save)
             return self._lock.wait_for(lambda: not self._saving, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Save what is pending, at most for `timeout_s` seconds, and close the store."""
         self._loads.put(None)
-        self._saves.put(None)
+        with self._lock:
+            self._closing = True
+            self._may_save.notify()
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0.0))
@@ -306,8 +322,16 @@ class ConnectorWorker:
 
     # ---- saves
 
+    def _hurry(self, waits_for: object) -> None:
+        """Begin the next job at once if somebody waits for it. The lock is held."""
+        if waits_for:
+            self._hurries = True
+            self._may_save.notify()
+
     def _run_saves(self) -> None:
-        while (job := self._saves.get()) is not None:
+        began = -SAVE_INTERVAL_S
+        while (job := self._take_save(began + SAVE_INTERVAL_S)) is not None:
+            began = time.monotonic()
             parts = self._parts(job.keys)
             job.num_parts = len(parts)
             for part in parts:
@@ -317,6 +341,16 @@ class ConnectorWorker:
                 else:
                     started = _started(self._copier.put, self._store, job.keys[part], job.block_ids[part], job.mark)
                 started.add_done_callback(partial(self._part_saved, job, len(job.keys[part])))
+
+    def _take_save(self, not_before_s: float) -> _Save | None:
+        """Wait for the next job, and until it may begin. Returns None at the end."""
+        with self._lock:
+            self._may_save.wait_for(lambda: self._next_save is not None or self._closing)
+            wait_s = not_before_s - time.monotonic()
+            if wait_s > 0:
+                self._may_save.wait_for(lambda: self._hurries or self._closing, wait_s)
+            job, self._next_save, self._hurries = self._next_save, None, False
+            return job
 
     def _part_saved(self, job: _Save, num_blocks: int, part: Future[Statuses]) -> None:
         try:

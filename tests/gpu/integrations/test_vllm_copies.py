@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ def test_a_block_of_every_part_is_compared() -> None:
 
 @pytest.mark.parametrize("num_bytes", [16, 32, 48, 32768, 32768 + 16, 3 * 32768 - 32])
 def test_checksums_of_any_size(num_bytes: int) -> None:
-    """More blocks than one launch copies, of one or several tiles, with half a stripe left over."""
-    count = 300
+    """More blocks than one launch moves, of one or several tiles, with half a stripe left over."""
+    count = 600
     layout = block_layout({"layer": torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8).cuda()}, count)
     pinned = torch.zeros((count, num_bytes), dtype=torch.uint8, pin_memory=True)
     blocks = GpuBlocks(layout)
@@ -109,25 +110,53 @@ def test_checksums_of_any_size(num_bytes: int) -> None:
     assert save.checksums().tobytes() == _ext.store_checksums(pinned.data_ptr(), starts.tobytes(), num_bytes, 1)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_more_large_pieces_than_one_call_of_the_copy_engines_takes(at_once: bool) -> None:
-    """They are loaded by the copy engines, and at once by a kernel."""
+@pytest.mark.parametrize("stage_kib", [64, 128, 1 << 16])
+def test_blocks_pass_through_a_stage_of_any_size(stage_kib: int) -> None:
+    """A block is larger than half of it, several fit, or all do. Some follow each other in host memory, others not."""
     count = 300
-    tensors = LAYOUTS["FlashAttention, K and V first"](Model(num_layers=3, num_kv_heads=11), count)
+    tensors = LAYOUTS["FlashAttention, K and V first"](Model(num_layers=3, num_kv_heads=2), count)
     layout = block_layout(tensors, count)
-    assert min(layout.piece_bytes) >= 16 << 10
-    assert count // 2 * len(layout.piece_bytes) > 512
+    assert 32 << 10 < layout.block_bytes < 64 << 10
     pinned = torch.zeros((count // 2, layout.block_bytes), dtype=torch.uint8, pin_memory=True)
-    blocks = GpuBlocks(layout)
-    ids = np.random.default_rng(0).permutation(count)
-    saved, loaded = np.split(ids, 2)
-    addresses = (np.arange(count // 2) * layout.block_bytes + pinned.data_ptr()).astype(np.uint64)
-    save = blocks.save(addresses, saved, blocks.mark())
-    save.synchronize()
-    sums = _ext.store_checksums(pinned.data_ptr(), (addresses - addresses[0]).tobytes(), layout.block_bytes, 1)
-    assert save.checksums().tobytes() == sums
-    blocks.load(addresses, loaded, blocks.mark(), at_once=at_once).synchronize()
-    check_equal(tensors, count, saved.tolist(), loaded.tolist())
+    blocks = GpuBlocks(layout, stage_kib << 10)
+    random = np.random.default_rng(0)
+    saved, loaded = np.split(random.permutation(count), 2)
+    places = np.arange(count // 2)
+    random.shuffle(places[: count // 4])
+    addresses = (places * layout.block_bytes + pinned.data_ptr()).astype(np.uint64)
+    for _ in range(3):  # a call begins with what the last one has left
+        pinned.zero_()
+        save = blocks.save(addresses, saved, blocks.mark())
+        save.synchronize()
+        offsets = (addresses - np.uint64(pinned.data_ptr())).tobytes()
+        assert save.checksums().tobytes() == _ext.store_checksums(pinned.data_ptr(), offsets, layout.block_bytes, 1)
+        for tensor in tensors.values():
+            tensor.view(torch.int16)[:, torch.tensor(loaded, device="cuda")] = 0
+        blocks.load(addresses, loaded, blocks.mark()).synchronize()
+        check_equal(tensors, count, saved.tolist(), loaded.tolist())
+
+
+def test_threads_load_at_the_same_time() -> None:
+    """A step's loads and asynchronous ones share a stage."""
+    count, times = 64, 20
+    layout = block_layout(LAYOUTS["across layers"](Model(num_layers=3, num_kv_heads=2), 3 * count), 3 * count)
+    memory = layout.memories[0].view(3 * count, -1)
+    pinned = memory[:count].cpu().pin_memory()
+    blocks = GpuBlocks(layout, 1 << 20)
+    addresses = (np.arange(count) * layout.block_bytes + pinned.data_ptr()).astype(np.uint64)
+
+    def load(first: int) -> None:
+        for _ in range(times):
+            blocks.load(addresses, np.arange(first, first + count), blocks.mark()).synchronize()
+
+    threads = [threading.Thread(target=load, args=(first,)) for first in (count, 2 * count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(memory[count : 2 * count], memory[:count])
+    assert torch.equal(memory[2 * count :], memory[:count])
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -48,5 +48,9 @@ class LLM:
             self.seen.clear()
         return True
 
+    def collective_rpc(self, method: str) -> list[list[float]]:
+        """Steps of a connector: four of a millisecond, and one of eleven."""
+        return [[0.001] * 4 + [0.011] if method == "take_step_times" and self.stores else []]
+
     def get_metrics(self) -> list[Any]:
         return [SimpleNamespace(name="vllm:num_preemptions", value=3)]
