@@ -66,9 +66,11 @@ _NO_WAIT_S = 1e-6
 class BlockLease(Protocol):
     """A lease of the client."""
 
-    found: Any
     offsets: bytes
     versions: bytes
+
+    @property
+    def found(self) -> Any: ...
 
     @property
     def alive(self) -> bool: ...
