@@ -4,9 +4,9 @@
     a load:  lease   ─▶ launch the copy ─▶ on another thread: wait for the copy, check, end the lease
     a load of a step: launch the copy, computations wait for it on the GPU ─▶ after the step: check
 
-The GPU copies between vLLM's tensors and the mapped memory of the store. That memory must be pinned: a thread
-pins it slab by slab from the first moment. Blocks in memory that is not pinned yet, or cannot be, go through pinned
-memory of the process, a StagedCopier. Several copies are in flight, so that the link to the GPU is busy while the
+The GPU copies between vLLM's tensors and the mapped memory of the store, see BlockPieces. That memory must be pinned: a
+thread pins it slab by slab from the first moment. Blocks in memory that is not pinned yet, or cannot be, go through
+pinned memory of the process, a StagedCopier. Several copies are in flight, so that the link is busy while the
 daemon is asked for the next blocks.
 """
 
@@ -76,10 +76,14 @@ def block_copier(layout: BlockLayout, *, verify: bool = False) -> BlockCopier:
     if kinds != {"cuda"}:
         raise InvalidArgumentError(f"K/V caches on {', '.join(sorted(kinds))} are not supported", field="kv_caches")
     staged = StagedCopier(layout, verify=verify)
-    if GpuBlocks.supports(layout):
+    if not GpuBlocks.supports(layout):
+        logger.warning("kvservice was built without CUDA, or blocks are not aligned to 16 bytes: they are copied twice")
+        return staged
+    try:
         return MappedCopier(GpuBlocks(layout), staged, verify=verify)
-    logger.warning("kvservice was built without CUDA, or blocks are not aligned to 16 bytes: they are copied twice")
-    return staged
+    except RuntimeError as error:  # the extension's CudaError
+        logger.warning("the device has no memory for copies, blocks are copied twice: %s", error)
+        return staged
 
 
 class Passing(Protocol):

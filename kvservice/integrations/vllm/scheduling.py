@@ -364,13 +364,17 @@ class ConnectorScheduler:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
         assert self._lookup is not None
         most = self._options.max_step_bytes
-        if any(not other.waits for name, other in self._requests.items() if name != request_id):
+        if self._others_compute(request_id):
             most = min(most, self._options.max_beside_bytes)
         leased = self._lookup.places(request_id, num_blocks) if num_blocks else None
         return leased is not None and all(
             self._memories.get(rank) == part.memory and self._step_bytes + part.num_blocks * self._block_bytes <= most
             for rank, part in leased.items()
         )
+
+    def _others_compute(self, request_id: str = "") -> bool:
+        """Whether vLLM computes for requests other than this one, or has scheduled it."""
+        return any(not other.waits for name, other in self._requests.items() if name != request_id)
 
     def _end_step_load(self, number: int) -> None:
         loading = self._loading.pop(number)
@@ -405,7 +409,7 @@ class ConnectorScheduler:
             tuple(self._saves),
             frozenset(self._abandoned),
             self._num_skipped,
-            bool(output.num_scheduled_tokens),
+            bool(output.num_scheduled_tokens) or self._others_compute(),
         )
         self._loads, self._step_loads, self._step_bytes = [], [], 0
         self._saves, self._abandoned, self._num_skipped = [], set(), 0

@@ -68,7 +68,7 @@ class BlockSave:
 class ConnectorStep:
     """`loads` are asynchronous: their requests are not part of a step before they have ended. `abandoned` are the
     numbers of saves whose blocks may be overwritten from this step on. `num_skipped` blocks will not be
-    saved. `computes`: whether the step has any tokens."""
+    saved. `computes`: whether this step or one that has not ended computes anything."""
 
     loads: tuple[BlockLoad, ...] = ()
     step_loads: tuple[StepLoad, ...] = ()

@@ -40,7 +40,7 @@ from kvservice.integrations.vllm.steps import (
 
 logger = logging.getLogger(__name__)
 
-# How long a step without any tokens waits for asynchronous loads: nothing else is held up then.
+# How long a step waits for asynchronous loads while nothing is computed: nothing else is held up then.
 IDLE_S = 0.004
 # How often the mapping of the store is looked at while nothing is loaded.
 LOOK_S = 0.1
