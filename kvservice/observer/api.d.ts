@@ -140,6 +140,11 @@ interface StoreFigures {
   reserved: number;
   hits: number;
   misses: number;
+  /** Lookups that missed a block, by why the first of the missing ones was not there. */
+  evicted_misses: number;
+  not_whole_misses: number;
+  other_namespace_misses: number;
+  never_stored_misses: number;
   quarantined: number;
   up_bytes_per_s: number;
   down_bytes_per_s: number;

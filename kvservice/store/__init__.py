@@ -10,6 +10,7 @@ table        NamespaceTable: which namespaces there are, their quotas and counte
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
 records      StoreRecords: what outlives the daemon's process beside the index
+misses       GhostKeys, and the reasons why blocks are missing
 namespaces   NamespaceIdentity, StoredNamespace
 figures      ModelFigures: gauges and counters by model
 index        KeyIndex: what the native class does

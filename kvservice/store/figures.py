@@ -10,7 +10,7 @@ from typing import NamedTuple
 class NamespaceCounters:
     """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
     namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed because their checksum was
-    wrong, and `removed` by clients."""
+    wrong, and `removed` by clients. The first missing block of each lookup is counted by the reason, see misses.py."""
 
     hits: int = 0
     misses: int = 0
@@ -22,6 +22,10 @@ class NamespaceCounters:
     refused: int = 0
     corrupt: int = 0
     removed: int = 0
+    evicted_misses: int = 0
+    not_whole_misses: int = 0
+    other_namespace_misses: int = 0
+    never_stored_misses: int = 0
 
 
 class ModelFigures(NamedTuple):
@@ -45,3 +49,7 @@ class ModelFigures(NamedTuple):
     refused: int = 0
     corrupt: int = 0
     removed: int = 0
+    evicted_misses: int = 0
+    not_whole_misses: int = 0
+    other_namespace_misses: int = 0
+    never_stored_misses: int = 0

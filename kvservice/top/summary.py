@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvservice.store.misses import MISS_REASONS
 from kvservice.top import format as fmt
 from kvservice.v1.inspect_pb2 import (
     PoolSnapshot,
@@ -187,6 +188,8 @@ def _legend(pool: PoolSnapshot) -> Columns:
 
 def _store(store: StoreSnapshot) -> Columns:
     lookups = store.hits + store.misses
+    missed = [(reason.replace("_", " "), getattr(store, f"{reason}_misses")) for reason in MISS_REASONS]
+    reasons = ", ".join(f"{fmt.count(number)} {reason}" for reason, number in missed if number)
     pairs = (
         ("Store", f"{fmt.size(store.used_bytes)} of {fmt.size(store.num_bytes)}"),
         ("blocks", fmt.count(store.blocks)),
@@ -194,6 +197,7 @@ def _store(store: StoreSnapshot) -> Columns:
         ("being written", fmt.count(store.reserved)),
         ("in quarantine", fmt.count(store.quarantined)),
         ("found", fmt.share(store.hits / lookups if lookups else None)),
+        *((("missed", reasons),) if reasons else ()),
     )
     return items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
 

@@ -81,18 +81,20 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ..., number: _Optional[int] = ..., has_tiers: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s")
+    __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s", "unexplained")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    UNEXPLAINED_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     uncounted: bool
     max_wait_s: float
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
+    unexplained: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ..., unexplained: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("num_leading", "found", "num_in_memory")
@@ -277,20 +279,24 @@ class BatchPutResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read")
+    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read", "missing", "num_not_whole")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_MISSES_FIELD_NUMBER: _ClassVar[int]
     NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOT_WHOLE_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     num_hits: int
     num_misses: int
     num_read: int
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ...) -> None: ...
+    missing: bytes
+    num_not_whole: int
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ..., missing: _Optional[bytes] = ..., num_not_whole: _Optional[int] = ...) -> None: ...
 
 class TouchResponse(_message.Message):
     __slots__ = ("num_blocks",)

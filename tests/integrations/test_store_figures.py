@@ -46,6 +46,16 @@ def is_counted(port: int, model: str, *expected: int) -> bool:
     return bool(scrape_until(port, lambda samples: counters(samples, model) == expected))
 
 
+def reasons(samples: Samples, model: str) -> dict[str, float]:
+    """Return how many lookups missed a block, by the reason."""
+    found = {
+        dict(labels)["reason"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvservice_store_lookups_missed_total" and dict(labels)["model"] == model
+    }
+    return {reason: value for reason, value in found.items() if value}
+
+
 def session_names(daemon: Daemon) -> list[str]:
     with grpc.insecure_channel(daemon.address) as channel:
         stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
@@ -56,7 +66,8 @@ def session_names(daemon: Daemon) -> list[str]:
 def test_a_request_of_vllm_counts_once(
     daemon: Daemon, port: int, vllm_connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks of three are saved; the next request finds and loads them and misses two."""
+    """Two blocks of three are saved; the next request finds and loads them and misses two, of which one has its reason
+    counted."""
     model = "of vLLM"
     monkeypatch.setattr(vllm_connector.groups, "pipeline", SimpleNamespace(rank_in_group=1, world_size=2))
     limits = {"lookup_timeout_s": 60.0, "transfer_timeout_s": 60.0, "prefill_tokens_per_s": 4.0}
@@ -71,6 +82,7 @@ def test_a_request_of_vllm_counts_once(
         engine.compute(engine.step())
         assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
         assert is_counted(port, model, 2, 5, 2, 2)
+        assert scrape_until(port, lambda samples: reasons(samples, model) == {"never_stored": 2})
         assert session_names(daemon) == [f"vllm {part} tp0 pp1" for part in ("background", "scheduler", "worker")]
     finally:
         engine.close()

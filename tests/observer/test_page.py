@@ -359,6 +359,7 @@ def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_pag
     assert page.texts("#tier-charts h2") == ["Read from tiers per second", "Written to tiers per second"]
     page.wait("document.querySelectorAll('#tier-charts path').length === 4")
     notes = page.text("#tiers .notes")
+    assert notes.startswith("Blocks that lookups missed first: 1,200 evicted, 7 in another namespace. The pool")
     assert "(24 MiB/s) below and loaded" in notes
     assert notes.endswith("Saved sessions: 3, 5 GiB of 16 GiB.")
 

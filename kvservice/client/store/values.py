@@ -7,7 +7,7 @@ import ctypes
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,11 +103,15 @@ class Lookup:
 
 @dataclass
 class SharedUses:
-    """Blocks that a process has looked up in the mapped memory and found, or not found, and that it has read there."""
+    """Blocks that a process has looked up in the mapped memory and found, or not found, and that it has read there. Of
+    each look-up that missed a block: the first missing key in `missing`, of which the daemon counts the reason, or one
+    more in `not_whole`, if other ranks or groups have their parts of that block."""
 
     hits: int = 0
     misses: int = 0
     read: int = 0
+    missing: list[bytes] = field(default_factory=list)
+    not_whole: int = 0
 
 
 def key_bytes(keys: Any) -> bytes:

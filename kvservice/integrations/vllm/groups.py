@@ -119,6 +119,15 @@ class Wanted:
         """Return the most blocks that can be used if these `keys` are found."""
         return self.groups.longest(found.reshape(-1, len(self.groups)), self.first, self.most_tokens)
 
+    def leading(self, found: npt.NDArray[np.bool_]) -> int:
+        """Return how many of the first blocks are found of a group that needs all, or of the first group."""
+        flags = found.reshape(-1, len(self.groups))[:, self.groups.full or 0]
+        return len(flags) if flags.all() else int(flags.argmin())
+
+    def key(self, block: int) -> bytes:
+        """Return the key of a block, of the same group."""
+        return self.keys[block * len(self.groups) + (self.groups.full or 0)]
+
     def needed(self, num_blocks: int) -> list[bytes]:
         """Return the keys without which the first blocks cannot be used."""
         if self.groups.leading:

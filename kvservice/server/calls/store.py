@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 MAX_TEXT_LENGTH = 256
 # The most that a client reports of one kind in a call.
 MAX_REPORTED = 1 << 32
+MAX_MISSING = 256
 
 
 class StoreCalls:
@@ -114,7 +115,9 @@ class StoreCalls:
         check_max_wait(request)
         if (chain := self._chain_for(namespace, request.keys)) is not None:
             return lookup_below(self._store.blocks, chain, namespace, request)
-        num_leading, found = self._store.blocks.lookup(namespace, request.keys, counted=not request.uncounted)
+        num_leading, found = self._store.blocks.lookup(
+            namespace, request.keys, counted=not request.uncounted, explained=not request.unexplained
+        )
         return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_leading)
 
     def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Answer[store_pb2.AcquireResponse]:
@@ -187,10 +190,19 @@ class StoreCalls:
 
     def touch(self, session: ServerSession, request: store_pb2.TouchRequest) -> store_pb2.TouchResponse:
         namespace = namespace_of(session, request)
-        for field in ("num_hits", "num_misses", "num_read"):
+        for field in ("num_hits", "num_misses", "num_read", "num_not_whole"):
             if getattr(request, field) > MAX_REPORTED:
                 raise InvalidArgumentError(f"{getattr(request, field)} is more than {MAX_REPORTED}", field=field)
-        self._store.blocks.count(namespace, request.num_hits, request.num_misses, request.num_read)
+        if check_keys(request.missing, "missing") > MAX_MISSING:
+            raise InvalidArgumentError(f"has more than {MAX_MISSING} keys", field="missing")
+        self._store.blocks.count(
+            namespace,
+            request.num_hits,
+            request.num_misses,
+            request.num_read,
+            request.missing,
+            request.num_not_whole,
+        )
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
     def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:
@@ -297,7 +309,7 @@ async def lookup_below(
     flags = await chain.lookup(namespace, request.keys, max_wait_s=request.max_wait_s, counted=counted)
     found = np.packbits(flags, bitorder="little").tobytes()
     if counted:
-        blocks.count_lookup(namespace, request.keys, found)
+        blocks.count_lookup(namespace, request.keys, found, explained=not request.unexplained)
     num_leading = int(np.logical_and.accumulate(flags).sum())
     return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_in_memory)
 
