@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvservice.metrics.families import counter, counters, gauge, gauges
-from kvservice.store.misses import MISS_REASONS
 from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
 from kvservice.tiers.protocol import STATES, TierStats
@@ -35,6 +34,8 @@ _COUNTERS = {
     "removed": ("blocks_removed", "Blocks that clients removed from the block store."),
 }
 
+_MISSED = ("evicted", "not_whole", "other_namespace", "never_stored")
+
 
 def store_metrics(reading: Reading) -> Iterator[Metric]:
     """Yield nothing if the daemon has no store."""
@@ -60,7 +61,7 @@ def _reasons(reading: Reading) -> CounterMetricFamily:
     )
     family = CounterMetricFamily("kvservice_store_lookups_missed", text, labels=["model", "reason"])
     for model, figures in reading.store_models.items():
-        for reason in MISS_REASONS:
+        for reason in _MISSED:
             family.add_metric([model, reason], getattr(figures, f"{reason}_misses"))
     return family
 

@@ -22,7 +22,6 @@ import numpy as np
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.namespaces import StoredNamespace
 
-MISS_REASONS: Final = ("evicted", "not_whole", "other_namespace", "never_stored")
 # The namespaces that are searched for a missing key at most, those that were opened or left last.
 MAX_SEARCHED: Final = 32
 _NUM_PLACES: Final = 1 << 20

@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvservice.store.misses import MISS_REASONS
 from kvservice.top import format as fmt
 from kvservice.v1.inspect_pb2 import (
     PoolSnapshot,
@@ -186,9 +185,13 @@ def _legend(pool: PoolSnapshot) -> Columns:
     )
 
 
+# Why blocks were missing: the fields of a snapshot with this and `_misses`.
+_MISSED = ("evicted", "not_whole", "other_namespace", "never_stored")
+
+
 def _store(store: StoreSnapshot) -> Columns:
     lookups = store.hits + store.misses
-    missed = [(reason.replace("_", " "), getattr(store, f"{reason}_misses")) for reason in MISS_REASONS]
+    missed = [(reason.replace("_", " "), getattr(store, f"{reason}_misses")) for reason in _MISSED]
     reasons = ", ".join(f"{fmt.count(number)} {reason}" for reason, number in missed if number)
     pairs = (
         ("Store", f"{fmt.size(store.used_bytes)} of {fmt.size(store.num_bytes)}"),

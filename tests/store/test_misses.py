@@ -7,15 +7,16 @@ import random
 
 from blocks_rig import BLOCKS_PER_SLAB, Rig, identity, keys
 
-from kvservice.store.misses import MISS_REASONS, GhostKeys
+from kvservice.store.misses import GhostKeys
 from kvservice.store.namespaces import StoredNamespace
 
+REASONS = ("evicted", "not_whole", "other_namespace", "never_stored")
 ROOM = 4 * BLOCKS_PER_SLAB
 
 
 def reasons(namespace: StoredNamespace) -> dict[str, int]:
     """Return the reasons that were counted for the namespace's model, and how often."""
-    counted = {reason: getattr(namespace.counters, f"{reason}_misses") for reason in MISS_REASONS}
+    counted = {reason: getattr(namespace.counters, f"{reason}_misses") for reason in REASONS}
     return {reason: number for reason, number in counted.items() if number}
 
 

@@ -78,7 +78,7 @@ def pool_in_use() -> inspect_pb2.Snapshot:
             misses=10,
             evicted_misses=3,
             never_stored_misses=1200,
-        )  # fmt: skip
+        )
     )
     snapshot.rates.MergeFrom(
         inspect_pb2.Rates(
