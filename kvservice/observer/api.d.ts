@@ -104,6 +104,24 @@ interface SessionRow {
   hit_tokens: number;
   /** Missing if the session has none. */
   scheduler?: SchedulerFigures;
+  /** Missing if the session is not that of an engine with K/V in the block store. */
+  engine?: EngineFigures;
+}
+
+/** Requests with loads in flight, and counters. */
+interface EngineFigures {
+  loads_in_flight: number;
+  prompt_tokens: number;
+  found_tokens: number;
+  blocks_loaded: number;
+  blocks_not_loaded: number;
+  blocks_saved: number;
+  blocks_not_saved: number;
+  blocks_skipped: number;
+}
+
+interface EngineRow extends SessionRow {
+  engine: EngineFigures;
 }
 
 interface SchedulerRow extends SessionRow {

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class EngineFigures(NamedTuple):
+    """What an engine reports of itself: requests with loads in flight, then counters since its start: tokens that it
+    looked up and found, and blocks."""
+
+    loads_in_flight: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    blocks_loaded: int = 0
+    blocks_not_loaded: int = 0
+    blocks_saved: int = 0
+    blocks_not_saved: int = 0
+    blocks_skipped: int = 0
+
+
 @dataclass
 class NamespaceCounters:
     """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from

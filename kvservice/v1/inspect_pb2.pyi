@@ -1,3 +1,4 @@
+from kvservice.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -437,7 +438,7 @@ class CallSnapshot(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., calls_per_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
 
 class SessionSnapshot(_message.Message):
-    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens", "scheduler")
+    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens", "scheduler", "engine")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +455,7 @@ class SessionSnapshot(_message.Message):
     QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     name: str
     tenant: str
@@ -470,7 +472,8 @@ class SessionSnapshot(_message.Message):
     query_tokens: int
     hit_tokens: int
     scheduler: SchedulerSnapshot
-    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., scheduler: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ...) -> None: ...
+    engine: _store_pb2.EngineReport
+    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., scheduler: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ..., engine: _Optional[_Union[_store_pb2.EngineReport, _Mapping]] = ...) -> None: ...
 
 class SequenceSnapshot(_message.Message):
     __slots__ = ("session_id", "session_name", "sequence_id", "length", "computed", "blocks", "swapped")

@@ -279,7 +279,7 @@ class BatchPutResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read", "missing", "num_not_whole")
+    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read", "missing", "num_not_whole", "engine")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +288,7 @@ class TouchRequest(_message.Message):
     NUM_READ_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     NUM_NOT_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
@@ -296,7 +297,28 @@ class TouchRequest(_message.Message):
     num_read: int
     missing: bytes
     num_not_whole: int
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ..., missing: _Optional[bytes] = ..., num_not_whole: _Optional[int] = ...) -> None: ...
+    engine: EngineReport
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ..., missing: _Optional[bytes] = ..., num_not_whole: _Optional[int] = ..., engine: _Optional[_Union[EngineReport, _Mapping]] = ...) -> None: ...
+
+class EngineReport(_message.Message):
+    __slots__ = ("loads_in_flight", "prompt_tokens", "found_tokens", "blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
+    LOADS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_LOADED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    loads_in_flight: int
+    prompt_tokens: int
+    found_tokens: int
+    blocks_loaded: int
+    blocks_not_loaded: int
+    blocks_saved: int
+    blocks_not_saved: int
+    blocks_skipped: int
+    def __init__(self, loads_in_flight: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_not_loaded: _Optional[int] = ..., blocks_saved: _Optional[int] = ..., blocks_not_saved: _Optional[int] = ..., blocks_skipped: _Optional[int] = ...) -> None: ...
 
 class TouchResponse(_message.Message):
     __slots__ = ("num_blocks",)

@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 import kvservice
 from kvservice.kept import RestartReport
 from kvservice.observer.web import MAX_STREAMS, HttpOptions, Refusals, make_app
+from kvservice.store import EngineFigures
 
 pytestmark = pytest.mark.slow
 
@@ -315,6 +316,16 @@ def test_charts_begin_with_the_servers_history_and_go_on(port_with_history: int,
     assert page.js(points) == SAMPLES - 40
     page.wait(f"document.querySelectorAll('.chart path')[1].getAttribute('d') !== '{hits}'")
     assert page.js(points) == SAMPLES - 40
+
+
+def test_engines_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    hidden = "document.querySelector('#engines').hidden"
+    assert page.js(hidden) is True
+    pool.engine_table.write({pool.sessions[0].row.number: EngineFigures(2, 4000, 3000, 120, 1, 77, 3, 5)})
+    page.wait("document.querySelectorAll('#engines tbody tr').length === 1")
+    assert page.js(hidden) is False
+    assert rows(page, "#engines") == [["chat-eu", "75%", "4,000", "2", "120", "1", "77", "3", "5"]]
 
 
 def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:

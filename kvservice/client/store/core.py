@@ -4,6 +4,7 @@ blocks in the memory of the store that this process may read, or write."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -510,6 +511,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                     num_read=uses.read,
                     missing=b"".join(uses.missing),
                     num_not_whole=uses.not_whole,
+                    engine=uses.engine and store_pb2.EngineReport(**dataclasses.asdict(uses.engine)),
                 )
                 await link.call("store_touch", reported, timeout_s)
             for part in parts(num_keys(packed), keys_in_request(link)):

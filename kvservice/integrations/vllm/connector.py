@@ -239,6 +239,8 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, ReportMetadata) else WorkerReport()
+        if (stats := connector_output.kv_connector_stats) is not None:
+            self._scheduler.count(stats.data)
         self._scheduler.received(
             report,
             connector_output.finished_recving or (),

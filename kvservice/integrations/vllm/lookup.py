@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.store.memory import SharedLease
-from kvservice.client.store.values import SharedUses
+from kvservice.client.store.values import EngineReport, SharedUses
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -283,6 +283,8 @@ class StoreLookup:
         self._expecting: Future[None] | None = None
         self._asks = True
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
+        # The latest figures of the engine, for the daemon.
+        self._engine, self._engine_told = EngineReport(), EngineReport()
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
@@ -459,8 +461,10 @@ class StoreLookup:
         if len(self._touched) < MAX_TOUCHED:
             self._touched.update(dict.fromkeys(keys))
 
-    def end_step(self) -> None:
-        """Send what has gathered, and drop old promises. The next step may wait again."""
+    def end_step(self, engine: EngineReport | None = None) -> None:
+        """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
+        the `engine` to operators."""
+        self._engine = engine or self._engine
         self._left_s = self._step_s
         now = self._clock()
         old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
@@ -533,12 +537,16 @@ class StoreLookup:
         uses = self._take_uses()
         for finder in self._finders if keys or uses is not None else ():
             finder.touch(keys, uses)
-            uses = uses and dataclasses.replace(uses, missing=[], not_whole=0)
+            uses = uses and dataclasses.replace(uses, missing=[], not_whole=0, engine=None)
 
     def _take_uses(self) -> SharedUses | None:
         with self._uses_lock:
             uses, self._uses = self._uses, SharedUses()
-        return None if uses == SharedUses() else uses
+        engine = self._engine
+        if uses == SharedUses() and engine == self._engine_told:
+            return None
+        self._engine_told = engine
+        return dataclasses.replace(uses, engine=engine)
 
     def _is_kept(self, promise: _Promise) -> bool:
         """Whether an answer can be given again. Renews its leases from time to time."""

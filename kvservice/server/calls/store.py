@@ -34,7 +34,7 @@ from kvservice.server.loop import Answer, Caller, despite_leaving, in_slices, to
 from kvservice.server.memory.region import REMOTE, Places
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.store import ServerStore
-from kvservice.store import BlockStore, NamespaceIdentity, SessionStore, StoredNamespace
+from kvservice.store import BlockStore, EngineFigures, NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
 from kvservice.store.namespaces import POOL_KEYS
 from kvservice.store.session import Reservation
@@ -53,6 +53,7 @@ MAX_TEXT_LENGTH = 256
 # The most that a client reports of one kind in a call.
 MAX_REPORTED = 1 << 32
 MAX_MISSING = 256
+MAX_FIGURE = 1 << 53
 
 
 class StoreCalls:
@@ -193,6 +194,10 @@ class StoreCalls:
         for field in ("num_hits", "num_misses", "num_read", "num_not_whole"):
             if getattr(request, field) > MAX_REPORTED:
                 raise InvalidArgumentError(f"{getattr(request, field)} is more than {MAX_REPORTED}", field=field)
+        engine = EngineFigures(*(getattr(request.engine, name) for name in EngineFigures._fields))
+        for field, number in zip(engine._fields, engine, strict=True):
+            if number > MAX_FIGURE:
+                raise InvalidArgumentError(f"{number} is more than {MAX_FIGURE}", field=f"engine.{field}")
         if check_keys(request.missing, "missing") > MAX_MISSING:
             raise InvalidArgumentError(f"has more than {MAX_MISSING} keys", field="missing")
         self._store.blocks.count(
@@ -203,6 +208,8 @@ class StoreCalls:
             request.missing,
             request.num_not_whole,
         )
+        if request.HasField("engine"):
+            own_store(session).engine = engine
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
     def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:
