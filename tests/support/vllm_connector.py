@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +170,7 @@ class Engine:
         config = connector_config() if config is None else config
         groups = connector.groups.tensor
         self.layers = {"layer": blocks_of(values, num_blocks)} if layers is None else layers
+        self.counted: Counter[str] = Counter()
         self.workers = []
         for rank, store in enumerate(stores):
             groups.rank_in_group, groups.world_size = rank, len(stores)
@@ -242,6 +244,7 @@ class Engine:
             worker.wait_for_save()
             outputs.append(output_of(worker))
         output = added(outputs)
+        self.counted.update({} if output.kv_connector_stats is None else output.kv_connector_stats.data)
         self.scheduler.update_connector_output(output)
         return output
 

@@ -249,7 +249,7 @@ class ConnectorScheduler:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
         that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
         in any case, to get the logits: one token less is answered if the blocks have all."""
-        first, stop = num_computed_tokens // self._block_size, request.num_tokens // self._block_size
+        first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(request.num_tokens)
         self._answers[request.request_id] = _Answer(first)
         if not self._options.loads or self._lookup is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
