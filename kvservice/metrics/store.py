@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvservice.metrics.families import counter, counters, gauge, gauges
 from kvservice.telemetry.figures import SavedStats
@@ -34,6 +34,8 @@ _COUNTERS = {
     "removed": ("blocks_removed", "Blocks that clients removed from the block store."),
 }
 
+_MISSED = ("evicted", "not_whole", "other_namespace", "never_stored")
+
 
 def store_metrics(reading: Reading) -> Iterator[Metric]:
     """Yield nothing if the daemon has no store."""
@@ -48,6 +50,20 @@ def store_metrics(reading: Reading) -> Iterator[Metric]:
     for field, (name, text) in _COUNTERS.items():
         values = ((model, getattr(each, field)) for model, each in models.items())
         yield counters(f"store_{name}", text, "model", values)
+    yield _reasons(reading)
+
+
+def _reasons(reading: Reading) -> CounterMetricFamily:
+    text = (
+        "Counted lookups that missed a block, by why the first of the missing ones was not there: it was, and has left "
+        "(evicted); other ranks or groups have their parts (not_whole); it is in another namespace (other_namespace), "
+        "of another model configuration, vLLM or tenant; or none of these (never_stored)."
+    )
+    family = CounterMetricFamily("kvservice_store_lookups_missed", text, labels=["model", "reason"])
+    for model, figures in reading.store_models.items():
+        for reason in _MISSED:
+            family.add_metric([model, reason], getattr(figures, f"{reason}_misses"))
+    return family
 
 
 # ---- metrics of the tiers below the block store, by tier

@@ -104,6 +104,24 @@ interface SessionRow {
   hit_tokens: number;
   /** Missing if the session has none. */
   scheduler?: SchedulerFigures;
+  /** Missing if the session is not that of an engine with K/V in the block store. */
+  engine?: EngineFigures;
+}
+
+/** Requests with loads in flight, and counters. */
+interface EngineFigures {
+  loads_in_flight: number;
+  prompt_tokens: number;
+  found_tokens: number;
+  blocks_loaded: number;
+  blocks_not_loaded: number;
+  blocks_saved: number;
+  blocks_not_saved: number;
+  blocks_skipped: number;
+}
+
+interface EngineRow extends SessionRow {
+  engine: EngineFigures;
 }
 
 interface SchedulerRow extends SessionRow {
@@ -140,6 +158,11 @@ interface StoreFigures {
   reserved: number;
   hits: number;
   misses: number;
+  /** Lookups that missed a block, by why the first of the missing ones was not there. */
+  evicted_misses: number;
+  not_whole_misses: number;
+  other_namespace_misses: number;
+  never_stored_misses: number;
   quarantined: number;
   up_bytes_per_s: number;
   down_bytes_per_s: number;

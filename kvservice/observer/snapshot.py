@@ -109,23 +109,28 @@ def _scheduling(latest: Reading, history: History) -> dict[str, Any]:
 
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
     scheduler = {} if session.scheduler is None else {"scheduler": session.scheduler._asdict()}
-    return scheduler | {
-        "session_id": session.session_id,
-        "name": session.name,
-        "tenant": session.tenant,
-        "attached": session.attached,
-        "age_s": now_s - session.opened_s,
-        "sequences": session.sequences,
-        "swapped_sequences": session.swapped_sequences,
-        "tokens": session.tokens,
-        "blocks": session.blocks,
-        "regions": session.regions,
-        "region_bytes": session.region_bytes,
-        "lane": session.lane,
-        "computed_tokens": session.computed_tokens,
-        "query_tokens": session.query_tokens,
-        "hit_tokens": session.hit_tokens,
-    }
+    engine = {} if session.engine is None else {"engine": session.engine._asdict()}
+    return (
+        scheduler
+        | engine
+        | {
+            "session_id": session.session_id,
+            "name": session.name,
+            "tenant": session.tenant,
+            "attached": session.attached,
+            "age_s": now_s - session.opened_s,
+            "sequences": session.sequences,
+            "swapped_sequences": session.swapped_sequences,
+            "tokens": session.tokens,
+            "blocks": session.blocks,
+            "regions": session.regions,
+            "region_bytes": session.region_bytes,
+            "lane": session.lane,
+            "computed_tokens": session.computed_tokens,
+            "query_tokens": session.query_tokens,
+            "hit_tokens": session.hit_tokens,
+        }
+    )
 
 
 def _sequences(

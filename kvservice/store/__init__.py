@@ -10,12 +10,13 @@ table        NamespaceTable: which namespaces there are, their quotas and counte
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
 records      StoreRecords: what outlives the daemon's process beside the index
+misses       GhostKeys, and the reasons why blocks are missing
 namespaces   NamespaceIdentity, StoredNamespace
-figures      ModelFigures: gauges and counters by model
+figures      ModelFigures: gauges and counters by model; EngineFigures: those that engines report
 index        KeyIndex: what the native class does
 """
 
-from kvservice.store.figures import ModelFigures
+from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
@@ -34,6 +35,7 @@ __all__ = [
     "PRESENT",
     "WORD_BYTES",
     "BlockStore",
+    "EngineFigures",
     "KeyIndex",
     "LeaseClock",
     "ModelFigures",

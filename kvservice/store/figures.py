@@ -6,11 +6,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class EngineFigures(NamedTuple):
+    """What an engine reports of itself: requests with loads in flight, then counters since its start: tokens that it
+    looked up and found, and blocks."""
+
+    loads_in_flight: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    blocks_loaded: int = 0
+    blocks_not_loaded: int = 0
+    blocks_saved: int = 0
+    blocks_not_saved: int = 0
+    blocks_skipped: int = 0
+
+
 @dataclass
 class NamespaceCounters:
     """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
     namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed because their checksum was
-    wrong, and `removed` by clients."""
+    wrong, and `removed` by clients. The first missing block of each lookup is counted by the reason, see misses.py."""
 
     hits: int = 0
     misses: int = 0
@@ -22,6 +36,10 @@ class NamespaceCounters:
     refused: int = 0
     corrupt: int = 0
     removed: int = 0
+    evicted_misses: int = 0
+    not_whole_misses: int = 0
+    other_namespace_misses: int = 0
+    never_stored_misses: int = 0
 
 
 class ModelFigures(NamedTuple):
@@ -45,3 +63,7 @@ class ModelFigures(NamedTuple):
     refused: int = 0
     corrupt: int = 0
     removed: int = 0
+    evicted_misses: int = 0
+    not_whole_misses: int = 0
+    other_namespace_misses: int = 0
+    never_stored_misses: int = 0

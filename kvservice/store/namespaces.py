@@ -27,6 +27,13 @@ class NamespaceIdentity:
     key_algorithm: str
     tenant: str
 
+    def is_rank_beside(self, other: NamespaceIdentity) -> bool:
+        """Whether the other namespace has another part of the same blocks: that of another rank."""
+        same = ("model", "weights", "dtype", "tp_size", "pp_size", "key_algorithm", "tenant")
+        return (self.tp_rank, self.pp_rank) != (other.tp_rank, other.pp_rank) and all(
+            getattr(self, name) == getattr(other, name) for name in same
+        )
+
     @property
     def outlives_daemon(self) -> bool:
         """Whether values may go to tiers that outlive the daemon: blocks of the pool only if their weights have a

@@ -15,6 +15,7 @@ from kvservice.errors import (
     UnknownNamespaceError,
     UnknownReservationError,
 )
+from kvservice.store.figures import EngineFigures
 from kvservice.store.index import KEY_BYTES, WORD_BYTES
 from kvservice.store.leases import Lease
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
@@ -93,6 +94,8 @@ class SessionStore:
         self._committing: dict[int, Reservation] = {}
         self.opening = Opening()
         self.ended = Ended()
+        # The last report of the client's engine.
+        self.engine: EngineFigures | None = None
 
     # ---- namespaces
 
@@ -274,4 +277,5 @@ class SessionStore:
             self._store.leave(namespace)
         self._records.session_writers.discard(self._session_id)
         self.opening.ended = True
+        self.engine = None
         self.opening = Opening()

@@ -16,6 +16,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.store.figures import ModelFigures
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
+from kvservice.store.misses import MAX_SEARCHED, GhostKeys
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
 from kvservice.store.records import StoreRecords
@@ -99,7 +100,8 @@ class BlockStore:
         self._namespaces = NamespaceTable(config, index, records)
         # The slots that the process before had reserved, and those that it had condemned.
         self.found_reserved, self.found_condemned = self._namespaces.recover()
-        index.record_removed(journal is not None)
+        index.record_removed(True)
+        self._ghosts = GhostKeys()
         self.watcher: StoreWatcher | None = None
 
     def __iter__(self) -> Iterator[StoredNamespace]:
@@ -138,25 +140,62 @@ class BlockStore:
 
     # ---- blocks
 
-    def lookup(self, namespace: StoredNamespace, keys: bytes, *, counted: bool = True) -> tuple[int, bytes]:
+    def lookup(
+        self, namespace: StoredNamespace, keys: bytes, *, counted: bool = True, explained: bool = True
+    ) -> tuple[int, bytes]:
         """Return the number of leading keys found, and a bitmap."""
         num_leading, found = self._index.lookup(namespace.number, keys)
         if counted:
-            self.count_lookup(namespace, keys, found)
+            self.count_lookup(namespace, keys, found, explained=explained)
         return num_leading, found
 
     def has_all(self, namespace: StoredNamespace, keys: bytes) -> bool:
         """Return whether all of these blocks are there."""
         return self._index.lookup(namespace.number, keys)[0] == len(keys) // KEY_BYTES
 
-    def count_lookup(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
-        """Count a lookup whose result is this bitmap."""
-        num_found = int.from_bytes(found, "little").bit_count()
+    def count_lookup(self, namespace: StoredNamespace, keys: bytes, found: bytes, *, explained: bool = True) -> None:
+        """Count a lookup whose result is this bitmap, and, `explained`, why its first missing block is missing."""
+        bits = int.from_bytes(found, "little")
+        num_found, num_keys = bits.bit_count(), len(keys) // KEY_BYTES
         namespace.counters.hits += num_found
-        namespace.counters.misses += len(keys) // KEY_BYTES - num_found
+        namespace.counters.misses += num_keys - num_found
+        if explained and num_found < num_keys:
+            first = (~bits & (bits + 1)).bit_length() - 1  # the lowest bit that is 0
+            self.count_missing(namespace, keys[KEY_BYTES * first : KEY_BYTES * (first + 1)])
 
-    def count(self, namespace: StoredNamespace, hits: int, misses: int, read: int) -> None:
-        """Count what a client has done in the memory by itself."""
+    def count_missing(self, namespace: StoredNamespace, keys: bytes, *, whole: bool = False) -> None:
+        """Count why each of these blocks is missing. `whole`: no rank had its part when they were looked up, so that
+        what other ranks have now says nothing."""
+        gone = self._ghosts.have(namespace, keys)
+        left = b"".join(keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, left in enumerate(gone) if not left)
+        beside = elsewhere = 0
+        for other in self._namespaces.latest(MAX_SEARCHED) if left else ():
+            bits = int.from_bytes(self._index.lookup(other.number, left)[1], "little")
+            if not bits or other is namespace:
+                continue
+            if not namespace.identity.is_rank_beside(other.identity):
+                elsewhere |= bits
+            elif not whole:
+                beside |= bits
+        counters = namespace.counters
+        counters.evicted_misses += sum(gone)
+        counters.not_whole_misses += beside.bit_count()
+        counters.other_namespace_misses += (elsewhere & ~beside).bit_count()
+        counters.never_stored_misses += len(left) // KEY_BYTES - (elsewhere | beside).bit_count()
+
+    def count(
+        self,
+        namespace: StoredNamespace,
+        hits: int,
+        misses: int,
+        read: int,
+        missing: bytes = b"",
+        num_not_whole: int = 0,
+    ) -> None:
+        """Count what a client has done in the memory by itself. `missing` are the first missing keys of its lookups;
+        those of `num_not_whole` more are not whole."""
+        self.count_missing(namespace, missing, whole=True)
+        namespace.counters.not_whole_misses += num_not_whole
         namespace.counters.hits += hits
         namespace.counters.misses += misses
         namespace.counters.read += read
@@ -254,8 +293,8 @@ class BlockStore:
         of all slices; blocks that are stored between two slices have events of their own."""
         left = num_blocks = self._index.stats(namespace.number).num_blocks
         left -= self._index.clear(namespace.number, min(left, CLEARED_BLOCKS))
+        self._take_removed()
         if self._journal is not None:
-            self._index.take_removed()
             self._journal.store_changed(StoreChange("cleared", namespace.identity, b""))
         namespace.num_users += 1
         try:
@@ -293,17 +332,25 @@ class BlockStore:
         return self._namespaces.figures()
 
     def _report_removed(self) -> None:
-        if self._journal is None:
-            return
-        identities = {one.number: one.identity for one in self}
-        for number, keys in self._index.take_removed():
-            self._journal.store_changed(StoreChange("removed", identities[number], keys))
+        for namespace, keys in self._take_removed():
+            if self._journal is not None:
+                self._journal.store_changed(StoreChange("removed", namespace.identity, keys))
+
+    def _take_removed(self) -> list[tuple[StoredNamespace, bytes]]:
+        """Remember the keys that have left the index since the last call, and return them by namespace."""
+        if not (removed := self._index.take_removed()):
+            return []
+        by_number = {one.number: one for one in self}
+        found = [(by_number[number], keys) for number, keys in removed]
+        for namespace, keys in found:
+            self._ghosts.add(namespace, keys)
+        return found
 
 
-def check_keys(keys: bytes) -> int:
+def check_keys(keys: bytes, field: str = "keys") -> int:
     """Return the number of keys. Raises InvalidArgumentError if the bytes are no whole number of keys."""
     if len(keys) % KEY_BYTES:
-        raise InvalidArgumentError(f"{len(keys)} bytes, keys have {KEY_BYTES} each", field="keys")
+        raise InvalidArgumentError(f"{len(keys)} bytes, keys have {KEY_BYTES} each", field=field)
     return len(keys) // KEY_BYTES
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -44,6 +45,10 @@ class NamespaceTable:
 
     def __iter__(self) -> Iterator[StoredNamespace]:
         return iter(self._namespaces.values())
+
+    def latest(self, most: int) -> Iterator[StoredNamespace]:
+        """Yield at most so many namespaces, those first that were opened or left last."""
+        return itertools.islice(reversed(self._namespaces.values()), most)
 
     def has_place(self, identity: NamespaceIdentity) -> bool:
         return identity in self._namespaces or len(self._namespaces) < self._config.max_namespaces

@@ -3,8 +3,8 @@
 arrays      named arrays in one memory file
 sessions    one row per session
 calls       latency of calls by method, status and transport
-figures     figures that are written on request: of the daemon, the schedulers, the block store, the tiers below it,
-            transfers between hosts, and other parts that a daemon may lack
+figures     figures that are written on request: of the daemon, the schedulers, the block store and its engines, the
+            tiers below it, transfers between hosts, and other parts that a daemon may lack
 reading     what the observer reads from the arrays: `Reader` makes a `Reading`, with the figures of each part
 link        requests and replies over a socket
 """
@@ -13,6 +13,7 @@ from kvservice.telemetry.arrays import Arrays, SharedArrays, open_arrays
 from kvservice.telemetry.calls import BUCKETS_S, STATUSES, WIDTH, CallTable, keys
 from kvservice.telemetry.figures import (
     DaemonStatsTable,
+    EngineTable,
     FiguresTable,
     SavedStats,
     SchedulerReading,
@@ -42,6 +43,7 @@ __all__ = [
     "Asker",
     "CallTable",
     "DaemonStatsTable",
+    "EngineTable",
     "FiguresTable",
     "Reader",
     "Reading",

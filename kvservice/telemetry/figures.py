@@ -13,7 +13,7 @@ from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import Zeros
 from kvservice.scheduler import Latencies, SchedulerFigures
 from kvservice.scheduler.stats import WIDTH as TOKEN_WIDTH
-from kvservice.store.figures import ModelFigures
+from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.telemetry.calls import WIDTH
 from kvservice.tiers.protocol import STATES, TierStats
 
@@ -166,6 +166,33 @@ def read_schedulers(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[int, S
     totals = SchedulerFigures(*arrays["scheduler_totals"].tolist())
     counts, seconds = arrays["token_counts"].copy(), arrays["token_seconds"].copy()
     return figures, SchedulerReading(len(figures), totals, counts, seconds)
+
+
+# ---- engines with K/V in the block store
+
+
+class EngineTable:
+    """A shared array: engines int64[max_sessions, 1 + figures] are in the rows of their sessions, in the order of the
+    fields of `EngineFigures`, with 0 in the first column if the session has reported none."""
+
+    def __init__(self, max_sessions: int, zeros: Zeros) -> None:
+        self._rows: npt.NDArray[np.int64] = zeros("engines", (max_sessions, 1 + len(EngineFigures._fields)), np.int64)
+        self._written: set[int] = set()
+
+    def write(self, figures: Mapping[int, EngineFigures]) -> None:
+        """Write the figures of the engines by the rows of their sessions."""
+        for row in self._written - figures.keys():
+            self._rows[row, 0] = 0
+        for row, values in figures.items():
+            self._rows[row] = 1, *values
+        self._written = set(figures)
+
+
+def read_engines(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[int, EngineFigures]:
+    """Return the figures by the rows of the sessions."""
+    table = arrays["engines"]
+    rows = np.flatnonzero(table[:, 0]).tolist()
+    return {row: EngineFigures(*values[1:]) for row, values in zip(rows, table[rows].tolist(), strict=True)}
 
 
 # ---- the block store by model

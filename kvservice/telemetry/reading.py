@@ -25,7 +25,7 @@ from kvservice.blocks.state import (
 )
 from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
-from kvservice.store.figures import ModelFigures
+from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
@@ -34,6 +34,7 @@ from kvservice.telemetry.figures import (
     SchedulerReading,
     ServerStats,
     TransferReading,
+    read_engines,
     read_figures,
     read_schedulers,
     read_store,
@@ -53,7 +54,7 @@ FloatArray = npt.NDArray[np.float64]
 
 class SessionReading(NamedTuple):
     """An open session, with sums over its sequences. `blocks` counts the entries of its block tables. `scheduler` is
-    None if it has none."""
+    None if it has none, `engine` if it has reported none."""
 
     session_id: int
     name: str
@@ -71,6 +72,7 @@ class SessionReading(NamedTuple):
     query_tokens: int
     hit_tokens: int
     scheduler: SchedulerFigures | None = None
+    engine: EngineFigures | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +144,7 @@ class Reader:
             arrays["call_seconds"].copy(),
             arrays["age_counts"].copy(),
             arrays["age_seconds"].copy(),
-            list(self._describe(session_rows, figures)),
+            list(self._describe(session_rows, figures, read_engines(arrays))),
             tenants,
             *read_store(arrays),
             schedulers,
@@ -185,7 +187,9 @@ class Reader:
         }
         return rows, tokens
 
-    def _describe(self, rows: IntArray, schedulers: Mapping[int, SchedulerFigures]) -> Iterator[SessionReading]:
+    def _describe(
+        self, rows: IntArray, schedulers: Mapping[int, SchedulerFigures], engines: Mapping[int, EngineFigures]
+    ) -> Iterator[SessionReading]:
         sequences = self.sequences()
         count = len(rows)
 
@@ -214,4 +218,5 @@ class Reader:
                 row[QUERY_TOKENS],
                 row[HIT_TOKENS],
                 schedulers.get(number),
+                engines.get(number),
             )

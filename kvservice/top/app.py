@@ -128,7 +128,7 @@ class TopApp(App[None]):
     #state, #search { display: none; }
     #search { border: none; height: 1; padding: 0; background: ansi_default; color: ansi_default; }
     #calls { height: auto; max-height: 12; }
-    #schedulers { height: auto; max-height: 8; }
+    #schedulers, #engines { height: auto; max-height: 8; }
     Screen.-short SnapshotTable { display: none; }
     Screen.-short SnapshotTable.current { display: block; height: 1fr; max-height: 100%; }
     SnapshotTable.unused { display: none; }

@@ -174,5 +174,34 @@ SCHEDULERS = Table(
     lambda snapshot: snapshot.HasField("scheduling"),
 )
 
-TABLES = (CALLS, SESSIONS, SCHEDULERS, SEQUENCES)
+
+def _engine_sessions(snapshot: Snapshot) -> list[SessionSnapshot]:
+    return [session for session in snapshot.sessions if session.HasField("engine")]
+
+
+def _found_share(row: SessionSnapshot) -> float | None:
+    return row.engine.found_tokens / row.engine.prompt_tokens if row.engine.prompt_tokens else None
+
+
+ENGINES = Table(
+    "Engines",
+    (
+        Column("session", "SESSION", 8, lambda row: row.session_id, str),
+        _text("name", "NAME", 26, lambda row: row.name),
+        Column("found", "FOUND", 8, _found_share, fmt.share),
+        Column("found_tokens", "OF TOKENS", 11, lambda row: row.engine.prompt_tokens),
+        Column("loading", "LOADING", 8, lambda row: row.engine.loads_in_flight),
+        Column("loaded", "LOADED", 9, lambda row: row.engine.blocks_loaded),
+        Column("not_loaded", "NOT LOADED", 11, lambda row: row.engine.blocks_not_loaded),
+        Column("saved", "SAVED", 9, lambda row: row.engine.blocks_saved),
+        Column("not_saved", "NOT SAVED", 10, lambda row: row.engine.blocks_not_saved),
+        Column("skipped", "SKIPPED", 9, lambda row: row.engine.blocks_skipped),
+    ),
+    "found_tokens",
+    _engine_sessions,
+    lambda snapshot: len(_engine_sessions(snapshot)),
+    lambda snapshot: bool(_engine_sessions(snapshot)),
+)
+
+TABLES = (CALLS, SESSIONS, SCHEDULERS, ENGINES, SEQUENCES)
 SORT_KEYS = tuple(dict.fromkeys(column.key for table in TABLES for column in table.columns))

@@ -185,8 +185,14 @@ def _legend(pool: PoolSnapshot) -> Columns:
     )
 
 
+# Why blocks were missing: the fields of a snapshot with this and `_misses`.
+_MISSED = ("evicted", "not_whole", "other_namespace", "never_stored")
+
+
 def _store(store: StoreSnapshot) -> Columns:
     lookups = store.hits + store.misses
+    missed = [(reason.replace("_", " "), getattr(store, f"{reason}_misses")) for reason in _MISSED]
+    reasons = ", ".join(f"{fmt.count(number)} {reason}" for reason, number in missed if number)
     pairs = (
         ("Store", f"{fmt.size(store.used_bytes)} of {fmt.size(store.num_bytes)}"),
         ("blocks", fmt.count(store.blocks)),
@@ -194,6 +200,7 @@ def _store(store: StoreSnapshot) -> Columns:
         ("being written", fmt.count(store.reserved)),
         ("in quarantine", fmt.count(store.quarantined)),
         ("found", fmt.share(store.hits / lookups if lookups else None)),
+        *((("missed", reasons),) if reasons else ()),
     )
     return items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
 

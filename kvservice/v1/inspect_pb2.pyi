@@ -1,3 +1,4 @@
+from kvservice.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -201,7 +202,7 @@ class LostSnapshot(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., steps: _Optional[int] = ..., schedulers: _Optional[int] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
-    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined", "up_bytes_per_s", "down_bytes_per_s", "hit_share")
+    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined", "up_bytes_per_s", "down_bytes_per_s", "hit_share", "evicted_misses", "not_whole_misses", "other_namespace_misses", "never_stored_misses")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +214,10 @@ class StoreSnapshot(_message.Message):
     UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NOT_WHOLE_MISSES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_NAMESPACE_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NEVER_STORED_MISSES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     used_bytes: int
     blocks: int
@@ -224,7 +229,11 @@ class StoreSnapshot(_message.Message):
     up_bytes_per_s: float
     down_bytes_per_s: float
     hit_share: float
-    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ...) -> None: ...
+    evicted_misses: int
+    not_whole_misses: int
+    other_namespace_misses: int
+    never_stored_misses: int
+    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ..., evicted_misses: _Optional[int] = ..., not_whole_misses: _Optional[int] = ..., other_namespace_misses: _Optional[int] = ..., never_stored_misses: _Optional[int] = ...) -> None: ...
 
 class TierSnapshot(_message.Message):
     __slots__ = ("name", "state", "num_values", "used_bytes", "capacity_bytes", "hits", "misses", "read_values", "read_bytes", "read_s", "written_values", "written_bytes", "write_s", "evicted", "removed", "refused", "dropped", "corrupt", "errors", "suspensions", "latency_s", "read_bytes_per_s", "write_bytes_per_s", "up_bytes_per_s", "down_bytes_per_s", "hit_share")
@@ -429,7 +438,7 @@ class CallSnapshot(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., calls_per_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
 
 class SessionSnapshot(_message.Message):
-    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens", "scheduler")
+    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens", "scheduler", "engine")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +455,7 @@ class SessionSnapshot(_message.Message):
     QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     name: str
     tenant: str
@@ -462,7 +472,8 @@ class SessionSnapshot(_message.Message):
     query_tokens: int
     hit_tokens: int
     scheduler: SchedulerSnapshot
-    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., scheduler: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ...) -> None: ...
+    engine: _store_pb2.EngineReport
+    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., scheduler: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ..., engine: _Optional[_Union[_store_pb2.EngineReport, _Mapping]] = ...) -> None: ...
 
 class SequenceSnapshot(_message.Message):
     __slots__ = ("session_id", "session_name", "sequence_id", "length", "computed", "blocks", "swapped")

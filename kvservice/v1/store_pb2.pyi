@@ -81,18 +81,20 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ..., number: _Optional[int] = ..., has_tiers: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s")
+    __slots__ = ("session_token", "namespace_id", "keys", "uncounted", "max_wait_s", "unexplained")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    UNEXPLAINED_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     uncounted: bool
     max_wait_s: float
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ...) -> None: ...
+    unexplained: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ..., max_wait_s: _Optional[float] = ..., unexplained: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("num_leading", "found", "num_in_memory")
@@ -277,20 +279,46 @@ class BatchPutResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
 class TouchRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read")
+    __slots__ = ("session_token", "namespace_id", "keys", "num_hits", "num_misses", "num_read", "missing", "num_not_whole", "engine")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_MISSES_FIELD_NUMBER: _ClassVar[int]
     NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOT_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
     num_hits: int
     num_misses: int
     num_read: int
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ...) -> None: ...
+    missing: bytes
+    num_not_whole: int
+    engine: EngineReport
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[int] = ..., num_read: _Optional[int] = ..., missing: _Optional[bytes] = ..., num_not_whole: _Optional[int] = ..., engine: _Optional[_Union[EngineReport, _Mapping]] = ...) -> None: ...
+
+class EngineReport(_message.Message):
+    __slots__ = ("loads_in_flight", "prompt_tokens", "found_tokens", "blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
+    LOADS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_LOADED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    loads_in_flight: int
+    prompt_tokens: int
+    found_tokens: int
+    blocks_loaded: int
+    blocks_not_loaded: int
+    blocks_saved: int
+    blocks_not_saved: int
+    blocks_skipped: int
+    def __init__(self, loads_in_flight: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_not_loaded: _Optional[int] = ..., blocks_saved: _Optional[int] = ..., blocks_not_saved: _Optional[int] = ..., blocks_skipped: _Optional[int] = ...) -> None: ...
 
 class TouchResponse(_message.Message):
     __slots__ = ("num_blocks",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ from scraping import Samples, by_label, scrape_until
 from small_pool import SMALL_POOL
 from vllm_connector import Engine, connector_config
 from vllm_requests import BLOCK_SIZE
+from waiting import until
 
 from kvservice.client import StoreNamespace
+from kvservice.client.store.values import EngineReport
 from kvservice.integrations.common import ConnectorOptions, EngineBlocks
 from kvservice.launch import Daemon
-from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
+from kvservice.v1 import inspect_pb2, inspect_pb2_grpc, store_pb2
 
 KEYS = tuple(bytes([n]) * 32 for n in range(4))
 COUNTED = ("lookup_hits", "lookup_misses", "blocks_read", "blocks_stored")
@@ -46,17 +49,32 @@ def is_counted(port: int, model: str, *expected: int) -> bool:
     return bool(scrape_until(port, lambda samples: counters(samples, model) == expected))
 
 
-def session_names(daemon: Daemon) -> list[str]:
+def reasons(samples: Samples, model: str) -> dict[str, float]:
+    """Return how many lookups missed a block, by the reason."""
+    found = {
+        dict(labels)["reason"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvservice_store_lookups_missed_total" and dict(labels)["model"] == model
+    }
+    return {reason: value for reason, value in found.items() if value}
+
+
+def sessions_of(daemon: Daemon) -> list[inspect_pb2.SessionSnapshot]:
     with grpc.insecure_channel(daemon.address) as channel:
         stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
         snapshot = stub.GetSnapshot(inspect_pb2.GetSnapshotRequest(), timeout=60)
-    return sorted(session.name for session in snapshot.sessions)
+    return list(snapshot.sessions)
+
+
+def session_names(daemon: Daemon) -> list[str]:
+    return sorted(session.name for session in sessions_of(daemon))
 
 
 def test_a_request_of_vllm_counts_once(
     daemon: Daemon, port: int, vllm_connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks of three are saved; the next request finds and loads them and misses two."""
+    """Two blocks of three are saved; the next request finds and loads them and misses two, of which one has its reason
+    counted."""
     model = "of vLLM"
     monkeypatch.setattr(vllm_connector.groups, "pipeline", SimpleNamespace(rank_in_group=1, world_size=2))
     limits = {"lookup_timeout_s": 60.0, "transfer_timeout_s": 60.0, "prefill_tokens_per_s": 4.0}
@@ -71,6 +89,15 @@ def test_a_request_of_vllm_counts_once(
         engine.compute(engine.step())
         assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
         assert is_counted(port, model, 2, 5, 2, 2)
+        assert scrape_until(port, lambda samples: reasons(samples, model) == {"never_stored": 2})
+        expected = EngineReport(0, 6 * BLOCK_SIZE, 2 * BLOCK_SIZE, blocks_loaded=2, blocks_saved=2)
+
+        def reported() -> bool:
+            engine.compute(engine.step())
+            shown = {row.name: row.engine for row in sessions_of(daemon) if row.HasField("engine")}
+            return shown == {"vllm background tp0 pp1": store_pb2.EngineReport(**asdict(expected))}
+
+        until(reported)
         assert session_names(daemon) == [f"vllm {part} tp0 pp1" for part in ("background", "scheduler", "worker")]
     finally:
         engine.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from each_row import each_row
 from fake_store import FakeStore
-from vllm_connector import FullAttentionSpec, SlidingWindowSpec, cache_config, connector_config, stores_of
+from vllm_connector import FullAttentionSpec, MambaSpec, SlidingWindowSpec, cache_config, connector_config, stores_of
 from vllm_requests import BLOCK_SIZE
 from vllm_stub import Role
 
@@ -23,7 +23,7 @@ from kvservice.errors import InvalidArgumentError
 class MLAAttentionSpec: ...
 
 
-class MambaSpec: ...
+class EncoderSpec: ...
 
 
 class PrefixLMSpec(FullAttentionSpec):
@@ -89,8 +89,9 @@ def test_random_seeds_are_refused_unless_vllm_has_a_seed_of_its_own(
 
 def test_models_whose_blocks_are_not_the_kv_of_their_tokens_are_refused(vllm_connector: Any) -> None:
     rows: list[tuple[object, ...]] = [
-        (MambaSpec(),),
-        (FullAttentionSpec(), MambaSpec()),
+        (FullAttentionSpec(), MambaSpec("none")),
+        (FullAttentionSpec(), MambaSpec(num_speculative_blocks=1)),
+        (FullAttentionSpec(), EncoderSpec()),
         (PrefixLMSpec(),),
         (several(FullAttentionSpec(), SlidingWindowSpec(8)),),
         (several(SlidingWindowSpec(4), SlidingWindowSpec(8)),),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_store import FakeStore
-from vllm_connector import Engine, FullAttentionSpec, SlidingWindowSpec, connector_config
+from vllm_connector import Engine, FullAttentionSpec, MambaSpec, SlidingWindowSpec, connector_config
 from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, wanted
 from vllm_stub import name_of_block
 from waiting import until
@@ -26,12 +26,14 @@ OpenEngine = Callable[..., Engine]
 
 
 def random_groups(chance: random.Random) -> CacheGroups:
-    kinds = [Group(), Group(window=chance.randint(1, 30)), Group(chunk=chance.randint(1, 30))]
+    kinds = [Group(), Group(window=chance.randint(1, 30)), Group(chunk=chance.randint(1, 30)), Group(recurrent=True)]
     return CacheGroups(chance.choices(kinds, k=chance.randint(1, 4)), chance.randint(1, 8))
 
 
 def attended(group: Group, num_tokens: int) -> list[int]:
     """Return the tokens before the next one to which it attends."""
+    if group.recurrent:
+        return list(range(num_tokens))[-1:]
     if group.window:
         return [token for token in range(num_tokens) if num_tokens - token < group.window]
     return [
@@ -177,3 +179,30 @@ def test_a_load_that_fails_is_that_of_its_request(engine: OpenEngine) -> None:
     until(ended)
     assert failed == {"b"}
     assert worker.get_block_ids_with_load_errors() == set()
+
+
+def test_of_a_recurrent_layer_the_state_at_the_end_of_the_prefix_is_enough(vllm_connector: Any) -> None:
+    """It is loaded asynchronously: vLLM copies states to other blocks before a step loads. vLLM keeps the states after
+    12 and 20 tokens."""
+    made = Engine(vllm_connector, FakeStore(), config=connector_config(), specs=(FullAttentionSpec(), MambaSpec()))
+    request = FakeRequest("a", TOKENS)
+    for block, block_id in ((2, 13), (4, 15)):
+        made.pool.blocks[block_id].block_hash = name_of_block(request.block_hashes[block], 1)
+    states = [0, 0, 13, 0, 15, 16]
+    made.allocated(request, range(1, 7), 0, states)
+    message = made.step(FakeOutput({"a": 21}, new=[(request, (range(1, 7), states), 0)]))
+    made.compute(message)
+    made.settle()
+    (save,) = message.step.saves
+    assert sorted(save.block_ids) == [1, 2, 3, 4, 5, 13, 15]
+    keys = dict(zip(save.block_ids, save.keys, strict=True))
+    assert made.asked_for(FakeRequest("b", TOKENS)) == (20, True)
+    made.allocated(FakeRequest("b", TOKENS), [21, 22, 23, 24, 25], 20, [0, 0, 0, 0, 35])
+    (load,) = made.step().step.loads
+    assert load.block_ids == (21, 22, 23, 24, 25, 35)
+    assert load.keys == tuple(keys[block_id] for block_id in (1, 2, 3, 4, 5, 15))
+    # The last token is computed, and there is no state before it.
+    assert made.asked_for(FakeRequest("c", TOKENS[:20])) == (12, True)
+    del made.asked[0].values[keys[15]]
+    assert made.asked_for(FakeRequest("d", TOKENS)) == (12, True)
+    made.close()

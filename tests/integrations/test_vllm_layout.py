@@ -171,7 +171,7 @@ def test_other_layouts_and_devices_are_refused(vllm_connector: Any) -> None:
     rows: list[tuple[Any, str]] = [
         ({}, "no K/V caches"),
         ({"layer": torch.zeros(7, 7, 4)}, "no axis"),
-        ({"layer": [torch.zeros(6, 4)]}, "list is not one tensor"),
+        ({"layer": "text"}, "str is not one tensor"),
         ({"layer": torch.zeros(20, NUM_BLOCKS, 4).permute(1, 0, 2)}, "20 pieces"),
         ({"layer": torch.zeros(CPU, device="meta")}, "meta"),
     ]
@@ -188,3 +188,22 @@ def test_memory_that_layers_share_is_saved_once_if_their_blocks_are_the_same() -
     assert block_layout({"one": page, "other": other}, NUM_BLOCKS).block_bytes == memory[0].nbytes
     with pytest.raises(InvalidArgumentError, match="share memory"):
         block_layout({"one": page, "other": memory.view(2, NUM_BLOCKS, SIZE, HEADS, HEAD)}, NUM_BLOCKS)
+
+
+def test_recurrent_states_share_blocks_with_the_kv_of_other_groups() -> None:
+    """Of a page, the K/V and the two parts of a state take different parts. The order is that of the layers."""
+    page = 256
+    memory = torch.arange(2 * NUM_BLOCKS * page, dtype=torch.int64).to(torch.uint8)
+    first, second = memory.view(2, NUM_BLOCKS, page)
+
+    def of_page(place: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return place[:, start:stop].view(torch.float16)
+
+    state = [of_page(first, 0, 32), of_page(first, 32, 200)]
+    other, full = of_page(second, 0, page), of_page(first, 0, 160)
+    layout = block_layout({"mamba": state, "other": other, "full": full}, NUM_BLOCKS)
+    assert layout.piece_bytes == (200, page)
+    assert (layout.starts, layout.strides) == ((0, memory.nbytes // 2), (page, page))
+    turned = block_layout({"other": other, "mamba": state}, NUM_BLOCKS)
+    assert turned.piece_bytes == (page, 200)
+    assert turned.description != layout.description

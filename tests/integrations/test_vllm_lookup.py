@@ -211,6 +211,8 @@ class Finder:
         if uses is not None:
             self.uses.hits += uses.hits
             self.uses.misses += uses.misses
+            self.uses.missing += uses.missing
+            self.uses.not_whole += uses.not_whole
 
     def answers(self, timeout_s: float) -> bool:  # noqa: ARG002
         return self.is_back.is_set()
@@ -264,7 +266,21 @@ def test_what_is_known_to_be_missing_costs_no_call(finder: Any, lookup: StoreLoo
         assert lookup.find("1", wanted(KEYS[2:4], 2)) == Found(0, True)
     assert (finder.asked, finder.leases) == ([], [])
     finder.now += RENEW_S
-    until(lambda: finder.uses == SharedUses(misses=3))
+    until(lambda: finder.uses == SharedUses(misses=3, missing=[KEYS[2], KEYS[2]]))
+
+
+def test_why_blocks_are_missing(open_engine: OpenEngine) -> None:
+    """One worker of two has a block less; no worker has the one after it. The first one's daemon counts the reasons."""
+    engine = open_engine(FakeStore(dict.fromkeys(KEYS[:3], b"")), FakeStore(dict.fromkeys(KEYS[:2], b"")))
+    assert answer(engine, "a", KEYS[:4]) == 2
+    assert answer(engine, "b", KEYS[:2]) == 2
+    assert answer(engine, "c", [KEYS[0], KEYS[3]]) == 1
+
+    def reported() -> bool:
+        engine.step()
+        return [(store.uses.missing, store.uses.not_whole) for store in engine.asked] == [([KEYS[3]], 1), ([], 0)]
+
+    until(reported)
 
 
 def test_what_is_known_to_be_there_is_leased_at_once(finder: Any, lookup: StoreLookup) -> None:

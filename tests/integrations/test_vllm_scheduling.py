@@ -549,7 +549,7 @@ class TightPool:
         until(is_free)
 
     def skipped(self) -> int:
-        return int(self.made.worker.get_kv_connector_stats().data["blocks_skipped"])
+        return self.made.counted["blocks_skipped"]
 
 
 def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> None:

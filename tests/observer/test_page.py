@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 import kvservice
 from kvservice.kept import RestartReport
 from kvservice.observer.web import MAX_STREAMS, HttpOptions, Refusals, make_app
+from kvservice.store import EngineFigures
 
 pytestmark = pytest.mark.slow
 
@@ -317,6 +318,16 @@ def test_charts_begin_with_the_servers_history_and_go_on(port_with_history: int,
     assert page.js(points) == SAMPLES - 40
 
 
+def test_engines_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    hidden = "document.querySelector('#engines').hidden"
+    assert page.js(hidden) is True
+    pool.engine_table.write({pool.sessions[0].row.number: EngineFigures(2, 4000, 3000, 120, 1, 77, 3, 5)})
+    page.wait("document.querySelectorAll('#engines tbody tr').length === 1")
+    assert page.js(hidden) is False
+    assert rows(page, "#engines") == [["chat-eu", "75%", "4,000", "2", "120", "1", "77", "3", "5"]]
+
+
 def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     parts = "['#schedulers', '#scheduler-charts'].map((id) => document.querySelector(id).hidden)"
@@ -359,6 +370,7 @@ def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_pag
     assert page.texts("#tier-charts h2") == ["Read from tiers per second", "Written to tiers per second"]
     page.wait("document.querySelectorAll('#tier-charts path').length === 4")
     notes = page.text("#tiers .notes")
+    assert notes.startswith("Blocks that lookups missed first: 1,200 evicted, 7 in another namespace. The pool")
     assert "(24 MiB/s) below and loaded" in notes
     assert notes.endswith("Saved sessions: 3, 5 GiB of 16 GiB.")
 

@@ -15,9 +15,10 @@ import pytest
 from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 
 from kvservice.blocks import BlocksStats, SequenceSnapshot
+from kvservice.client.store.values import EngineReport
 from kvservice.kept import RestartReport
 from kvservice.scheduler import Request, SchedulerFigures
-from kvservice.store import ModelFigures
+from kvservice.store import EngineFigures, ModelFigures
 from kvservice.telemetry import (
     ATTACHED,
     LANE,
@@ -31,7 +32,7 @@ from kvservice.telemetry import (
     TransferStats,
 )
 from kvservice.tiers import TierStats
-from kvservice.v1 import inspect_pb2
+from kvservice.v1 import inspect_pb2, store_pb2
 
 POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.fields]
 
@@ -39,10 +40,13 @@ POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.field
 def test_the_store_is_summed_up_over_its_models() -> None:
     assert "store" not in snapshot_of(ObservedPool())
     pool = ObservedPool(store_bytes=4096)
-    one = ModelFigures(blocks=3, leased=2, reserved=1, quarantined=4, used_bytes=100, hits=7, misses=5)
+    reasons = ("evicted", "not_whole", "other_namespace", "never_stored")
+    missed = {f"{reason}_misses": number for number, reason in enumerate(reasons)}
+    one = ModelFigures(blocks=3, leased=2, reserved=1, quarantined=4, used_bytes=100, hits=7, misses=5, **missed)
     pool.store_table.write({"a": one, "b": one})
     found = snapshot_of(pool)
     expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10, "quarantined": 8}
+    expected |= {name: 2 * number for name, number in missed.items()}
     rates = {"up_bytes_per_s": 0, "down_bytes_per_s": 0}
     assert found["store"] == expected | {"num_bytes": 4096} | rates
     assert inspect_pb2.Snapshot(store=found["store"]).store.hits == 14
@@ -110,6 +114,22 @@ def test_schedulers_are_with_their_sessions_and_summed_up() -> None:
     assert [session.HasField("scheduler") for session in decoded.sessions] == [True, False]
     assert decoded.scheduling.totals.running == 1
     assert list(SchedulerFigures._fields) == list(inspect_pb2.SchedulerSnapshot.DESCRIPTOR.fields_by_name)
+
+
+def test_engines_are_with_their_sessions() -> None:
+    pool = ObservedPool()
+    row = pool.open("engine").row.number
+    pool.open("without")
+    figures = EngineFigures(1, 2, 3, 4, 5, 6, 7, 1 << 53)
+    pool.engine_table.write({row: figures})
+    found = snapshot_of(pool)
+    assert [session.get("engine") for session in found["sessions"]] == [figures._asdict(), None]
+    decoded = inspect_pb2.Snapshot(**found)
+    assert [session.HasField("engine") for session in decoded.sessions] == [True, False]
+    assert list(EngineFigures._fields) == list(store_pb2.EngineReport.DESCRIPTOR.fields_by_name)
+    assert list(EngineFigures._fields) == list(EngineReport.__dataclass_fields__)
+    pool.engine_table.write({})
+    assert [session.get("engine") for session in snapshot_of(pool)["sessions"]] == [None, None]
 
 
 def test_what_was_taken_over_is_in_the_snapshot() -> None:

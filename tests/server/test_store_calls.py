@@ -89,7 +89,7 @@ def test_an_opening_that_names_a_quota_sets_it(unary: RawStore) -> None:
 
 def test_uses_that_are_reported_have_a_limit(store: RawStore) -> None:
     """They are added to counters."""
-    for field in ("num_hits", "num_misses", "num_read"):
+    for field in ("num_hits", "num_misses", "num_read", "num_not_whole"):
         request = store_pb2.TouchRequest(namespace_id=store.opened.namespace_id)
         setattr(request, field, 1 << 32)
         assert store.ok("touch", request).num_blocks == 0
@@ -97,6 +97,14 @@ def test_uses_that_are_reported_have_a_limit(store: RawStore) -> None:
             setattr(request, field, number)
             code, _, named = refused(store, "touch", request)
             assert (code, named) == ("INVALID_ARGUMENT", field)
+    for name in ("loads_in_flight", "blocks_skipped"):
+        report = store_pb2.EngineReport(**{name: (1 << 53) + 1})
+        code, _, named = refused(store, "touch", store_pb2.TouchRequest(namespace_id=store.id, engine=report))
+        assert (code, named) == ("INVALID_ARGUMENT", f"engine.{name}")
+    for missing in (keys(*range(257)), bytes(31)):
+        request = store_pb2.TouchRequest(namespace_id=store.opened.namespace_id, missing=missing)
+        code, _, named = refused(store, "touch", request)
+        assert (code, named) == ("INVALID_ARGUMENT", "missing")
 
 
 def test_touch_remove_and_clear(store: RawStore) -> None:

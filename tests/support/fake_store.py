@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -179,8 +178,9 @@ class FakeStore:
 
     def touch(self, keys: Sequence[bytes], *, uses: SharedUses | None = None) -> int:
         if uses is not None:
-            for name, count in asdict(uses).items():
-                setattr(self.uses, name, getattr(self.uses, name) + count)
+            for name in ("hits", "misses", "read", "missing", "not_whole"):
+                setattr(self.uses, name, getattr(self.uses, name) + getattr(uses, name))
+            self.uses.engine = uses.engine or self.uses.engine
         if not keys:
             return 0
         self._called("touch")

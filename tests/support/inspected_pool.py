@@ -69,7 +69,16 @@ def pool_in_use() -> inspect_pb2.Snapshot:
         )
     )
     snapshot.store.MergeFrom(
-        inspect_pb2.StoreSnapshot(num_bytes=4 << 30, used_bytes=1 << 30, blocks=512, leased=3, hits=30, misses=10)
+        inspect_pb2.StoreSnapshot(
+            num_bytes=4 << 30,
+            used_bytes=1 << 30,
+            blocks=512,
+            leased=3,
+            hits=30,
+            misses=10,
+            evicted_misses=3,
+            never_stored_misses=1200,
+        )
     )
     snapshot.rates.MergeFrom(
         inspect_pb2.Rates(

@@ -20,6 +20,7 @@ from kvservice.scheduler import Scheduler
 from kvservice.telemetry import (
     CallTable,
     DaemonStatsTable,
+    EngineTable,
     FiguresTable,
     Reader,
     Reading,
@@ -80,6 +81,7 @@ class ObservedPool:
         self.transfer_table = TransferTable(shared.zeros)
         self.schedulers = Scheduler(self.manager)
         self.scheduler_table = SchedulerTable(MAX_SESSIONS, shared.zeros)
+        self.engine_table = EngineTable(MAX_SESSIONS, shared.zeros)
         self.sessions: list[OpenSession] = []
         self.num_opened = 0
         descriptor = shared.read_only()

@@ -242,7 +242,7 @@ class PagePool(ObservedPool):
         seconds = self._seconds
         figures = ModelFigures(
             blocks=30_000, used_bytes=60 * GIB, hits=80 * seconds, misses=20 * seconds, read_bytes=160 * MIB * seconds,
-            stored_bytes=400 * MIB * seconds,
+            stored_bytes=400 * MIB * seconds, evicted_misses=1200, other_namespace_misses=7,
         )  # fmt: skip
         disk = TierStats(
             "disk", num_values=612_345, used_bytes=1225 * GIB, capacity_bytes=2000 * GIB, hits=15 * seconds,

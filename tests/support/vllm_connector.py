@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,12 @@ class SlidingWindowSpec:
         self.sliding_window, self.block_size = sliding_window, block_size
 
 
+class MambaSpec:
+    def __init__(self, mamba_cache_mode: str = "align", num_speculative_blocks: int = 0) -> None:
+        self.block_size, self.mamba_cache_mode = BLOCK_SIZE, mamba_cache_mode
+        self.num_speculative_blocks = num_speculative_blocks
+
+
 class FakeBlock:
     def __init__(self, block_id: int) -> None:
         self.block_id, self.ref_cnt = block_id, 0
@@ -163,6 +170,7 @@ class Engine:
         config = connector_config() if config is None else config
         groups = connector.groups.tensor
         self.layers = {"layer": blocks_of(values, num_blocks)} if layers is None else layers
+        self.counted: Counter[str] = Counter()
         self.workers = []
         for rank, store in enumerate(stores):
             groups.rank_in_group, groups.world_size = rank, len(stores)
@@ -236,6 +244,7 @@ class Engine:
             worker.wait_for_save()
             outputs.append(output_of(worker))
         output = added(outputs)
+        self.counted.update({} if output.kv_connector_stats is None else output.kv_connector_stats.data)
         self.scheduler.update_connector_output(output)
         return output
 
@@ -294,18 +303,21 @@ def output_of(worker: Any) -> Any:
         finished_recving=set(finished),
         invalid_block_ids=worker.get_block_ids_with_load_errors(),
         kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        kv_connector_stats=worker.get_kv_connector_stats(),
     )
 
 
 def added(outputs: Sequence[Any]) -> Any:
     """Add up the outputs of all workers, as vLLM does it if they end loads in the same step."""
     metadata = [output.kv_connector_worker_meta for output in outputs if output.kv_connector_worker_meta is not None]
+    stats = [output.kv_connector_stats for output in outputs if output.kv_connector_stats is not None]
     return SimpleNamespace(
         finished_recving=set.intersection(*(output.finished_recving for output in outputs)),
         invalid_block_ids=set.union(*(output.invalid_block_ids for output in outputs)),
         kv_connector_worker_meta=functools.reduce(lambda some, other: some.aggregate(other), metadata)
         if metadata
         else None,
+        kv_connector_stats=functools.reduce(lambda some, other: some.aggregate(other), stats) if stats else None,
     )
 
 

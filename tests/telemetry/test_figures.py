@@ -155,8 +155,11 @@ def test_the_metrics_show_every_figure_of_the_parts(empty: Reading) -> None:
             scheduler_metrics(dataclasses.replace(empty, schedulers=empty.schedulers._replace(totals=figures)))
         )
 
+    def reason_of(name: str) -> dict[str, str]:
+        return {"reason": name.removesuffix("_misses")} if name.endswith("_misses") else {}
+
     parts: list[tuple[Any, Any, Any]] = [
-        (of_store, STORE, lambda labels, name: labels == {"model": "m"}),
+        (of_store, STORE, lambda labels, name: labels == {"model": "m"} | reason_of(name)),
         (of_tiers, DISK, lambda labels, name: labels == {"tier": "disk"}),
         (of_spill, SPILL, lambda labels, name: set(labels.values()) <= {name}),
         (of_saved, SAVED, lambda labels, name: set(labels.values()) <= {name}),

@@ -15,6 +15,7 @@ from kvservice.telemetry import (
     REGION_BYTES,
     REGIONS,
     Arrays,
+    EngineTable,
     FiguresTable,
     Reader,
     SavedStats,
@@ -51,6 +52,7 @@ class Both:
         FiguresTable("saved", SavedStats, self._zeros)
         TransferTable(self._zeros)
         SchedulerTable(MAX_SESSIONS, self._zeros)
+        EngineTable(MAX_SESSIONS, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -29,7 +29,8 @@ def test_figures_of_a_model(rig: Rig) -> None:
         "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "quarantined": 0, "used_bytes": 4 * BLOCK_BYTES,
         "quota_bytes": 8 * 16384, "hits": 1, "misses": 1,
         "read": 1, "read_bytes": BLOCK_BYTES, "stored": 3, "stored_bytes": 3 * BLOCK_BYTES, "evicted": 0, "refused": 0,
-        "corrupt": 0, "removed": 0,
+        "corrupt": 0, "removed": 0, "evicted_misses": 0, "not_whole_misses": 0, "other_namespace_misses": 1,
+        "never_stored_misses": 0,
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ async def test_it_shows_the_pool_and_who_holds_it(inspected: Inspected) -> None:
         assert "5 of 20 blocks, 25.0 %" in text
         for state in ("40 active", "10 shared", "5 pinned", "15 cached", "30 free", "5 swapped"):
             assert state in text
+        assert re.search(r"found 75\.0 %\s+missed 3 evicted, 1,200 never stored", text)
         assert "prefix hits 25.0 % of 1,000 tokens/s" in text
         assert "Calls: 3, by CALLS/s, down" in text
         assert re.search(r"append +6\.0 +120 µs +180 µs +900 +0", text)

@@ -12,7 +12,7 @@ from inspected_pool import Inspected, add_scheduler, add_tiers, add_transfers
 from top_screen import top
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
-from kvservice.v1 import inspect_pb2
+from kvservice.v1 import inspect_pb2, store_pb2
 
 
 def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
@@ -104,6 +104,25 @@ def test_schedulers_for_people(inspected: Inspected) -> None:
     assert "first token p50 200.0 ms p99 1.50 s between tokens p50 30.0 ms p99 -" in words
     assert "proposals right 62.5 %" in words
     assert "1 chat 70 25 4 3 1,234 56,789 75.0 % 13 640 90.0 %" in words
+
+
+def test_engines_for_people(inspected: Inspected) -> None:
+    assert "Engines" not in top("--once", "--address", inspected.address).stdout
+    inspected.snapshot.sessions[0].engine.MergeFrom(
+        store_pb2.EngineReport(
+            loads_in_flight=2,
+            prompt_tokens=4000,
+            found_tokens=3000,
+            blocks_loaded=120,
+            blocks_not_loaded=1,
+            blocks_saved=77,
+            blocks_not_saved=3,
+            blocks_skipped=5,
+        )
+    )
+    done = top("--once", "--address", inspected.address)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "1 chat 75.0 % 4,000 2 120 1 77 3 5" in " ".join(done.stdout.split())
 
 
 def test_a_restart_is_in_the_summary(inspected: Inspected) -> None:

@@ -4,6 +4,7 @@ blocks in the memory of the store that this process may read, or write."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -348,12 +349,19 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         return None if (link := self._access.link) is None else link.memory
 
     async def lookup(
-        self, keys: Keys, *, counted: bool = True, max_wait_s: float = 0.0, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        *,
+        counted: bool = True,
+        explained: bool = True,
+        max_wait_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Lookup:
         """Return which blocks are there, in memory or in the tiers below. They may be evicted at any time. Changes
         nothing but the daemon's counters of hits and misses, and not these unless `counted`: for a look-up that only
-        prepares a put. Blocks that `get` would not have within `max_wait_s` seconds, by measured speeds, count as
-        missing; 0: there is no such limit."""
+        prepares a put. Without `explained` the daemon does not count why a block is missing: `touch` reports that.
+        Blocks that `get` would not have within `max_wait_s` seconds, by measured speeds, count as missing; 0: there is
+        no such limit."""
         packed, max_wait_s = key_bytes(keys), wait_time(max_wait_s, "max_wait_s")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         num_in_memory = 0
@@ -365,6 +373,8 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                     namespace_id=link.namespace_id,
                     keys=some_keys(packed, part),
                     uncounted=not counted,
+                    # Only the first missing key of all parts has its reason counted.
+                    unexplained=not explained or not found[: part.start].all(),
                     max_wait_s=max_wait_s,
                 )
                 response = await link.call("store_lookup", request, timeout_s)
@@ -495,7 +505,13 @@ class StoreCore(Generic[LeaseT, ReservationT]):
             nonlocal touched
             if uses is not None:
                 reported = store_pb2.TouchRequest(
-                    namespace_id=link.namespace_id, num_hits=uses.hits, num_misses=uses.misses, num_read=uses.read
+                    namespace_id=link.namespace_id,
+                    num_hits=uses.hits,
+                    num_misses=uses.misses,
+                    num_read=uses.read,
+                    missing=b"".join(uses.missing),
+                    num_not_whole=uses.not_whole,
+                    engine=uses.engine and store_pb2.EngineReport(**dataclasses.asdict(uses.engine)),
                 )
                 await link.call("store_touch", reported, timeout_s)
             for part in parts(num_keys(packed), keys_in_request(link)):

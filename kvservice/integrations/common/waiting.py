@@ -45,10 +45,17 @@ class ComputeTime:
 
 
 def find_blocks(
-    store: Any, keys: Sequence[bytes], compute: ComputeTime, *, counted: bool = True, timeout_s: float | None = None
+    store: Any,
+    keys: Sequence[bytes],
+    compute: ComputeTime,
+    *,
+    counted: bool = True,
+    explained: bool = True,
+    timeout_s: float | None = None,
 ) -> FoundBlocks:
     """Look up the first blocks of a prompt in a store of the client. Raises its errors."""
-    found = store.lookup(keys, counted=counted, max_wait_s=compute.wait_s(len(keys)), timeout_s=timeout_s)
+    wait_s = compute.wait_s(len(keys))
+    found = store.lookup(keys, counted=counted, explained=explained, max_wait_s=wait_s, timeout_s=timeout_s)
     num_leading, num_in_memory = int(found.num_leading), int(found.num_in_memory)
     if 0 < num_leading - num_in_memory < len(keys):
         # That is less to compute than was assumed: is it still worth it?

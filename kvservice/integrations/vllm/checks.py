@@ -63,6 +63,12 @@ def _check_keys(cache_config: Any, fixed_seed: bool) -> None:
             "prefix caching is off; vLLM also turns it off for models whose blocks depend on later tokens",
             field="enable_prefix_caching",
         )
+    unit = getattr(cache_config, "prefix_match_unit", None)
+    if unit not in (None, cache_config.block_size):
+        raise InvalidArgumentError(
+            f"hashes of {unit} tokens, with blocks of {cache_config.block_size}, are not supported",
+            field="prefix_match_unit",
+        )
     algorithm = cache_config.prefix_caching_hash_algo
     if algorithm not in KEY_ALGORITHMS:
         raise InvalidArgumentError(

@@ -93,8 +93,9 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         self._events: StoreEvents | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        # Verified loads fail one by one, which vLLM must be able to mend.
-        max_step_mib = 0 if options.verify else options.max_step_load_mib
+        # Verified loads fail one by one, which vLLM must be able to mend. vLLM copies recurrent states to the block of
+        # the next tokens before a step loads.
+        max_step_mib = 0 if options.verify or self._groups.recurrent else options.max_step_load_mib
         self._recomputes = len(self._groups) == 1 and not versions.schedules_ahead(vllm_config)
         self._scheduler = ConnectorScheduler(
             SchedulingOptions(
@@ -240,6 +241,8 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, ReportMetadata) else WorkerReport()
+        if (stats := connector_output.kv_connector_stats) is not None:
+            self._scheduler.count(stats.data)
         self._scheduler.received(
             report,
             connector_output.finished_recving or (),

@@ -3,7 +3,7 @@ they are and never interpreted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
@@ -77,9 +77,7 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bloc
     descriptions = []
     seen = set()
     used: set[tuple[int, int, int]] = set()
-    for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(f"{type(tensor).__name__} is not one tensor", field=name)
+    for name, tensor in _each_tensor(kv_caches):
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if place not in seen:
             seen.add(place)
@@ -89,7 +87,8 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bloc
                 if piece.place not in used:
                     used.add(piece.place)
                     _append(pieces, piece)
-    _check_apart(used, num_blocks)
+    pieces = _united(pieces)
+    _check_apart([piece.place for piece in pieces], num_blocks)
     if not pieces:
         raise InvalidArgumentError("the model has no K/V caches", field="kv_caches")
     memories = tuple(_memory(piece.memory) for piece in pieces)
@@ -101,6 +100,31 @@ def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bloc
         num_blocks=num_blocks,
         description="; ".join(f"{len(list(same))} x {text}" for text, same in groupby(descriptions)),
     )
+
+
+def _each_tensor(kv_caches: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of each layer: one with K/V, or the parts of a recurrent state."""
+    for name, tensors in kv_caches.items():
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgumentError(f"{type(tensor).__name__} is not one tensor", field=name)
+            yield name, tensor
+
+
+def _united(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Return the pieces, with one in place of those that share memory and have the same stride: a block of K/V in one
+    group, and a recurrent state of other sizes in the same block of another. The order is that of the layers, which is
+    the same in every process."""
+    united: list[tuple[int, _Piece]] = []
+    for order, piece in sorted(enumerate(pieces), key=lambda each: each[1].address):
+        if united:
+            first, last = united[-1]
+            size = max(last.num_bytes, piece.address + piece.num_bytes - last.address)
+            if piece.address < last.address + last.num_bytes and piece.stride == last.stride >= size:
+                united[-1] = min(first, order), _Piece(last.address, last.stride, size, last.memory)
+                continue
+        united.append((order, piece))
+    return [piece for _, piece in sorted(united, key=lambda each: each[0])]
 
 
 def _check_apart(places: Iterable[tuple[int, int, int]], num_blocks: int) -> None:

@@ -2,10 +2,12 @@
 
 Layers with the same kind of attention are a group. Each group has blocks of its own for the tokens of a request, from
 one pool for all, so that all blocks have the same bytes. To continue after a prefix, full attention needs all of its
-blocks; a sliding window, or attention within chunks, only the last:
+blocks; a sliding window, or attention within chunks, only the last; a recurrent layer (Mamba), whose block is its state
+after the block's last token, the last one:
 
     full attention   ■ ■ ■ ■ ■ ■ ■ ■ ▸
     sliding window   · · · · · ■ ■ ■ ▸
+    recurrent        · · · · · · · ■ ▸
 """
 
 from __future__ import annotations
@@ -19,28 +21,35 @@ import numpy.typing as npt
 
 from kvservice.errors import InvalidArgumentError
 
-# vLLM's kinds of caches whose blocks have the K/V of their tokens and nothing else.
+# vLLM's kinds of caches whose blocks have the K/V of their tokens and nothing else, and the one of recurrent states.
 SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+RECURRENT = "MambaSpec"
 
 
 @dataclass(frozen=True)
 class Group:
-    """The attention of a group: to all tokens, to the last `window` tokens, or to those in the same `chunk`."""
+    """The attention of a group: to all tokens, to the last `window` tokens, or to those in the same `chunk`. Or it is
+    `recurrent`, and needs the state after the last token."""
 
     window: int = 0
     chunk: int = 0
+    recurrent: bool = False
 
     @property
     def is_full(self) -> bool:
-        return not self.window and not self.chunk
+        return not (self.window or self.chunk or self.recurrent)
 
     def first_token(self, num_tokens: int) -> int:
         """Return the first token to which the one after `num_tokens` tokens attends."""
+        if self.recurrent:
+            return max(num_tokens - 1, 0)
         if self.window:
             return max(num_tokens - self.window + 1, 0)
         return num_tokens // self.chunk * self.chunk if self.chunk else 0
 
     def __str__(self) -> str:
+        if self.recurrent:
+            return "recurrent"
         return f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
 
 
@@ -65,6 +74,16 @@ class CacheGroups:
     def leading(self) -> bool:
         """Whether a prefix is just its first blocks."""
         return len(self.groups) == 1 and self.groups[0].is_full
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a prefix ends with a whole block: there is no state after other tokens."""
+        return any(group.recurrent for group in self.groups)
+
+    def num_full_blocks(self, num_tokens: int) -> int:
+        """Return how many of the first blocks of so many tokens a request can be given. It computes the last token
+        itself; with that in a block of K/V, a state would have to be the one before it."""
+        return (num_tokens - self.recurrent) // self.block_size
 
     @property
     def full(self) -> int | None:
@@ -119,6 +138,15 @@ class Wanted:
         """Return the most blocks that can be used if these `keys` are found."""
         return self.groups.longest(found.reshape(-1, len(self.groups)), self.first, self.most_tokens)
 
+    def leading(self, found: npt.NDArray[np.bool_]) -> int:
+        """Return how many of the first blocks are found of a group that needs all, or of the first group."""
+        flags = found.reshape(-1, len(self.groups))[:, self.groups.full or 0]
+        return len(flags) if flags.all() else int(flags.argmin())
+
+    def key(self, block: int) -> bytes:
+        """Return the key of a block, of the same group."""
+        return self.keys[block * len(self.groups) + (self.groups.full or 0)]
+
     def needed(self, num_blocks: int) -> list[bytes]:
         """Return the keys without which the first blocks cannot be used."""
         if self.groups.leading:
@@ -143,6 +171,15 @@ def _group_of(spec: Any, block_size: int) -> Group:
 
 def _kind_of(spec: Any) -> Group:
     kind = type(spec).__name__
+    if kind == RECURRENT:
+        if (mode := getattr(spec, "mamba_cache_mode", "none")) != "align":
+            raise InvalidArgumentError(
+                f"mode {mode!r} keeps no states at the ends of blocks; set --mamba-cache-mode align",
+                field="mamba_cache_mode",
+            )
+        if getattr(spec, "num_speculative_blocks", 0):
+            raise InvalidArgumentError("speculation with recurrent layers is not supported", field="speculative_config")
+        return Group(recurrent=True)
     if kind not in SUPPORTED:
         raise InvalidArgumentError(
             f"{kind} is not supported: its blocks are not the K/V of their tokens", field="kv_cache_spec"

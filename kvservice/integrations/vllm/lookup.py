@@ -17,6 +17,7 @@ process maps for writing costs it microseconds. Everything else is done by a thr
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.store.memory import SharedLease
-from kvservice.client.store.values import SharedUses
+from kvservice.client.store.values import EngineReport, SharedUses
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -43,6 +44,8 @@ T = TypeVar("T")
 TOUCH_INTERVAL_S = 0.5
 # The most keys of one such request. Others are touched the next time they are used.
 MAX_TOUCHED = 16384
+# The most missing keys of which one such request asks the daemon to count the reason. It takes no more.
+MAX_MISSING = 256
 # Requests whose blocks are brought into the daemon's memory at one time.
 NUM_BRINGING = 8
 # Promises that vLLM has not used: the most of them, and how long one is kept. That of no blocks is asked again sooner,
@@ -105,11 +108,11 @@ class BlockFinder(Protocol):
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
         """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
-        counts the answer."""
+        counts the answer, but not why a block is missing."""
 
     def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
         """Return which keys are there, in memory, or below it and there sooner than this many blocks are computed. The
-        daemon counts the answer."""
+        daemon counts the answer, but not why a block is missing."""
 
     def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
         """Return which blocks are there, in memory or below. The daemon does not count the answer."""
@@ -166,11 +169,12 @@ class StoreFinder:
             memory.look()
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        return find_blocks(self._store, keys, self._compute, timeout_s=timeout_s)
+        return find_blocks(self._store, keys, self._compute, explained=False, timeout_s=timeout_s)
 
     def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
         wait_s = self._compute.wait_s(num_blocks)
-        found: npt.NDArray[np.bool_] = self._store.lookup(keys, max_wait_s=wait_s, timeout_s=timeout_s).found
+        answer = self._store.lookup(keys, explained=False, max_wait_s=wait_s, timeout_s=timeout_s)
+        found: npt.NDArray[np.bool_] = answer.found
         return found
 
     def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
@@ -242,6 +246,8 @@ class _Expected:
 
     keys: Sequence[bytes]
     found: npt.NDArray[np.bool_] | None = None
+    # Which of them some workers have.
+    some: npt.NDArray[np.bool_] | None = None
     asked_s: float = 0.0
 
     def is_miss(self, first: int, now: float) -> bool:
@@ -279,6 +285,8 @@ class StoreLookup:
         self._expecting: Future[None] | None = None
         self._asks = True
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
+        # The latest figures of the engine, for the daemon.
+        self._engine, self._engine_told = EngineReport(), EngineReport()
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
@@ -331,6 +339,7 @@ class StoreLookup:
         expected = self._expected.get(request_id)
         if expected is not None and expected.is_miss(wanted.first, began):
             self._count(wanted, 0)
+            self._explain(wanted, 0, int(expected.some[wanted.first]))  # type: ignore[index]
             self._keep(request_id, _Promise(wanted, began + NOTHING_S))
             return Found(0, True)
         if self._left_s <= 0:
@@ -353,12 +362,13 @@ class StoreLookup:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
         promise = _Promise(wanted, began + PROMISE_S, began + FRESH_S, is_shared=True)
-        keys, num_blocks = wanted.keys, len(wanted)
+        keys, num_blocks, most = wanted.keys, len(wanted), 0
         if not wanted.groups.leading:
             seen = [flags for finder in self._finders if (flags := finder.see(keys)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
             num_blocks = wanted.longest(np.logical_and.reduce(seen))
+            most = max(map(wanted.leading, seen))
             keys = wanted.needed(num_blocks)
         for finder in self._finders:
             if (lease := finder.share(keys)) is not None:
@@ -366,6 +376,8 @@ class StoreLookup:
         num_leased = min(map(_num_leading, promise.leases.values()), default=0)
         if num_leased < len(keys):
             num_blocks = num_leased if wanted.groups.leading else 0
+        if wanted.groups.leading:
+            most = max(map(_num_leading, promise.leases.values()), default=0)
         all_seen = len(promise.leases) == len(self._finders) and (num_blocks == len(wanted) or self.sees_all)
         if not all_seen or not num_blocks:
             self._release(promise.leases)
@@ -373,7 +385,10 @@ class StoreLookup:
         promise.found = Found(num_blocks, True)
         if not num_blocks:
             promise.until_s = began + NOTHING_S
-        return promise if all_seen else None
+        if not all_seen:
+            return None
+        self._explain(wanted, num_blocks, most)
+        return promise
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
@@ -449,8 +464,10 @@ class StoreLookup:
         if len(self._touched) < MAX_TOUCHED:
             self._touched.update(dict.fromkeys(keys))
 
-    def end_step(self) -> None:
-        """Send what has gathered, and drop old promises. The next step may wait again."""
+    def end_step(self, engine: EngineReport | None = None) -> None:
+        """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
+        the `engine` to operators."""
+        self._engine = engine or self._engine
         self._left_s = self._step_s
         now = self._clock()
         old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
@@ -491,16 +508,15 @@ class StoreLookup:
         keys = [key for expected in chosen for key in expected.keys]
         asked_s = self._clock()
         try:
-            found = np.ones(len(keys), np.bool_)
-            for finder in self._finders:
-                found &= finder.flags(keys, self._timeout_s)
+            flags = [finder.flags(keys, self._timeout_s) for finder in self._finders]
+            found, some = np.logical_and.reduce(flags), np.logical_or.reduce(flags)
         except Exception as error:
             self._failed("blocks could not be looked up", error)
             return
         stop = 0
         for expected in chosen:
             start, stop = stop, stop + len(expected.keys)
-            expected.asked_s, expected.found = asked_s, found[start:stop]
+            expected.asked_s, expected.found, expected.some = asked_s, found[start:stop], some[start:stop]
 
     def _count(self, wanted: Wanted, num_blocks: int) -> None:
         """The daemon counts how many of the blocks that are looked up it has. It has not been asked for these."""
@@ -508,16 +524,32 @@ class StoreLookup:
             self._uses.hits += num_blocks * len(wanted.groups)
             self._uses.misses += (len(wanted) - num_blocks) * len(wanted.groups)
 
+    def _explain(self, wanted: Wanted, num_blocks: int, most: int) -> None:
+        """Let the daemon count why a look-up has found no more than `num_blocks`. `most`: how many leading blocks any
+        worker has, of a group that needs all."""
+        if num_blocks == len(wanted):
+            return
+        with self._uses_lock:
+            if most > num_blocks:
+                self._uses.not_whole += 1
+            elif len(self._uses.missing) < MAX_MISSING:
+                self._uses.missing.append(wanted.key(num_blocks))
+
     def _touch_and_count(self, keys: Sequence[bytes]) -> None:
-        """On the thread: tell the daemon what was used. It counts for all ranks alike."""
+        """On the thread: tell the daemon what was used. It counts for all ranks alike, but reasons of misses once."""
         uses = self._take_uses()
         for finder in self._finders if keys or uses is not None else ():
             finder.touch(keys, uses)
+            uses = uses and dataclasses.replace(uses, missing=[], not_whole=0, engine=None)
 
     def _take_uses(self) -> SharedUses | None:
         with self._uses_lock:
             uses, self._uses = self._uses, SharedUses()
-        return None if uses == SharedUses() else uses
+        engine = self._engine
+        if uses == SharedUses() and engine == self._engine_told:
+            return None
+        self._engine_told = engine
+        return dataclasses.replace(uses, engine=engine)
 
     def _is_kept(self, promise: _Promise) -> bool:
         """Whether an answer can be given again. Renews its leases from time to time."""
@@ -568,6 +600,7 @@ class StoreLookup:
                 return num_leased
             found = self._of_each(lambda finder: finder.find(keys, left_s()))
             num_blocks = min(each.num_leading for each in found)
+            self._explain(wanted, num_blocks, max(each.num_leading for each in found))
             num_in_memory = min(each.num_in_memory for each in found)
             if num_in_memory < num_blocks:
                 return bring_up(num_blocks, num_in_memory)
@@ -579,6 +612,7 @@ class StoreLookup:
             """Return the number of leased blocks of a prefix of which several groups need different blocks."""
             flags = self._of_each(lambda finder: finder.present(wanted.keys, len(wanted), left_s()))
             num_blocks = wanted.longest(np.logical_and.reduce(flags))
+            self._explain(wanted, num_blocks, max(map(wanted.leading, flags)))
             keys = wanted.needed(num_blocks)
             return bring_up(num_blocks, 0) if keys and lease(keys) < len(keys) else num_blocks
 

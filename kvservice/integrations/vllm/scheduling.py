@@ -22,10 +22,12 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvservice.client.store.values import EngineReport
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
 from kvservice.integrations.vllm.identity import AdapterIdentities
 from kvservice.integrations.vllm.lookup import StoreLookup
@@ -49,6 +51,9 @@ SHARED = 5
 # How long blocks are held for workers that do not report, and how long vLLM waits for them instead of preempting.
 HOLD_S, DELAY_S = 30.0, 1.0
 
+
+# Those of TransferCounters that the daemon shows to operators.
+_COUNTED = ("blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
 
 NameOf = Callable[[Any, int], Any]
 """Returns how vLLM calls a block of a group in its prefix cache, from its hash."""
@@ -217,6 +222,7 @@ class ConnectorScheduler:
         # number of the load.
         self._loading: dict[int, _StepLoading] = {}
         self._filling: dict[int, int] = {}
+        self._figures: Counter[str] = Counter()
         self._num_ended: dict[int, int] = {}
 
     def use(self, lookup: StoreLookup, block_bytes: Mapping[Rank, int]) -> None:
@@ -247,7 +253,7 @@ class ConnectorScheduler:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
         that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
         in any case, to get the logits: one token less is answered if the blocks have all."""
-        first, stop = num_computed_tokens // self._block_size, request.num_tokens // self._block_size
+        first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(request.num_tokens)
         self._answers[request.request_id] = _Answer(first)
         if not self._options.loads or self._lookup is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
@@ -273,12 +279,15 @@ class ConnectorScheduler:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Note the blocks of a request, for each group, and load those of `num_external_tokens` tokens."""
         request_id = request.request_id
+        answer = self._answers.pop(request_id, _Answer(0))
+        if request_id not in self._requests:
+            self._figures["prompt_tokens"] += request.num_tokens - answer.num_local * self._block_size
+            self._figures["found_tokens"] += num_external_tokens
         tracked = self._requests.setdefault(request_id, _Tracked(request))
         tracked.request = request
         if self._options.saves:
             self._unsaved.add(request_id)
         self._taken(block_ids)
-        answer = self._answers.pop(request_id, _Answer(0))
         if self._lookup is None:
             return
         first = answer.num_local
@@ -414,8 +423,16 @@ class ConnectorScheduler:
         self._loads, self._step_loads, self._step_bytes = [], [], 0
         self._saves, self._abandoned, self._num_skipped = [], set(), 0
         if self._lookup is not None:
-            self._lookup.end_step()
+            self._lookup.end_step(self._report())
         return step
+
+    def count(self, counters: Mapping[str, float]) -> None:
+        """Add TransferCounters of all workers, by name."""
+        self._figures.update({name: int(counters.get(name, 0)) for name in _COUNTED})
+
+    def _report(self) -> EngineReport:
+        waiting = sum(tracked.waits for tracked in self._requests.values())
+        return EngineReport(loads_in_flight=waiting + len(self._loading), **self._figures)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. What is not saved yet is offered now, while vLLM still counts its blocks as used. Its first

@@ -2,7 +2,7 @@
 
 import { Facts } from "./dom.js";
 import * as format from "./format.js";
-import { hasTiers } from "./tiers.js";
+import { hasTiers, missReasons } from "./tiers.js";
 
 export class Figures {
   /** @param {HTMLElement} host */
@@ -33,7 +33,7 @@ export class Figures {
       ["Out of blocks/s", format.compact(rates.out_of_blocks)],
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
-      ...(store && !hasTiers(snapshot) ? [storeFigure(store)] : []),
+      ...(store && !hasTiers(snapshot) ? storeFigures(store) : []),
       ...(transfers ? transferFigures(transfers) : []),
       ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
@@ -42,10 +42,14 @@ export class Figures {
 
 /**
  * @param {NonNullable<Snapshot["store"]>} store
- * @returns {[string, string]}
+ * @returns {[string, string][]}
  */
-function storeFigure({ used_bytes, num_bytes }) {
-  return ["Store", `${format.bytes(used_bytes)} of ${format.bytes(num_bytes)}`];
+function storeFigures(store) {
+  const missed = missReasons(store);
+  return [
+    ["Store", `${format.bytes(store.used_bytes)} of ${format.bytes(store.num_bytes)}`],
+    ...(missed ? /** @type {[string, string][]} */ ([["Lookups missed", missed]]) : []),
+  ];
 }
 
 /**

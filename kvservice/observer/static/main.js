@@ -36,6 +36,7 @@ const tiers = new Tiers(part("tiers"));
 const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(row)));
 const sessions = tables.sessions(part("sessions"), (row) => search(row.name || row.session_id));
 const schedulers = tables.schedulers(part("schedulers"));
+const engines = tables.engines(part("engines"));
 const calls = tables.calls(part("calls"), history.tones);
 
 /** @type {Info | null} */
@@ -51,6 +52,9 @@ function rows(snapshot) {
   const scheduling = snapshot.sessions.flatMap(({ scheduler, ...row }) => (scheduler ? [{ ...row, scheduler }] : []));
   schedulers.show(scheduling, scheduling.length);
   part("schedulers").hidden = !snapshot.scheduling;
+  const storing = snapshot.sessions.flatMap(({ engine, ...row }) => (engine ? [{ ...row, engine }] : []));
+  engines.show(storing, storing.length);
+  part("engines").hidden = !storing.length;
   markRow();
 }
 

@@ -197,6 +197,33 @@ export function schedulers(host) {
 }
 
 /**
+ * Engines with K/V in the block store.
+ * @param {HTMLElement} host
+ * @returns {Table<EngineRow>}
+ */
+export function engines(host) {
+  /** @type {(title: string, of: (figures: EngineFigures) => string) => Column<EngineRow>} */
+  const figure = (title, of) => ({ title, number: true, text: ({ engine }) => of(engine) });
+  return new Table(host, {
+    id: "engines",
+    title: "Engines",
+    empty: "None.",
+    key: (row) => row.session_id,
+    columns: [
+      { title: "Session", text: (row) => row.name || row.session_id },
+      figure("Found", (of) => format.percent(of.prompt_tokens ? of.found_tokens / of.prompt_tokens : null)),
+      figure("Of tokens", (of) => format.compact(of.prompt_tokens)),
+      figure("Loads in flight", (of) => format.count(of.loads_in_flight)),
+      figure("Blocks loaded", (of) => format.compact(of.blocks_loaded)),
+      figure("Not loaded", (of) => format.compact(of.blocks_not_loaded)),
+      figure("Saved", (of) => format.compact(of.blocks_saved)),
+      figure("Not saved", (of) => format.compact(of.blocks_not_saved)),
+      figure("Skipped", (of) => format.compact(of.blocks_skipped)),
+    ],
+  });
+}
+
+/**
  * `tones` are the colours of the methods that have a line in the chart.
  * @param {HTMLElement} host
  * @param {Map<string, number>} tones

@@ -42,7 +42,8 @@ export class Tiers {
     if (!shown) return;
     const found = rungs(snapshot, info);
     this.table.show(found, found.length);
-    say(this.notes, [spillNote(snapshot.spill), savedNote(snapshot.saved)].filter(Boolean).join(" "));
+    const notes = [missNote(snapshot.store), spillNote(snapshot.spill), savedNote(snapshot.saved)];
+    say(this.notes, notes.filter(Boolean).join(" "));
   }
 }
 
@@ -52,6 +53,28 @@ export class Tiers {
  */
 export function hasTiers({ tiers, spill, saved }) {
   return tiers.length > 0 || spill !== undefined || saved !== undefined;
+}
+
+/** @param {Snapshot["store"]} store */
+function missNote(store) {
+  const missed = store ? missReasons(store) : "";
+  return missed && `Blocks that lookups missed first: ${missed}.`;
+}
+
+/**
+ * How many lookups missed a block, by why the first of the missing ones was not there. Empty if none did.
+ * @param {StoreFigures} store
+ */
+export function missReasons(store) {
+  const { evicted_misses, not_whole_misses, other_namespace_misses, never_stored_misses } = store;
+  const reasons = /** @type {[number, string][]} */ ([
+    [evicted_misses, "evicted"],
+    [not_whole_misses, "not whole"],
+    [other_namespace_misses, "in another namespace"],
+    [never_stored_misses, "never stored"],
+  ]);
+  const counted = reasons.filter(([number]) => number);
+  return counted.map(([number, why]) => `${format.count(number)} ${why}`).join(", ");
 }
 
 /** @param {Snapshot["spill"]} spill */

@@ -34,7 +34,7 @@ from kvservice.server.loop import Answer, Caller, despite_leaving, in_slices, to
 from kvservice.server.memory.region import REMOTE, Places
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.store import ServerStore
-from kvservice.store import BlockStore, NamespaceIdentity, SessionStore, StoredNamespace
+from kvservice.store import BlockStore, EngineFigures, NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
 from kvservice.store.namespaces import POOL_KEYS
 from kvservice.store.session import Reservation
@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 MAX_TEXT_LENGTH = 256
 # The most that a client reports of one kind in a call.
 MAX_REPORTED = 1 << 32
+MAX_MISSING = 256
+MAX_FIGURE = 1 << 53
 
 
 class StoreCalls:
@@ -114,7 +116,9 @@ class StoreCalls:
         check_max_wait(request)
         if (chain := self._chain_for(namespace, request.keys)) is not None:
             return lookup_below(self._store.blocks, chain, namespace, request)
-        num_leading, found = self._store.blocks.lookup(namespace, request.keys, counted=not request.uncounted)
+        num_leading, found = self._store.blocks.lookup(
+            namespace, request.keys, counted=not request.uncounted, explained=not request.unexplained
+        )
         return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_leading)
 
     def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Answer[store_pb2.AcquireResponse]:
@@ -187,10 +191,25 @@ class StoreCalls:
 
     def touch(self, session: ServerSession, request: store_pb2.TouchRequest) -> store_pb2.TouchResponse:
         namespace = namespace_of(session, request)
-        for field in ("num_hits", "num_misses", "num_read"):
+        for field in ("num_hits", "num_misses", "num_read", "num_not_whole"):
             if getattr(request, field) > MAX_REPORTED:
                 raise InvalidArgumentError(f"{getattr(request, field)} is more than {MAX_REPORTED}", field=field)
-        self._store.blocks.count(namespace, request.num_hits, request.num_misses, request.num_read)
+        engine = EngineFigures(*(getattr(request.engine, name) for name in EngineFigures._fields))
+        for field, number in zip(engine._fields, engine, strict=True):
+            if number > MAX_FIGURE:
+                raise InvalidArgumentError(f"{number} is more than {MAX_FIGURE}", field=f"engine.{field}")
+        if check_keys(request.missing, "missing") > MAX_MISSING:
+            raise InvalidArgumentError(f"has more than {MAX_MISSING} keys", field="missing")
+        self._store.blocks.count(
+            namespace,
+            request.num_hits,
+            request.num_misses,
+            request.num_read,
+            request.missing,
+            request.num_not_whole,
+        )
+        if request.HasField("engine"):
+            own_store(session).engine = engine
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
     def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:
@@ -297,7 +316,7 @@ async def lookup_below(
     flags = await chain.lookup(namespace, request.keys, max_wait_s=request.max_wait_s, counted=counted)
     found = np.packbits(flags, bitorder="little").tobytes()
     if counted:
-        blocks.count_lookup(namespace, request.keys, found)
+        blocks.count_lookup(namespace, request.keys, found, explained=not request.unexplained)
     num_leading = int(np.logical_and.accumulate(flags).sum())
     return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_in_memory)
 

@@ -35,6 +35,7 @@ from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.figures import (
     DaemonStatsTable,
+    EngineTable,
     FiguresTable,
     SavedStats,
     SchedulerTable,
@@ -229,6 +230,7 @@ class StatsWriter:
         num_bytes = 0 if store is None else store.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
+        self._engine_table = EngineTable(config.max_sessions, arrays.zeros)
         self._transfer_table = TransferTable(arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
@@ -270,6 +272,8 @@ class StatsWriter:
         )
         if self._store is not None:
             self._store_table.write(self._store.figures())
+            own = {session.row.number: session.store for session in sessions if session.store is not None}
+            self._engine_table.write({row: store.engine for row, store in own.items() if store.engine is not None})
         self._tiers.write()
         sessions.transfers.write(self._transfer_table)
         schedulers = engine.schedulers
