@@ -96,7 +96,9 @@ def test_the_pool_is_whole_before_vllm_resets_it(vllm_connector: Any) -> None:
 def test_an_output_without_a_report_is_understood(vllm_connector: Any) -> None:
     connector = vllm_connector(connector_config(), Role.SCHEDULER, cache_config())
     connector.update_connector_output(
-        SimpleNamespace(finished_recving=None, invalid_block_ids=set(), kv_connector_worker_meta=None)
+        SimpleNamespace(
+            finished_recving=None, invalid_block_ids=set(), kv_connector_worker_meta=None, kv_connector_stats=None
+        )
     )
     assert not connector.has_pending_push_work()
     connector.shutdown()

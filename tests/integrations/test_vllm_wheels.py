@@ -34,6 +34,7 @@ USED = {
     ("vllm/v1/kv_cache_interface.py", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
     ("vllm/v1/kv_cache_interface.py", "SlidingWindowSpec"): "sliding_window",
     ("vllm/v1/kv_cache_interface.py", "ChunkedLocalAttentionSpec"): "attention_chunk_size",
+    ("vllm/v1/kv_cache_interface.py", "MambaSpec"): "mamba_cache_mode num_speculative_blocks",
     ("vllm/v1/core/kv_cache_utils.py", "KVCacheBlock"): "ref_cnt block_hash",
     (
         "vllm/v1/core/sched/output.py",
@@ -41,7 +42,8 @@ USED = {
     ): "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens",
     ("vllm/v1/core/sched/output.py", "NewRequestData"): "req_id block_ids num_computed_tokens",
     ("vllm/v1/core/sched/output.py", "CachedRequestData"): "req_ids new_block_ids num_computed_tokens resumed_req_ids",
-    ("vllm/v1/outputs.py", "KVConnectorOutput"): "finished_recving invalid_block_ids kv_connector_worker_meta",
+    ("vllm/v1/outputs.py", "KVConnectorOutput"): "finished_recving invalid_block_ids kv_connector_worker_meta "
+    "kv_connector_stats",
     ("vllm/v1/request.py", "Request"): "request_id num_tokens num_prompt_tokens num_computed_tokens block_hashes "
     "lora_request skip_reading_prefix_cache",
 }

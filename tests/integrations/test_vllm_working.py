@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -31,6 +32,7 @@ class Rig:
         self.engine = Engine(connector, self.store, **options)
         self.blocks, self.worker = self.engine.blocks, self.engine.worker
         self.num_saves = 0
+        self.before: Counter[str] = Counter()
 
     def save(self, *block_ids: int) -> int:
         """Return the number of the save."""
@@ -49,14 +51,15 @@ class Rig:
 
     def counted(self, **expected: int) -> None:
         """Wait until the counters since the last call are these."""
-        found = dict.fromkeys(expected, 0)
+        counted = self.engine.counted
 
         def reached() -> bool:
             if (stats := self.worker.get_kv_connector_stats()) is not None:
-                found.update({name: found[name] + int(stats.data[name]) for name in found})
-            return found == expected
+                counted.update(stats.data)
+            return {name: counted[name] - self.before[name] for name in expected} == expected
 
         until(reached)
+        self.before = counted.copy()
 
     def value(self, block_id: int) -> bytes:
         return (torch.ones(16, dtype=torch.int32) * (block_id + 1)).numpy().tobytes()

@@ -49,8 +49,14 @@ def _granite() -> Any:
     """Granite 4: Mamba 2 and full attention in turns, and experts."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 64}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 256}
+    mamba: dict[str, Any] = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    }
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 256}
     types = ["mamba", "attention"] * 2
     return GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**_COMMON, **mamba, **experts, num_hidden_layers=len(types), layer_types=types)
@@ -61,9 +67,9 @@ def _qwen3_next() -> Any:
     """Gated delta networks and full attention in turns, and experts."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    linear: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
     linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # vLLM's kernel for CPUs has no others
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     experts |= {"shared_expert_intermediate_size": 64}
     types = ["linear_attention", "full_attention"] * 2
     return Qwen3NextForCausalLM(

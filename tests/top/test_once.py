@@ -42,6 +42,7 @@ def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
         "query_tokens": 0,
         "hit_tokens": 0,
         "scheduler": None,
+        "engine": None,
     }
 
 

@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-OPTIONS = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "max_model_len": 4096}
+OPTIONS: dict[str, Any] = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "max_model_len": 4096}
 
 
 def prompt(seed: int, length: int) -> list[int]:

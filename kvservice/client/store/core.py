@@ -511,7 +511,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                     num_read=uses.read,
                     missing=b"".join(uses.missing),
                     num_not_whole=uses.not_whole,
-                    engine=uses.engine and store_pb2.EngineReport(**dataclasses.asdict(uses.engine)),
+                    engine=None if uses.engine is None else dataclasses.asdict(uses.engine),
                 )
                 await link.call("store_touch", reported, timeout_s)
             for part in parts(num_keys(packed), keys_in_request(link)):

@@ -66,9 +66,9 @@ class _Piece:
         )
 
 
-def block_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
-    """Find the blocks in the tensors that vLLM registers, one per layer. Memory that layers share, each for its own
-    blocks, is saved once.
+def block_layout(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int) -> BlockLayout:
+    """Find the blocks in the tensors that vLLM registers, one per layer, or the parts of a recurrent state. Memory that
+    layers share, each for its own blocks, is saved once.
 
     Raises InvalidArgumentError naming the layer, if its blocks cannot be found or are scattered too widely, or if it
     shares memory with another one whose blocks are others.
