@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 # `python -m pytest` puts the checkout first. Without a compiled extension it must not shadow the installed package.
 HERE = Path(__file__).resolve().parent
@@ -32,21 +31,18 @@ from kvservice.launch import Daemon  # noqa: E402
 with contextlib.suppress(ModuleNotFoundError):
     import hypothesis  # noqa: F401
 
-# These files mostly wait for builds of container images. They take turns with the engine, so they share a worker.
+# These files wait for builds of container images.
 WAITING = {"test_compose.py"}
 # These have the longest tests. What starts last should be short, so that all workers end at about the same time.
 LONG = (
     "server/test_failing_starts.py",
     "integrations/test_causal_lm_types.py",
-    "store/test_fuzz.py",
+    "engines/test_compiled.py",
+    "server/test_state_machine.py",
     "lane/test_fuzz.py",
+    "store/test_fuzz.py",
     "tiers/test_disk_fuzz.py",
-    "extension/test_build.py",
     "vllm/test_real_vllm.py",
-    "engines",
-    "server",
-    "test_readme.py",
-    "top",
 )
 # Each worker process loads torch and starts its own daemons.
 MAX_WORKERS = 4
@@ -100,34 +96,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     left = [f"{numbers[marker]} {marker} (pytest {how})" for marker, how in LEFT_OUT.items() if numbers[marker]]
     if left:
         terminalreporter.write_line(f"left out: {', '.join(reversed(left))}", yellow=True)
-    if not numbers["slow"]:
-        import parts  # earlier, it would take the workers' variable
-
-        terminalreporter.write_line(f"of the longest lists of cases: KVSERVICE_PART={parts.CHOICE} (or all)")
-
-
-class Scheduling(LoadFileScheduling):
-    """Gives each worker a file at a time, and all files that wait to one worker."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "waiting" if Path(file).name in WAITING else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
-    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that mostly wait, so that others run in parallel with them; then those with long tests."""
-
-    def place(item: pytest.Item) -> int:
-        if item.path.name in WAITING:
-            return -1
-        path = item.path.relative_to(HERE)
-        return next((n for n, long in enumerate(LONG) if path.is_relative_to(long)), len(LONG))
-
-    items.sort(key=place)
+    places = {HERE / file: place for place, file in enumerate(LONG)}
+    items.sort(key=lambda item: (item.path.name not in WAITING, places.get(item.path, len(LONG))))
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,6 @@
 """Every causal language model type of the library: equal to the library's own cache, or refused before it computes.
 
 The expected outcomes are in causal_lm_types.toml. KVSERVICE_TYPES_SEED changes which types run the further scenarios.
-KVSERVICE_PART=all pytest -m slow tries all types at once, which takes minutes; see parts.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from causal_lms import (
     supported_types,
 )
 from each_row import each_row
-from parts import of_this_part
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvservice.client import KVClient, Session, Step
@@ -271,7 +269,7 @@ def test_types_of_each_code_path_are_equal_or_refused(subjects: Subjects) -> Non
 
 @pytest.mark.slow
 def test_every_type_is_equal_or_refused(subjects: Subjects) -> None:
-    assert_types_as_in_the_table(subjects, of_this_part(CASES))
+    assert_types_as_in_the_table(subjects, CASES)
 
 
 def assert_equal_with_defaults(subjects: Subjects, cases: Iterable[Case]) -> int:
@@ -305,7 +303,7 @@ def test_a_type_that_uses_no_cache_by_default_is_refused_with_what_to_do(subject
 
 @pytest.mark.slow
 def test_every_type_with_its_own_defaults(subjects: Subjects) -> None:
-    types = of_this_part([case for case in EQUAL if case.name not in TABLE["variants"]])
+    types = [case for case in EQUAL if case.name not in TABLE["variants"]]
     assert assert_equal_with_defaults(subjects, types) > 0.85 * len(types)
 
 
