@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 # `python -m pytest` puts the checkout first. Without a compiled extension it must not shadow the installed package.
-CHECKOUT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parent
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
@@ -32,6 +33,17 @@ with contextlib.suppress(ModuleNotFoundError):
 
 # These files wait for builds of container images.
 WAITING = {"test_compose.py"}
+# These have the longest tests. What starts last should be short, so that all workers end at about the same time.
+LONG = (
+    "server/test_failing_starts.py",
+    "integrations/test_causal_lm_types.py",
+    "engines/test_compiled.py",
+    "server/test_state_machine.py",
+    "lane/test_fuzz.py",
+    "store/test_fuzz.py",
+    "tiers/test_disk_fuzz.py",
+    "vllm/test_real_vllm.py",
+)
 # Each worker process loads torch and starts its own daemons.
 MAX_WORKERS = 4
 MAX_GPU_WORKERS = 16
@@ -87,8 +99,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that mostly wait, so that others run in parallel with them."""
-    items.sort(key=lambda item: item.path.name not in WAITING)
+    """Start with the files that mostly wait, so that others run in parallel with them; then those with long tests."""
+    places = {HERE / file: place for place, file in enumerate(LONG)}
+    items.sort(key=lambda item: (item.path.name not in WAITING, places.get(item.path, len(LONG))))
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,6 @@
-"""The services of deploy/ in a container engine. They skip a test only where no engine can run.
+"""The services of deploy/ in a container engine. Their tests run where TEST_CONTAINERS is set: the images take minutes.
+
+They skip a test only where no engine can run.
 
 Images that cannot be pulled are built from Debian packages, which takes minutes, and are kept for the next run. Debian
 has no Grafana: if its image cannot be pulled, the other services run without it.
@@ -231,6 +233,8 @@ StackT = TypeVar("StackT", Stack, MooncakeStack)
 @contextlib.contextmanager
 def running(kind: type[StackT]) -> Iterator[StackT]:
     """Build and start a stack for the tests of a file. The engine ends with it, so that others can have it."""
+    if not os.environ.get("TEST_CONTAINERS"):
+        pytest.skip("images take minutes: TEST_CONTAINERS=1 pytest -m slow tests/deploy tests/mooncake")
     with engine():
         stack = kind()
         stack.build()

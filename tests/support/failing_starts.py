@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
 import json
 import logging
 import os
@@ -165,6 +166,9 @@ def main() -> None:
         left = in_child(lambda: asyncio.run(leave_state()))
         assert isinstance(left, list), left
         files, token = tuple((name, bytes.fromhex(data)) for name, data in left[0]), bytes.fromhex(left[1])
+        # Otherwise a collection in each child goes through all modules, and copies the pages that they are in.
+        gc.collect()
+        gc.freeze()
         found = in_child(lambda: places(files, folder))
         assert isinstance(found, list), found
         tried, wrong = 0, {}
