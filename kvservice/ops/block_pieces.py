@@ -58,7 +58,8 @@ class BlockPieces:
         """Copy the values at `addresses` to blocks. Both are `[num_copies]`, in host memory, and not read after the
         call. The memory at the addresses is pinned, and may be read before the stream has reached this; no block may
         occur twice. All loads use the same stream."""
-        self._loads.load(*self._arguments(addresses, block_ids), stream)
+        _, *arguments = self._arguments(addresses, block_ids)
+        self._loads.load(*arguments, stream)
 
     def save(
         self,
@@ -68,14 +69,17 @@ class BlockPieces:
         sums: DeviceArray,
         checksums: DeviceArray,
         stream: int,
-    ) -> None:
+    ) -> npt.NDArray[np.intp]:
         """Copy blocks to `addresses`, the inverse of `load`, and write their checksums, which csrc/store/checksum.h
         defines, to `checksums`, int64[num_copies] in pinned memory. `sums` is int64[num_copies, 16], scratch
-        memory on the device. No address may occur twice. All saves use the same stream."""
+        memory on the device. No address may occur twice. All saves use the same stream. Returns the order of the
+        checksums: of which copy each is."""
         check_array(sums, "sums", "int64", (block_ids.size, SUMS_PER_BLOCK), self._table.device)
         check_array(checksums, "checksums", "int64", (block_ids.size,))
         require(checksums.device == HOST, "checksums", "is not in host memory")
-        self._saves.save(*self._arguments(addresses, block_ids), sums.pointer, checksums.pointer, stream)
+        order, *arguments = self._arguments(addresses, block_ids)
+        self._saves.save(*arguments, sums.pointer, checksums.pointer, stream)
+        return order
 
     def settle(self) -> None:
         """Wait for all copies over the link, also those of a call that has failed in the middle."""
@@ -84,7 +88,9 @@ class BlockPieces:
 
     def _arguments(
         self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64]
-    ) -> tuple[int, int, int, npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    ) -> tuple[npt.NDArray[np.intp], int, int, int, npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Return the copies by their addresses in host memory, where blocks that follow each other are one copy over
+        the link, with the place of each."""
         for array, field, dtype in ((addresses, "addresses", np.uint64), (block_ids, "block_ids", np.int64)):
             require(
                 isinstance(array, np.ndarray) and array.dtype == dtype, field, f"is not an array of {dtype.__name__}"
@@ -92,8 +98,9 @@ class BlockPieces:
             require(array.shape == (block_ids.size,), field, f"has shape {array.shape}, expected ({block_ids.size},)")
         inside = not block_ids.size or (block_ids.min() >= 0 and block_ids.max() < self._num_blocks)
         require(inside, "block_ids", f"are not all from 0 to {self._num_blocks - 1}")
-        arrays = np.ascontiguousarray(addresses), np.ascontiguousarray(block_ids)
-        return self._table.pointer, self._table.shape[1], self._block_bytes, *arrays
+        order = np.argsort(addresses)
+        arrays = addresses[order], block_ids[order]
+        return order, self._table.pointer, self._table.shape[1], self._block_bytes, *arrays
 
 
 def page_lock(address: int, num_bytes: int, *, device: int, read_only: bool) -> PageLock | None:

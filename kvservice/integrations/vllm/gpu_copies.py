@@ -393,11 +393,13 @@ class PageLocks:
 
 @dataclass(frozen=True, eq=False)
 class Save:
-    """A copy to host memory. It keeps the memory in which the GPU computes checksums."""
+    """A copy to host memory. It keeps the memory in which the GPU computes checksums: `values` are those of the blocks
+    with the numbers `order`."""
 
     event: torch.cuda.Event
     sums: torch.Tensor
     values: torch.Tensor
+    order: npt.NDArray[np.intp]
 
     def synchronize(self) -> None:
         """Wait for the end of the copy."""
@@ -405,7 +407,9 @@ class Save:
 
     def checksums(self) -> Numbers:
         """Return the checksum of each block, after the end of the copy."""
-        return self.values.numpy().view(np.uint64)
+        checksums = np.empty(len(self.order), np.uint64)
+        checksums[self.order] = self.values.numpy().view(np.uint64)
+        return checksums
 
 
 class GpuBlocks:
@@ -451,10 +455,10 @@ class GpuBlocks:
         with torch.cuda.stream(self._saves):
             sums = torch.empty((len(block_ids), SUMS_PER_BLOCK), dtype=torch.int64, device=self._device)
             checksums = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
-        self._pieces.save(
+        order = self._pieces.save(
             addresses, block_ids, sums=_array(sums), checksums=_array(checksums), stream=self._saves.cuda_stream
         )
-        return Save(self._event(self._saves), sums, checksums)
+        return Save(self._event(self._saves), sums, checksums, order)
 
     def settle(self) -> None:
         """Wait for all copies."""
