@@ -10,6 +10,9 @@ place of the key: a table of 1,048,576 hashes of 32 bits, 4 MiB of which only th
 one place in it, which a later one takes over: after 700,000 more blocks have left, half are forgotten, and count as
 never stored. That a block counts as evicted which was never stored has a probability of 2^-32. The table does not
 outlive the daemon's process.
+
+A look-up that misses takes 5 µs of the daemon's time longer, and 20 µs with 32 other namespaces to search; the report
+of a client with 256 missing keys takes 0.6 ms, and a block that leaves 0.5 µs.
 """
 
 from __future__ import annotations

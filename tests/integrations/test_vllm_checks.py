@@ -50,6 +50,7 @@ def start(connector: Any, *specs: object, **changes: Any) -> None:
 def test_what_is_supported(vllm_connector: Any) -> None:
     """It raises nothing."""
     rows: list[dict[str, Any]] = [{}, {"algorithm": "sha256"}, {"speculative": SimpleNamespace(method="ngram")}]
+    rows.append({"match_unit": BLOCK_SIZE})
     with each_row() as row:
         for changes in rows:
             for spec in (FullAttentionSpec(), MLAAttentionSpec(), several(FullAttentionSpec(), MLAAttentionSpec())):
@@ -65,6 +66,7 @@ def test_configurations_that_are_refused(vllm_connector: Any) -> None:
         ({"dcp": 2}, "decode_context_parallel_size", "not supported"),
         ({"caching": False}, "enable_prefix_caching", "is off"),
         ({"speculative": SimpleNamespace(method="eagle")}, "speculative_config", "not supported"),
+        ({"match_unit": BLOCK_SIZE // 2}, "prefix_match_unit", f"with blocks of {BLOCK_SIZE}"),
     ]
     with each_row() as row:
         for changes, field, remedy in rows:

@@ -40,6 +40,7 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
         "producer": True,
         "scales": False,
         "speculative": None,
+        "match_unit": None,
         "model": "org/name",
         "text": "{}",
         "commit": None,
@@ -64,6 +65,7 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
             enable_prefix_caching=values["caching"],
             block_size=values["block_size"],
             cache_dtype=values["cache_dtype"],
+            prefix_match_unit=values["match_unit"],
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=values["dcp"], prefill_context_parallel_size=1, pipeline_parallel_size=1
