@@ -94,6 +94,8 @@ def generate(prompts: Any, as_json: bool, chat: bool, special_tokens: bool, pres
         import kvservice.engines  # noqa: F401
     try:
         lines = read_lines(prompts, _parameters(given), chat=chat, special_tokens=special_tokens)
+        if not lines and given["journal"] is None:
+            raise click.ClickException(f"there are no prompts in {prompts.name}")
         started_s = time.monotonic()
         with _engine(given, presented, lines) as llm, _view() as view:
             outputs = llm.finish_resumed(progress=view)
