@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,12 @@ def generate(prompts: Any, as_json: bool, chat: bool, special_tokens: bool, pres
             outputs = llm.finish_resumed(progress=view)
             if not outputs:
                 outputs = llm.generate([line.prompt for line in lines], [line.params for line in lines], progress=view)
-        _print(outputs, as_json, time.monotonic() - started_s)
+        try:
+            _print(outputs, as_json, time.monotonic() - started_s)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever reads has enough
+                raise
+            raise click.ClickException(f"standard output: {error.strerror}") from None
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     failed = sum(output.error is not None for output in outputs)

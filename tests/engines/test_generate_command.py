@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from transfer_rig import is_gone
 from waiting import until
 
 from kvservice.cli import main
-from kvservice.commands import prompt_lines
+from kvservice.commands import generate, prompt_lines
 from kvservice.engines import LLM, CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from kvservice.owned import OwnedFolder
 
@@ -134,6 +135,15 @@ def test_standard_streams_may_be_closed() -> None:
         done = subprocess.run(["sh", "-c", f"{command} {closing}"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr.count("\n")) == (status, len(said) > 0)
         assert said in done.stderr
+
+
+def test_a_full_disk_below_standard_output_is_named(run, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "_print", full)
+    done = run("w5\n", "--max-tokens", "1")
+    assert (done.exit_code, done.output.strip()) == (1, "Error: standard output: No space left on device")
 
 
 def test_failed_requests_are_an_error_at_the_end(run) -> None:
