@@ -194,7 +194,7 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
                 dtype=dtype,
                 console=Console(),
                 quiet=as_json,
-                credentials=presented.at(address or "unix:"),
+                credentials=presented.at(address),
             )
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None

@@ -137,7 +137,7 @@ def _engine(given: dict[str, Any], presented: Presented, lines: Sequence[PromptL
     speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
     if given["draft_model"]:
         speculation = DraftModel(load(given["draft_model"], given["dtype"])[0], given["draft_tokens"] or 4)
-    credentials = presented.at(given["address"] or "unix:")
+    credentials = presented.at(given["address"])
     with LLM(
         model,
         tokenizer,
