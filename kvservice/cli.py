@@ -43,6 +43,15 @@ if TYPE_CHECKING:
 @click.version_option(__version__)
 def main() -> None:
     """The KV cache as a service."""
+    _open_closed_streams()
+
+
+def _open_closed_streams() -> None:
+    """Put the null device in place of standard streams that the caller has closed. Otherwise Python has none, and the
+    next file that is opened gets the number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the end
 
 
 class _Finite(click.FloatRange):
@@ -185,7 +194,7 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
                 dtype=dtype,
                 console=Console(),
                 quiet=as_json,
-                credentials=presented.at(address or "unix:"),
+                credentials=presented.at(address),
             )
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None

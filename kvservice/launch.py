@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from kvservice.keeper.control import ask
 from kvservice.keeper.notify import MANAGER_VARIABLES
 from kvservice.keeper.settings import control_path
 from kvservice.owned import OwnedFolder, OwnedProcess
+
+# A socket's path has at most 107 bytes. The longest below the parent is /kvservice-XXXXXXXX/kvservice.sock.keeper.
+_MAX_PARENT_BYTES = 107 - 41
 
 
 class StartError(KVServiceError):
@@ -34,7 +38,7 @@ class Daemon:
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
         given = options.pop("unix_socket", None)
         sockets = [] if given is None else [Path(f"{given}{suffix}") for suffix in ("", ".fds", ".keeper")]
-        self._folder = OwnedFolder("kvservice-", sockets=sockets)
+        self._folder = OwnedFolder("kvservice-", _parent(), sockets)
         self._socket = sockets[0] if sockets else self._folder.path / "kvservice.sock"
         self._options = {"tcp_address": "", "http_address": "", "log_level": "warning", "keeper": False} | options
         self._options["unix_socket"] = self._socket
@@ -93,6 +97,12 @@ class Daemon:
                 said = self.log.read_text(errors="replace").strip()
                 raise StartError(f"the daemon did not start: {said}")
             time.sleep(0.02)
+
+
+def _parent() -> str:
+    """Return the folder for temporary files, or /tmp if the paths of sockets in it would be too long."""
+    parent = tempfile.gettempdir()
+    return parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else "/tmp"
 
 
 def _environment_without_manager() -> dict[str, str]:

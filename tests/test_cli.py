@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from each_row import each_row
+from waiting import until
 
 from kvservice.cli import main
 from kvservice.config import ServeConfig
@@ -40,6 +43,34 @@ def test_serve_help_explains_every_option() -> None:
         assert f"--{name.replace('_', '-')}" in text
         assert field.description is not None
         assert re.sub(r"\s+", "", field.description) in text
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvservice", "health"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        assert command.communicate() == ("", "")
+    assert command.returncode == -signal.SIGINT
+
+
+def test_a_private_daemon_has_short_paths_in_a_deep_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as TMPDIR on the machines of a cluster: the path of a socket has at most 107 bytes."""
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = Daemon(num_blocks=8).log.parent
+    assert folder.parent == Path("/tmp")
+    assert len(f"{folder}/kvservice.sock.keeper") <= 107
+    until(lambda: not folder.exists())
 
 
 def test_a_wrong_word_is_a_usage_error() -> None:

@@ -74,6 +74,7 @@ class ClientCredentials:
     def for_address(cls, address: str, tls: TLSOption, token: str | os.PathLike[str] | None) -> ClientCredentials:
         """Build credentials from a client's arguments. A unix socket needs no token and gets none. Raises
         InvalidArgumentError."""
+        check_address(address)
         config = _tls_config(tls)
         if address.startswith(_UNIX):
             if config is not None:
@@ -92,7 +93,27 @@ class ClientCredentials:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
 
+_MAX_SOCKET_BYTES: Final = 107
 NO_CREDENTIALS: Final = ClientCredentials()
+
+
+def check_address(address: object) -> None:
+    """Raise InvalidArgumentError for what gRPC would take for something else, or would only fail to reach."""
+    if not isinstance(address, str):
+        raise InvalidArgumentError(f"is {type(address).__name__}, not a text", field="address")
+    if address.startswith(_UNIX):
+        path = address.removeprefix(_UNIX).removeprefix("//")
+        if not path or len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
+            raise InvalidArgumentError(
+                f"{address!r}: the path of a socket has 1 to {_MAX_SOCKET_BYTES} bytes", field="address"
+            )
+        return
+    if address.startswith(("http://", "https://")) or ":" not in address:
+        raise InvalidArgumentError(f"{address!r} is neither unix:///path/of.sock nor host:port", field="address")
+    port = address.rpartition(":")[2]
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    if not is_port and "://" not in address:
+        raise InvalidArgumentError(f"{address!r} has no port from 1 to 65535", field="address")
 
 
 def _tls_config(tls: TLSOption) -> TLSConfig | None:

@@ -20,6 +20,7 @@ from kvservice.client.messages import build, open_stub, wait_time
 from kvservice.client.scheduler import SchedulerCore
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
+from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.core import LeaseCore, ReservationCore, StoreCore
 from kvservice.client.store.link import Dialer, StoreOptions
 from kvservice.client.store.values import StoreNamespace
@@ -230,6 +231,8 @@ class AsyncKVClient:
         self._connect_timeout_s = (
             None if connect_timeout_s is None else wait_time(connect_timeout_s, "connect_timeout_s")
         )
+        # What goes on after its caller was cancelled.
+        self._ending: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_channel", "_pool", "_sessions"):
@@ -264,8 +267,34 @@ class AsyncKVClient:
         return info
 
     async def __aexit__(self, *_: object) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=channel.CLOSE_S)
         await self._core.close()
         await self._channel.close()
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work that goes on if the caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        await asyncio.shield(task)
+
+    async def _opened(self, opening: Coroutine[Any, Any, T], close: Callable[[T], Coroutine[Any, Any, object]]) -> T:
+        """Wait until something is open. If the caller is cancelled, the opening ends, and what is open by then is
+        closed, whatever else happens to the caller."""
+        task = asyncio.create_task(opening)
+
+        async def undone() -> None:
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                await close(task.result())
+
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await self._to_the_end(undone())
+            raise
 
     @contextlib.asynccontextmanager
     async def session(
@@ -281,24 +310,39 @@ class AsyncKVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = await self._core.ask_patiently(
-            TaskWaiting(), lambda: self._send(self._sessions.Open, request, timeout_s), timeout_s
-        )
-        async with self._attached(opened.session_token, False, timeout_s) as session:
+
+        async def opening() -> AsyncSession:
+            await self._ask_for_info(timeout_s)
+            opened = await self._open_session(request, timeout_s, patiently=True)
+            return await self._attach(opened.session_token, timeout_s, resumed=False)
+
+        session = await self._opened(opening(), AsyncSession.close)
+        try:
             yield session
+        finally:
+            await self._to_the_end(session.close())
 
     @contextlib.asynccontextmanager
     async def resume(self, token: bytes, *, timeout_s: float | None = None) -> AsyncIterator[AsyncSession]:
         """Resume a session for the duration of the block; see KVClient.resume."""
-        async with self._attached(token, True, timeout_s) as session:
-            yield session
 
-    @contextlib.asynccontextmanager
-    async def _attached(self, token: bytes, resumed: bool, timeout_s: float | None) -> AsyncIterator[AsyncSession]:
+        async def opening() -> AsyncSession:
+            await self._ask_for_info(timeout_s)
+            return await self._attach(token, timeout_s, resumed=True)
+
+        session = await self._opened(opening(), lambda session: session.context.connection.close())
+        try:
+            yield session
+        finally:
+            await self._to_the_end(session.close())
+
+    async def _ask_for_info(self, timeout_s: float | None) -> None:
         if self._info is None:
             self._info = from_message(PoolInfo, await self._get_info(timeout_s))
+
+    async def _attach(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> AsyncSession:
         connection = self._core.new_connection(TaskWaiting(), self._open_stream, token, timeout_s)
-        session = await self._core.open_session(
+        return await self._core.open_session(
             AsyncSession,
             self.info,
             connection,
@@ -308,10 +352,6 @@ class AsyncKVClient:
             self._close_session,
             resumed=resumed,
         )
-        try:
-            yield session
-        finally:
-            await session.close()
 
     @contextlib.asynccontextmanager
     async def store(
@@ -341,13 +381,11 @@ class AsyncKVClient:
             close_session=self._close_session,
             fd_path=self._core.fd_path,
         )
-        store = AsyncStore(
-            await self._core.open_store(dialer, options), namespace, AsyncStoreLease, AsyncStoreReservation
-        )
+        access = await self._opened(self._core.open_store(dialer, options), StoreAccess.close)
         try:
-            yield store
+            yield AsyncStore(access, namespace, AsyncStoreLease, AsyncStoreReservation)
         finally:
-            await store.close()
+            await self._to_the_end(access.close())
 
     async def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         return from_message(PoolStats, await self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest(), timeout_s))
@@ -382,10 +420,9 @@ class AsyncKVClient:
             raise channel.to_error(error) from None
 
     async def _open_session(
-        self, request: session_pb2.OpenRequest, timeout_s: float | None
+        self, request: session_pb2.OpenRequest, timeout_s: float | None, *, patiently: bool = False
     ) -> session_pb2.OpenResponse:
-        opened: session_pb2.OpenResponse = await self._unary(self._sessions.Open, request, timeout_s)
-        return opened
+        return await self._core.open(TaskWaiting(), self._sessions, self._send, request, timeout_s, patiently=patiently)
 
     async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):

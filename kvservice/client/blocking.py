@@ -356,21 +356,22 @@ class KVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opening = self._core.ask_patiently(
-            ThreadWaiting(), lambda: self._send(self._sessions.Open, request, timeout_s), timeout_s
-        )
-        opened = finish(opening)
+        self._ask_for_info(timeout_s)
+        opened = finish(self._open_session(request, timeout_s, patiently=True))
         return self._attached(opened.session_token, timeout_s, resumed=False)
 
     def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
         """Resume a session. `describe()` lists its sequences. The daemon ends a stream that is still attached to the
         session. If resuming fails, for example because no lane is free, the session keeps its sequences and stays
         detached."""
+        self._ask_for_info(timeout_s)
         return self._attached(token, timeout_s, resumed=True)
 
-    def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
+    def _ask_for_info(self, timeout_s: float | None) -> None:
         if self._info is None:
             self._info = from_message(PoolInfo, finish(self._get_info(timeout_s)))
+
+    def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
         connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
         opening = self._core.open_session(
             _Core, self.info, connection, token, _make_step, _make_scheduler, self._close_session, resumed=resumed
@@ -470,10 +471,11 @@ class KVClient:
             raise channel.to_error(error) from None
 
     async def _open_session(
-        self, request: session_pb2.OpenRequest, timeout_s: float | None
+        self, request: session_pb2.OpenRequest, timeout_s: float | None, *, patiently: bool = False
     ) -> session_pb2.OpenResponse:
-        opened: session_pb2.OpenResponse = self._unary(self._sessions.Open, request, timeout_s)
-        return opened
+        return await self._core.open(
+            ThreadWaiting(), self._sessions, self._send, request, timeout_s, patiently=patiently
+        )
 
     async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):

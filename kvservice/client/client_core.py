@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -12,7 +13,17 @@ from typing import Any, TypeVar
 
 from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel
-from kvservice.client.connection import OpenStream, OwnProcess, SessionConnection, Waiting, once_more
+from kvservice.client.connection import (
+    PAUSE_S,
+    UNANSWERED,
+    Background,
+    OpenStream,
+    OwnProcess,
+    SessionConnection,
+    Signal,
+    Waiting,
+    once_more,
+)
 from kvservice.client.mapped import MappedPool
 from kvservice.client.messages import build, time_limit, wait_time
 from kvservice.client.regions import socket_path
@@ -38,7 +49,7 @@ from kvservice.errors import (
     TransferFailedError,
     TransferOffError,
 )
-from kvservice.v1 import host_pb2, session_pb2
+from kvservice.v1 import host_pb2, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +172,10 @@ _GIVE_UP: dict[str, tuple[str, Any]] = {
 T = TypeVar("T")
 # How long a client waits for a session that the daemon reads from its disk, without a time limit of its own.
 RESTORE_WAIT_S = 600.0
+# How long a client tries to close a session that it has opened without an answer: the daemon closes it then itself.
+GIVE_UP_S = 5.0
+# The bytes of the token that a client chooses for a session.
+TOKEN_BYTES = 16
 SessionT = TypeVar("SessionT", bound=SessionCore[Any, Any])
 
 
@@ -188,6 +203,9 @@ class ClientCore:
         self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
         self._stores: weakref.WeakSet[StoreAccess] = weakref.WeakSet()
         self._remotes: weakref.WeakSet[RemoteRegions] = weakref.WeakSet()
+        # The sessions without an answer that are being closed, by token, each with a flag for its end.
+        self._unanswered: dict[bytes, tuple[Background, Signal]] = {}
+        self._closed = False
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
@@ -213,6 +231,9 @@ class ClientCore:
 
     async def close(self) -> None:
         """Close the stores, and the connections of the sessions, which are detached then."""
+        self._closed = True
+        for _, done in list(self._unanswered.values()):
+            await done.wait(channel.CLOSE_S)
         for store in list(self._stores):
             await store.close()
         for remote in list(self._remotes):
@@ -226,6 +247,54 @@ class ClientCore:
         await access.start()
         self._stores.add(access)
         return access
+
+    async def open(
+        self,
+        waiting: Waiting,
+        sessions: session_pb2_grpc.SessionServiceStub,
+        send: Callable[[Any, Any, float | None], Awaitable[Any]],
+        request: session_pb2.OpenRequest,
+        timeout_s: float | None,
+        *,
+        patiently: bool,
+    ) -> session_pb2.OpenResponse:
+        """Open a session, also after waiting for a daemon that is away with `patiently`. `send` sends a request to a
+        method. A session whose caller does not get the answer is closed in the background: its token is known, because
+        it is chosen here."""
+        ask = self.ask_patiently if patiently else self.ask
+        request.session_token = token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            opened: session_pb2.OpenResponse = await ask(
+                waiting, lambda: send(sessions.Open, request, timeout_s), timeout_s
+            )
+            return opened
+        except BaseException as error:
+            if not isinstance(error, KVServiceError) or isinstance(error, UNANSWERED):
+                done = waiting.signal()
+                closing = self._close_unanswered(
+                    waiting, lambda: send(sessions.Close, *self.close_request(token, 0)), token, done
+                )
+                self._unanswered[token] = waiting.start(closing), done
+            raise
+
+    async def _close_unanswered(
+        self, waiting: Waiting, close: Callable[[], Awaitable[object]], token: bytes, done: Signal
+    ) -> None:
+        deadline = waiting.clock() + GIVE_UP_S
+        try:
+            while True:
+                try:
+                    await close()
+                    return
+                except (RestartingError, *UNANSWERED):
+                    if self._closed or waiting.clock() >= deadline:
+                        return
+                    await waiting.signal().wait(PAUSE_S)
+                except KVServiceError:  # it was not opened
+                    return
+        finally:
+            done.set()
+            self._unanswered.pop(token, None)
 
     def new_connection(
         self,

@@ -100,9 +100,10 @@ UNDO: Final[dict[str, Undo | None]] = {
 
 # Calls that their owners settle: the table of a session's regions drops a region that it did not get, a lane is closed
 # before another one is opened, a mapping that nobody has ends, and the link of a store gives leases and reservations
-# back, or ends its session with them.
+# back, or ends its session with them. The client closes a session whose opening it has not seen.
 SETTLED_BY_THEIR_OWNER: Final = frozenset(
     (
+        "open",
         "system_shared_memory_register",
         "system_shared_memory_unregister",
         "create_region",

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig
+from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig, check_address
 from kvservice.errors import KVServiceError, reason_of
 
 _FILE = click.Path(dir_okay=False)
@@ -51,9 +51,11 @@ class Presented:
     tls: TLSConfig | None
     token: str = field(repr=False)
 
-    def at(self, address: str) -> ClientCredentials:
-        """Return the credentials for a gRPC target."""
-        if address.startswith("unix:"):
+    def at(self, address: str | None) -> ClientCredentials:
+        """Return the credentials for an address, None for a private daemon. Raises InvalidArgumentError."""
+        if address is not None:
+            check_address(address)
+        if address is None or address.startswith("unix:"):
             return NO_CREDENTIALS
         return ClientCredentials.for_address(address, self.tls, self.token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,12 +95,19 @@ def generate(prompts: Any, as_json: bool, chat: bool, special_tokens: bool, pres
         import kvservice.engines  # noqa: F401
     try:
         lines = read_lines(prompts, _parameters(given), chat=chat, special_tokens=special_tokens)
+        if not lines and given["journal"] is None:
+            raise click.ClickException(f"there are no prompts in {prompts.name}")
         started_s = time.monotonic()
         with _engine(given, presented, lines) as llm, _view() as view:
             outputs = llm.finish_resumed(progress=view)
             if not outputs:
                 outputs = llm.generate([line.prompt for line in lines], [line.params for line in lines], progress=view)
-        _print(outputs, as_json, time.monotonic() - started_s)
+        try:
+            _print(outputs, as_json, time.monotonic() - started_s)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever reads has enough
+                raise
+            raise click.ClickException(f"standard output: {error.strerror}") from None
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     failed = sum(output.error is not None for output in outputs)
@@ -129,7 +137,7 @@ def _engine(given: dict[str, Any], presented: Presented, lines: Sequence[PromptL
     speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
     if given["draft_model"]:
         speculation = DraftModel(load(given["draft_model"], given["dtype"])[0], given["draft_tokens"] or 4)
-    credentials = presented.at(given["address"] or "unix:")
+    credentials = presented.at(given["address"])
     with LLM(
         model,
         tokenizer,

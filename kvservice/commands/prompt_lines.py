@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 
@@ -13,6 +13,9 @@ from kvservice.errors import KVServiceError
 
 if TYPE_CHECKING:
     from kvservice.engines import SamplingParams
+
+# Most characters of a file of prompts, which is read as a whole.
+MAX_CHARACTERS: Final = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,24 @@ class PromptLine:
         return _error(self.number, reason)
 
 
-def read_lines(file: Iterable[str], options: dict[str, Any], *, chat: bool, special_tokens: bool) -> list[PromptLine]:
+def read_lines(file: TextIO, options: dict[str, Any], *, chat: bool, special_tokens: bool) -> list[PromptLine]:
     """Return the prompts of a file, with `chat` its conversations. Parameters in a line go before the options.
 
-    Raises ClickException with the number of the line.
+    Raises ClickException naming the file or the number of the line.
     """
     try:
-        lines = [(number, line.rstrip("\n")) for number, line in enumerate(file, 1) if line.strip()]
-    except UnicodeDecodeError:
-        raise click.ClickException("the prompts are not UTF-8") from None
+        text = file.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"the prompts in {file.name} are not UTF-8: {error}") from None
+    except OSError as error:
+        raise click.ClickException(f"the prompts in {file.name} cannot be read: {error.strerror}") from None
+    if len(text) > MAX_CHARACTERS:
+        raise click.ClickException(f"the prompts in {file.name} are more than {MAX_CHARACTERS} characters: split them")
+    numbered = enumerate(text.removeprefix("\ufeff").split("\n"), 1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    for number, line in lines:
+        if "\0" in line:
+            raise _error(number, f"has a NUL byte: {file.name} is no text file")
     if chat:
         return [_parse_chat(number, line, options) for number, line in lines]
     return [_parse(number, line, options, special_tokens) for number, line in lines]

@@ -56,6 +56,7 @@ class AsyncLLM:
         Closing the generator aborts the request. Raises InvalidArgumentError for a wrong prompt or parameter, the
         daemon's errors when it refuses the request, and the error of the request itself.
         """
+        self.core.check_usable()
         (params,) = params_of_each(sampling_params, 1)
         if params.best_of is not None and params.best_of > params.n:
             raise InvalidArgumentError("is not known before the end of a stream", field="best_of")

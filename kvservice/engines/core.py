@@ -148,7 +148,12 @@ class EngineCore:
         return [self._request(replace(prompt, request_id=self._new_id(prompt))) for prompt in checked]
 
     def check_usable(self) -> None:
-        """Raise FailedPreconditionError if the engine takes no more requests."""
+        """Raise FailedPreconditionError if the engine takes no more requests, or none in this process. In a fork, locks
+        may be held by threads that are not there, so this needs none."""
+        if not self.is_owned:
+            raise FailedPreconditionError(
+                f"the engine belongs to process {self._pid}, from which this one was forked: make an engine here"
+            )
         if self._closed:
             raise FailedPreconditionError("the engine is closed")
         if self.loop.left:

@@ -66,6 +66,7 @@ class LLM:
         An exception or Ctrl-C ends the requests. With a journal it leaves them to the next engine with that file, and
         this one can only be closed.
         """
+        self.core.check_usable()
         batch = prompts_of(prompts, add_special_tokens)
         params = params_of_each(sampling_params, len(batch))
         with self._lock:
@@ -88,12 +89,14 @@ class LLM:
         A message is a dictionary with "role" and "content", as in vLLM and in OpenAI's protocol. The tokenizer's chat
         template makes the prompts: ChatArguments describes the arguments for it. The rest is as with `generate`.
         """
+        self.core.check_usable()
         conversations = conversations_of(messages, arguments)
         return self.generate(conversations, sampling_params, progress=progress)
 
     def finish_resumed(self, *, progress: bool | ProgressView = False) -> list[RequestOutput]:
         """Finish the requests that were in progress when the engine of the journal ended. Returns the outputs of all
         its requests that were not returned, in the order in which they were added."""
+        self.core.check_usable()
         with self._lock:
             self.core.check_usable()
             requests, self.core.resumed = list(self.core.resumed.values()), {}

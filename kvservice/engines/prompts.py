@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
+import reprlib
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
-import numpy as np
 from torch.nn import Embedding
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
@@ -299,7 +300,7 @@ def prompts_of(prompts: PromptLike | Iterable[PromptLike], add_special_tokens: b
         listed: list[Any] = [prompts]
     elif isinstance(prompts, Mapping):
         listed = _encoded(prompts, "prompts")
-    elif isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+    elif isinstance(prompts, bytes | Set) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise InvalidArgumentError("must be a text, token ids, or several of these", field="prompts")
     else:
         listed = list(prompts)
@@ -358,14 +359,18 @@ def _encoded(encoding: Mapping[str, Any], field: str) -> list[list[int]]:
     ids, mask = (_listed(encoding.get(name)) for name in ("input_ids", "attention_mask"))
     if ids is None:
         raise InvalidArgumentError('must be a text, token ids, or a tokenizer\'s result with "input_ids"', field=field)
-    if not ids or _is_token(ids[0]):
+    if not ids or _listed(ids[0]) is None:
         ids, mask = [ids], None if mask is None else [mask]
-    rows = [_listed(row) for row in ids]
-    masks = [[True] * len(row or ()) for row in rows] if mask is None else [_listed(row) for row in mask]
-    if [row and len(row) for row in rows] != [row and len(row) for row in masks]:
+    rows = [_numbers(row, f"{field}.input_ids") for row in ids]
+    if mask is None and encoding.get("attention_mask") is None:
+        return rows
+    masks = [_listed(row) for row in mask or ()]
+    if [len(row) for row in rows] != [None if row is None else len(row) for row in masks]:
         raise InvalidArgumentError("has an attention_mask of another shape than its input_ids", field=field)
+    if any(kept not in (0, 1) for kept_in_row in masks for kept in kept_in_row or ()):
+        raise InvalidArgumentError("has values other than 0 and 1", field=f"{field}.attention_mask")
     return [
-        [token for token, kept in zip(row or (), kept_in_row or (), strict=True) if kept]
+        [token for token, kept in zip(row, kept_in_row or (), strict=True) if kept]
         for row, kept_in_row in zip(rows, masks, strict=True)
     ]
 
@@ -376,18 +381,27 @@ def _listed(values: Any) -> list[Any] | None:
     return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
 
 
+def _numbers(values: Any, field: str) -> list[int]:
+    """Return token ids as numbers. Raises InvalidArgumentError naming the first value that is none."""
+    listed = _listed(values)
+    if listed is None:
+        if isinstance(values, str | bytes | Set) or hasattr(values, "tolist") or not isinstance(values, Iterable):
+            raise InvalidArgumentError(f"must be a text or token ids, not {reprlib.repr(values)}", field=field)
+        listed = list(values)
+    if set(map(type, listed)) <= {int}:
+        return listed
+    numbers = [one.tolist() if getattr(one, "ndim", None) == 0 else one for one in listed]  # of NumPy or torch
+    for at, one in enumerate(numbers):
+        if isinstance(one, bool) or not hasattr(one, "__index__"):
+            said = reprlib.repr(one)
+            raise InvalidArgumentError(f"must be a text or token ids: {said} at {at} is no token id", field=field)
+    return [int(operator.index(one)) for one in numbers]
+
+
 def _token_ids(prompt: Iterable[int], limits: ModelLimits, field: str) -> tuple[int, ...]:
-    if isinstance(prompt, bytes):
-        raise InvalidArgumentError("must be a text or token ids", field=field)
-    try:
-        ids = np.asarray(list(prompt))
-    except (TypeError, ValueError):
-        raise InvalidArgumentError("must be a text or token ids", field=field) from None
-    if ids.ndim == 2 and len(ids) == 1:  # of a tokenizer that returns tensors
-        ids = ids[0]
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise InvalidArgumentError("must be a text or token ids", field=field)
-    outside = ids[(ids < 0) | (ids >= limits.vocabulary)] if len(ids) else ids
-    if len(outside):
+    rows = _listed(prompt)
+    numbers = _numbers(rows[0] if rows and len(rows) == 1 and _listed(rows[0]) is not None else prompt, field)
+    outside = [one for one in (min(numbers), max(numbers)) if not 0 <= one < limits.vocabulary] if numbers else ()
+    if outside:
         raise InvalidArgumentError(f"{outside[0]} is not in the vocabulary of {limits.vocabulary}", field=field)
-    return tuple(ids.tolist())
+    return tuple(numbers)

@@ -33,16 +33,18 @@ class DetachResponse(_message.Message):
     def __init__(self, num_sequences: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("name", "detachable", "detach_ttl_s", "tenant")
+    __slots__ = ("name", "detachable", "detach_ttl_s", "tenant", "session_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DETACHABLE_FIELD_NUMBER: _ClassVar[int]
     DETACH_TTL_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     detachable: bool
     detach_ttl_s: float
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., detachable: bool = ..., detach_ttl_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., detachable: bool = ..., detach_ttl_s: _Optional[float] = ..., tenant: _Optional[str] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("session_token", "session_id")

@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 import pytest
 from certificates import Authority, Signed
+from click.testing import CliRunner
 from each_row import each_row
 from ports import free_port
 from small_pool import SMALL_POOL
 
+from kvservice.cli import main
 from kvservice.client import AsyncKVClient, KVClient, TLSConfig
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, TLSHandshakeError
 from kvservice.launch import Daemon
@@ -197,6 +199,35 @@ def test_what_no_token_can_be_is_refused_here() -> None:
             AsyncKVClient("localhost:1", token=token)
         assert caught.value.field == "token"
         assert token not in str(caught.value)
+
+
+def test_what_no_address_can_be_is_refused_here() -> None:
+    """gRPC would look the name up for the whole time limit, or connect to another port."""
+    wrong: list[Any] = [
+        "",
+        "kv",
+        "127.0.0.1",
+        "http://kv:50051",
+        "https://kv:1",
+        "kv:x",
+        "kv:",
+        "kv:0",
+        "kv:99999",
+        "kv:²",
+    ]
+    wrong += ["unix:", "unix://", "unix:///" + "a" * 108, None, 5, b"unix:///a"]
+    for address in wrong:
+        for make in (KVClient, AsyncKVClient):
+            with pytest.raises(InvalidArgumentError) as caught:
+                make(address)
+            assert caught.value.field == "address", address
+    done = CliRunner().invoke(main, ["health", "--address", "http://kv:1"])
+    assert (done.exit_code, done.output) == (
+        1,
+        "Error: address: 'http://kv:1' is neither unix:///path/of.sock nor host:port\n",
+    )
+    for address in ("kv:1", "[::1]:65535", "dns:///kv", "ipv4:10.0.0.1:1", "unix:a", "unix:///" + "a" * 106):
+        AsyncKVClient(address)
 
 
 def test_a_token_file_is_read_for_each_call(tmp_path: Path) -> None:

@@ -11,14 +11,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from both_faces import Face, session_of
 from each_row import each_row
 from small_pool import SMALL_POOL
-from waiting import until
+from waiting import PATIENCE_S, until
 
-from kvservice.client import AsyncKVClient, BatchReport, KVClient, RegionInfo, ScheduledRequest, Sequence
+from kvservice.client import (
+    AsyncKVClient,
+    BatchReport,
+    KVClient,
+    RegionInfo,
+    ScheduledRequest,
+    Sequence,
+    StoreNamespace,
+)
 from kvservice.client.aio import TaskStream
 from kvservice.client.cut_calls import SETTLED_BY_THEIR_OWNER, UNDO
 from kvservice.client.threads import BlockingStream
@@ -30,7 +39,16 @@ from kvservice.errors import (
     PoolNotSharedError,
 )
 from kvservice.launch import Daemon
-from kvservice.v1 import session_pb2
+from kvservice.server.rpc.contract import SERVICES, call_name
+from kvservice.v1 import (
+    blocks_pb2,
+    blocks_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    session_pb2,
+    shared_memory_pb2,
+    shared_memory_pb2_grpc,
+)
 
 NUM_TOKENS = 9
 FACES: list[Face] = ["blocking", "asyncio"]
@@ -42,6 +60,19 @@ def cut(name: str, *, executed: bool) -> Iterator[None]:
     """Let the next call of this name be cut short: after the daemon has executed it, or before the daemon gets it."""
     left = [name]
     with pytest.MonkeyPatch.context() as patch:
+        for client, error in ((KVClient, CallTimeoutError("no answer")), (AsyncKVClient, asyncio.CancelledError())):
+
+            async def sent(
+                self: Any, method: Any, request: Any, limit: Any, send: Any = client._send, error: Any = error
+            ) -> Any:
+                if not isinstance(request, session_pb2.OpenRequest) or left != ["open"]:
+                    return await send(self, method, request, limit)
+                left.clear()
+                if executed:
+                    await send(self, method, request, limit)
+                raise error
+
+            patch.setattr(client, "_send", sent)
         for kind, error in ((BlockingStream, CallTimeoutError("no answer")), (TaskStream, asyncio.CancelledError())):
 
             async def held(
@@ -61,20 +92,23 @@ def cut(name: str, *, executed: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with Daemon(**SMALL_POOL | {"num_blocks": 512, "max_sequences": 512}) as running:
+    # The grace time is long: what a cut call has made goes because the client sees to it.
+    with Daemon(**SMALL_POOL | {"num_blocks": 512, "max_sequences": 512, "session_grace_s": 600.0}) as running:
         yield running.address
 
 
 def test_each_call_that_changes_something_is_settled() -> None:
-    """The contract marks them by their request id. A new one needs an entry."""
+    """The contract marks them by their request id, or by the secret that they return. A new one needs an entry."""
     changing = {
-        field.name
-        for field in session_pb2.Call.DESCRIPTOR.oneofs_by_name["call"].fields
-        if field.message_type is not None and "request_id" in field.message_type.fields_by_name
+        call_name(method)
+        for service in SERVICES
+        for method in service.methods
+        if "request_id" in method.input_type.fields_by_name or "session_token" in method.output_type.fields_by_name
     }
     assert set(UNDO) | SETTLED_BY_THEIR_OWNER == changing
     assert set(UNDO) & SETTLED_BY_THEIR_OWNER == set()
     assert set(CALLS) == set(UNDO), "each is tried below"
+    assert set(MAKES) >= {name for name, undo in UNDO.items() if undo is not None} | {"open", "create_region"}
 
 
 def layers(num_tokens: int) -> list[np.ndarray]:
@@ -107,6 +141,17 @@ async def rig_of(face: Face, address: str) -> AsyncIterator[Rig]:
             yield Rig(kv=kv, one=one, other=other, client=client, scheduler=scheduler)
             await kv.reset_prefix_cache()
         until(lambda: client.stats().sessions == 0)
+
+
+@contextlib.asynccontextmanager
+async def opener_of(face: Face, address: str) -> AsyncIterator[Any]:
+    """Yield a client that opens sessions."""
+    if face == "blocking":
+        with KVClient(address) as client:
+            yield client
+    else:
+        async with AsyncKVClient(address) as waiting:
+            yield waiting
 
 
 # For each call: what comes before it, the call, and what it changes that cannot be undone.
@@ -232,18 +277,81 @@ def test_handles_and_daemon_agree_after_each_call(address: str, face: Face) -> N
                     asyncio.run(check(name, executed))
 
 
+async def open_another(rig: Rig) -> None:
+    if isinstance(rig.opener, KVClient):
+        rig.opener.session()
+    else:
+        async with rig.opener.session():
+            pass
+
+
+# The calls that make something, also those that are not tried above.
+MAKES: dict[str, tuple[Step | None, Step]] = {
+    "open": (None, open_another),
+    "create_region": (None, lambda rig: rig.kv.create_region(4096)),
+    **{
+        name: CALLS[name][:2]
+        for name in ("allocate", "append", "fork", "open_ahead", "commit_ahead", "pin", "add_requests")
+    },
+}
+
+
+def found_by(address: str, token: bytes, client: KVClient) -> Any:
+    """Return what the daemon has, asked by somebody else, for whom no call of the session waits."""
+    with grpc.insecure_channel(address) as channel:
+        blocks = blocks_pb2_grpc.BlockServiceStub(channel)
+        schedulers = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        memory = shared_memory_pb2_grpc.SharedMemoryServiceStub(channel)
+        sequences = blocks.Describe(blocks_pb2.DescribeRequest(session_token=token)).sequences
+        requests = schedulers.DescribeRequests(scheduler_pb2.DescribeRequestsRequest(session_token=token)).requests
+        status = shared_memory_pb2.SystemSharedMemoryStatusRequest(session_token=token)
+        regions = memory.SystemSharedMemoryStatus(status).regions
+    stats = client.stats()
+    return (
+        sorted((one.sequence_id, one.length) for one in sequences),
+        [one.request_id for one in requests],
+        sorted(regions),
+        (stats.sessions, stats.pinned_blocks, stats.tokens),
+    )
+
+
 @pytest.mark.parametrize("face", FACES)
 def test_what_nobody_can_name_is_gone_without_another_call(address: str, face: Face) -> None:
+    async def check(name: str, executed: bool) -> None:
+        before, call = MAKES[name]
+        async with rig_of(face, address) as rig, opener_of(face, address) as rig.opener:
+            if before is not None:
+                await before(rig)
+
+            def found() -> Any:
+                return found_by(address, rig.kv.token, rig.client)
+
+            state = found()
+            if name == "commit_ahead":  # its tokens are committed, and nobody has the step that it has opened
+                lengths = dict(state[0]) | {rig.one.sequence_id: NUM_TOKENS + 2}
+                num_tokens = state[3][2] + sum(lengths.values()) - sum(dict(state[0]).values())
+                state = (sorted(lengths.items()), *state[1:3], (*state[3][:2], num_tokens))
+            with cut(name, executed=executed), pytest.raises(CUT):
+                await call(rig)
+            await asyncio.to_thread(until, lambda: found() == state)
+
+    with each_row() as row:
+        for name in MAKES:
+            for executed in (True, False):
+                with row((name, executed)):
+                    asyncio.run(check(name, executed))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_client_that_is_closed_leaves_no_session_behind(address: str, face: Face) -> None:
+    """Its session is closed before its connection is."""
+
     async def scenario() -> None:
-        async with rig_of(face, address) as rig:
-            stats = rig.client.stats
-            with cut("allocate", executed=True), pytest.raises(CUT):
-                await rig.kv.allocate(range(50, 70))
-            with cut("pin", executed=True), pytest.raises(CUT):
-                await rig.kv.pin(range(NUM_TOKENS), 600)
-            with cut("fork", executed=True), pytest.raises(CUT):
-                await rig.kv.fork(rig.one)
-            await asyncio.to_thread(until, lambda: (stats().sequences, stats().pinned_blocks) == (2, 0))
+        with KVClient(address) as client:
+            with cut("open", executed=True), pytest.raises(CUT):
+                async with opener_of(face, address) as opener:
+                    await open_another(Rig(opener=opener))
+            assert client.stats().sessions == 0
 
     asyncio.run(scenario())
 
@@ -317,6 +425,32 @@ def test_a_session_whose_opening_is_cancelled_is_closed(address: str) -> None:
                 async with client.session():
                     pass
             assert (await client.stats()).sessions == 0
+
+    asyncio.run(scenario())
+
+
+def test_opening_and_closing_are_cancelled_at_any_moment(address: str) -> None:
+    """Of sessions, and of stores. Twice: what tidies up is not cut short by the second time."""
+
+    async def used(opening: contextlib.AbstractAsyncContextManager[object]) -> None:
+        async with opening:
+            pass
+
+    async def scenario() -> None:
+        namespace = StoreNamespace(model="m", block_bytes=4096)
+        async with AsyncKVClient(address, transport="inline") as client, AsyncKVClient(address) as watcher:
+            for number in range(100):
+                for opening in (client.session(), client.store(namespace)):
+                    task = asyncio.create_task(used(opening))
+                    await asyncio.sleep(number * 5e-5)
+                    task.cancel()
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task])
+                    assert task.cancelled() or task.exception() is None
+            async with asyncio.timeout(PATIENCE_S):
+                while (await watcher.stats()).sessions:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 

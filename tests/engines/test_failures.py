@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -309,3 +312,49 @@ def test_when_the_thread_ends_all_that_wait_get_the_reason(model, tokenizer, sma
         assert isinstance(error, FailedPreconditionError)
         assert "ZeroDivisionError('a bug')" in str(error)
     assert_all_is_free(small_daemon)
+
+
+def refused_in_a_fork(call: Any) -> bool:
+    """Return whether a call is refused at once in a process that is forked here, with the reason."""
+    pid = os.fork()
+    if pid == 0:
+        gc.freeze()  # what is collected at the end of a fork takes seconds
+        signal.alarm(60)
+        try:
+            call()
+        except FailedPreconditionError as error:
+            os._exit("forked" not in str(error))
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class Forking:
+    """A view that forks while the engine generates and holds its locks."""
+
+    def __init__(self, *calls: Any) -> None:
+        self._calls, self.refused = calls, list[bool]()
+
+    def update(self, *_: object) -> None:
+        if not self.refused:
+            self.refused = [refused_in_a_fork(call) for call in self._calls]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_fork_of_the_engines_process_is_refused_at_once(model, tokenizer, small_daemon) -> None:
+    """There it would wait for threads that a fork has not, and for locks that these hold."""
+    params = SamplingParams(temperature=0, max_tokens=5)
+
+    async def scenario() -> list[int]:
+        async with AsyncLLM(model, tokenizer, address=small_daemon.address) as engine:
+            assert refused_in_a_fork(lambda: anext(engine.generate([3, 4], params)).__await__().__next__())
+            return [tokens(output) async for output in engine.generate([3, 4], params)][-1]
+
+    with LLM(model, tokenizer, address=small_daemon.address) as llm:
+        (expected,) = llm.generate([[3, 4]], params)
+        messages = [{"role": "user", "content": "a"}]
+        view = Forking(lambda: llm.generate([[3, 4]], params), lambda: llm.chat(messages), llm.finish_resumed)
+        (output,) = llm.generate([[3, 4]], params, progress=view)
+        assert view.refused == [True] * 3
+        assert tokens(output) == tokens(expected)
+    assert asyncio.run(scenario()) == tokens(expected)

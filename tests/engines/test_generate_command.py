@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from transfer_rig import is_gone
 from waiting import until
 
 from kvservice.cli import main
+from kvservice.commands import generate, prompt_lines
 from kvservice.engines import LLM, CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from kvservice.owned import OwnedFolder
 
@@ -88,7 +90,14 @@ WRONG: list[tuple[str | bytes, tuple[str, ...], str]] = [
     ('{"prompt": "w5", "stop": 5}\n', (), "line 1 of the prompts: stop: must be"),
     ('{"prompt": "w5", "logit_bias": [1]}\n', (), "line 1 of the prompts: logit_bias: must"),
     ('{"prompt": "w5", "logit_bias": {"x": 1}}\n', (), "line 1 of the prompts: logit_bias: must"),
-    (b"w\xff5\n", (), "the prompts are not UTF-8"),
+    (b"w\xff5\n", (), "the prompts in <stdin> are not UTF-8"),
+    ("w5\nw\0\n", (), "line 2 of the prompts: has a NUL byte: <stdin> is no text file"),
+    ("\n\n", (), "there are no prompts in <stdin>"),
+    ("", ("--prompts", "/dev/null"), "there are no prompts in /dev/null"),
+    ("", ("--prompts", "/"), "'/': Is a directory"),
+    ("", ("--prompts", "/absent"), "'/absent': No such file"),
+    ("", ("--prompts", "/proc/self/mem"), "the prompts in /proc/self/mem cannot be read: "),
+    ("", ("--prompts", "/dev/zero"), "the prompts in /dev/zero are more than 200000 characters"),
     ("w5\n", ("--dtype", "bogus"), "'bogus' is not one of"),
     ("w5\n", ("--num-blocks", "9"), "--address and --num-blocks exclude each other"),
     ("w5\n", ("--draft-tokens", "2"), "--draft-tokens needs --draft-model"),
@@ -103,7 +112,8 @@ WRONG: list[tuple[str | bytes, tuple[str, ...], str]] = [
 ]
 
 
-def test_wrong_input_is_an_error_in_plain_words(run) -> None:
+def test_wrong_input_is_an_error_in_plain_words(run, monkeypatch) -> None:
+    monkeypatch.setattr(prompt_lines, "MAX_CHARACTERS", 200_000)
     with each_row() as row:
         for prompts, options, said in WRONG:
             with row((prompts[:40], options)):
@@ -111,6 +121,29 @@ def test_wrong_input_is_an_error_in_plain_words(run) -> None:
                 assert done.exit_code != 0
                 assert said in done.output
                 assert done.stdout == "" or "Error" in done.stdout
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(run) -> None:
+    done = run(b"\xef\xbb\xbf[5, 6]\r\nw7\r\n", "--json", "--max-tokens", "1")
+    assert [json.loads(line)["prompt_token_ids"] for line in done.stdout.splitlines()] == [[5, 6], [7]]
+
+
+def test_standard_streams_may_be_closed() -> None:
+    """As by a supervisor. The command says what it misses, where it can."""
+    command = f"{sys.executable} -P -m kvservice generate --prompts -"
+    for closing, status, said in (("<&-", 1, "there are no prompts in"), ("<&- >&- 2>&-", 1, "")):
+        done = subprocess.run(["sh", "-c", f"{command} {closing}"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (status, len(said) > 0)
+        assert said in done.stderr
+
+
+def test_a_full_disk_below_standard_output_is_named(run, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "_print", full)
+    done = run("w5\n", "--max-tokens", "1")
+    assert (done.exit_code, done.output.strip()) == (1, "Error: standard output: No space left on device")
 
 
 def test_failed_requests_are_an_error_at_the_end(run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -226,9 +227,31 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
     ("w3 \ud800", {}, "prompts[1]", "surrogate"),
     ([512], {}, "prompts[1]", "512 is not in the vocabulary of 512"),
     ([-1], {}, "prompts[1]", "-1 is not in the vocabulary"),
-    ([1.5], {}, "prompts[1]", "must be a text or token ids"),
+    ([1.5], {}, "prompts[1]", "must be a text or token ids: 1.5 at 0 is no token id"),
+    ([5, True], {}, "prompts[1]", "True at 1 is no token id"),
+    ([5, "w6"], {}, "prompts[1]", "'w6' at 1 is no token id"),
+    ([5, None], {}, "prompts[1]", "None at 1 is no token id"),
     ([[1], [2, 3]], {}, "prompts[1]", "must be a text or token ids"),
+    ([[[5]]], {}, "prompts[1]", "[5] at 0 is no token id"),
+    ([2**70], {}, "prompts[1]", "is not in the vocabulary"),
+    (np.array([5.0]), {}, "prompts[1]", "5.0 at 0 is no token id"),
+    (np.array([True]), {}, "prompts[1]", "True at 0 is no token id"),
+    (np.array([[5], [6]]), {}, "prompts[1]", "[5] at 0 is no token id"),
+    (torch.tensor([5.0]), {}, "prompts[1]", "5.0 at 0 is no token id"),
+    (torch.tensor(5), {}, "prompts[1]", "must be a text or token ids"),
+    (None, {}, "prompts[1]", "must be a text or token ids, not None"),
+    (b"w5", {}, "prompts[1]", "must be a text or token ids"),
+    ({5, 6}, {}, "prompts[1]", "must be a text or token ids"),
     (7, {}, "prompts[1]", "must be a text or token ids"),
+    ({"input_ids": ["ab"]}, {}, "prompts[1].input_ids", "'ab' at 0 is no token id"),
+    ({"input_ids": "ab"}, {}, "prompts[1]", "must be a text, token ids"),
+    ({"input_ids": [[5], [6, 0.5]]}, {}, "prompts[1].input_ids", "0.5 at 1 is no token id"),
+    ({"input_ids": [[5], 6]}, {}, "prompts[1].input_ids", "not 6"),
+    ({"input_ids": [[5], [6]]}, {}, "prompts[1]", "has 2 prompts"),
+    ({"input_ids": np.array([5.0])}, {}, "prompts[1].input_ids", "5.0 at 0 is no token id"),
+    ({"input_ids": [5, 512]}, {}, "prompts[1]", "512 is not in the vocabulary"),
+    ({"input_ids": [5], "attention_mask": "1"}, {}, "prompts[1]", "attention_mask of another shape"),
+    ({"input_ids": [5], "attention_mask": [[1]]}, {}, "prompts[1].attention_mask", "other than 0 and 1"),
     ([5] * 8192, {}, "prompts[1]", "has 8192 tokens, and prompt and output have at most 8192"),
     ([5], {"stop_token_ids": [512]}, "stop_token_ids", "512 is not in the vocabulary"),
     ([5], {"logit_bias": {512: 1.0}}, "logit_bias", "512 is not in the vocabulary"),
@@ -239,10 +262,21 @@ def test_a_wrong_prompt_is_refused_before_anything_is_queued(llm, engine_daemon)
     with each_row() as row, KVClient(engine_daemon.address) as client:
         for prompt, params, field, said in WRONG:
             with row((f"{prompt!r:.20}", params)):
-                with pytest.raises(InvalidArgumentError, match=said.replace("[", r"\[")) as refused:
+                with pytest.raises(InvalidArgumentError, match=re.escape(said)) as refused:
                     llm.generate([[5], prompt], [GREEDY, SamplingParams(**params)])
                 assert refused.value.field == field
                 assert client.stats().sequences == 0
+        for prompts in (None, 5, b"w5", {5}, torch.tensor(5), np.array(5), {"input_ids": ["w5"]}):
+            with row(prompts), pytest.raises(InvalidArgumentError) as refused:
+                llm.generate(prompts, GREEDY)
+            assert refused.value.field.startswith("prompts")
+
+
+def test_token_ids_may_be_arrays_and_tensors_of_any_whole_numbers(llm, alone) -> None:
+    ids = [5, 6, 7]
+    forms = [ids, tuple(ids), range(5, 8), iter(ids), np.array(ids, np.uint8), torch.tensor([ids]), map(np.int32, ids)]
+    for output in llm.generate([*forms, list(torch.tensor(ids))], GREEDY):
+        assert tokens(output) == alone(ids, 20)
 
 
 def test_what_the_pool_can_never_hold_is_refused_with_the_numbers(llm, prompts, alone) -> None:

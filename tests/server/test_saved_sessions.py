@@ -15,9 +15,7 @@ from manual_clock import ManualClock
 from saved_rig import TOKENS, Reboot, WallClock, files, resume_error, run
 from sleeping import detach, found, random_session, resume, settle, sharing
 
-from kvservice.errors import (
-    UnknownSessionError,
-)
+from kvservice.errors import InvalidArgumentError, UnknownSessionError
 from kvservice.v1 import blocks_pb2, session_pb2
 
 # ---- what comes back
@@ -202,6 +200,34 @@ def test_others_get_nothing(reboot: Reboot) -> None:
             assert not len(life.sessions)
         with caller("alice"):
             assert list((await resume(life, session.token)).namespace.rows) == [1]
+
+    run(scenario())
+
+
+def test_nobody_opens_another_session_with_the_token_of_one_that_is_there(reboot: Reboot) -> None:
+    """Neither while it is on the disk, whose file the other one would remove, nor with another identity."""
+
+    async def opening(life: Any, token: bytes) -> Any:
+        request = session_pb2.OpenRequest(session_token=token)
+        return await life.dispatcher.call("open", request, None, "unary", local=True)
+
+    async def scenario() -> None:
+        with caller("alice"):
+            life = reboot()
+            session = life.open()
+            await life.compute(session, 1, TOKENS)
+            await detach(life, session)
+        for name in ("alice", "bob"):
+            with caller(name), pytest.raises(InvalidArgumentError) as refused:
+                await opening(life, session.token)
+            assert refused.value.field == "session_token"
+        with caller("alice"):
+            found, other = await resume(life, session.token), life.open()
+            assert (await opening(life, session.token)).session_id == found.session_id
+        with caller("bob"), pytest.raises(UnknownSessionError):
+            await opening(life, other.token)
+        assert life.sessions.num_foreign == 1
+        assert list(found.namespace.rows) == [1]
 
     run(scenario())
 

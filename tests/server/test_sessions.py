@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import subprocess
 import sys
 import threading
@@ -504,3 +505,22 @@ def test_the_limit_of_sessions(raw: Any) -> None:
             assert second.describe() == []
         second.close()
         wire.close()
+
+
+def test_a_client_may_choose_the_token_of_its_session(daemon: Daemon, client: KVClient, raw: Any) -> None:
+    """The request can then be repeated, also after a stream has attached."""
+    wire = raw.Wire(daemon.address)
+    request = session_pb2.OpenRequest(name="chosen", session_token=secrets.token_bytes(16))
+    before = client.stats().sessions
+    first = wire.unary("open", request)
+    assert first.session_token == request.session_token
+    assert wire.unary("open", request) == first
+    with client.resume(request.session_token) as session:
+        assert wire.unary("open", request) == first
+        assert session.session_id == first.session_id
+        assert client.stats().sessions == before + 1
+    for wrong in (b"short", bytes(17)):
+        refused = wire.unary("open", session_pb2.OpenRequest(session_token=wrong))
+        assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "session_token")
+    assert client.stats().sessions == before
+    wire.close()

@@ -70,7 +70,10 @@ class AdminCalls:
         return pool_pb2.PingResponse(payload=request.payload)
 
     def open(self, request: session_pb2.OpenRequest) -> session_pb2.OpenResponse:
-        session = self._sessions.open(request.name, request.tenant, request.detachable, request.detach_ttl_s)
+        token = request.session_token
+        if token and self._sessions.find(token) is None and self._saved.has(token):
+            raise InvalidArgumentError("is that of a saved session", field="session_token")
+        session = self._sessions.open(request.name, request.tenant, request.detachable, request.detach_ttl_s, token)
         return session_pb2.OpenResponse(session_token=session.token, session_id=session.session_id)
 
     def close(self, request: session_pb2.CloseRequest) -> Slices[session_pb2.CloseResponse]:

@@ -108,7 +108,13 @@ class SessionRegistry:
         counts = {session.session_id: session.namespace.layers_in_progress() for session in attached}
         return {session_id: count for session_id, count in counts.items() if count}
 
-    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> ServerSession:
+    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float, token: bytes = b"") -> ServerSession:
+        """Open a session, with this token if the client has chosen one. If the session is open, this is a repeated
+        request, and returns it."""
+        if token and len(token) != TOKEN_BYTES:
+            raise InvalidArgumentError(f"has {len(token)} bytes, not {TOKEN_BYTES}", field="session_token")
+        if token in self._sessions:
+            return self.get(token)
         _check_name(name, "name")
         _check_name(tenant, "tenant")
         limit = self._config.max_detach_ttl_s
@@ -117,7 +123,7 @@ class SessionRegistry:
                 f"{detach_ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="detach_ttl_s"
             )
         wait_s = (detach_ttl_s or limit) if detachable else self._config.session_grace_s
-        session = self.begin(secrets.token_bytes(TOKEN_BYTES), name, tenant, CALLER.get(), wait_s)
+        session = self.begin(token or secrets.token_bytes(TOKEN_BYTES), name, tenant, CALLER.get(), wait_s)
         self.show(session, "opened")
         return session
 

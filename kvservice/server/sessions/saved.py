@@ -138,8 +138,11 @@ class SavedSessions:
 
     def restoring(self, token: bytes) -> Awaitable[None] | None:
         """Return what restores the session with this token, or None if it is in memory or not on the disk."""
-        there = self.files is not None and self._sessions.find(token) is None and self.files.has(token)
-        return self.restore(token) if there else None
+        return self.restore(token) if self._sessions.find(token) is None and self.has(token) else None
+
+    def has(self, token: bytes) -> bool:
+        """Return whether the session with this token is on the disk."""
+        return self.files is not None and self.files.has(token)
 
     async def restore(self, token: bytes) -> None:
         """Restore a session for the caller, who is about to attach to it. Several callers may wait for it; it goes on
