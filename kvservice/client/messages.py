@@ -20,9 +20,8 @@ from google.protobuf.message import Message
 from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
-from kvservice.wire.encoded import Encoded, fields_of
 from kvservice.wire.status import from_status
-from kvservice.wire.tensors import to_ints
+from kvservice.wire.tensors import Encoded, fields_of
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -199,13 +198,14 @@ def allocation_status(status: blocks_pb2.AllocStatus) -> str:
 def step_info(
     response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
 ) -> StepInfo:
-    query_lens = to_ints(response.query_lens, np.int32)
+    num_sequences = len(response.query_lens)
+    query_lens = np.fromiter(response.query_lens, np.int32, num_sequences)
     return StepInfo(
         step_id=response.step_id,
-        num_sequences=len(query_lens),
+        num_sequences=num_sequences,
         num_tokens=int(query_lens.sum()),
         query_lens=query_lens,
-        context_lens=to_ints(response.context_lens, np.int32),
+        context_lens=np.fromiter(response.context_lens, np.int32, num_sequences),
         cow_copies=response.cow_copies,
         mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
         num_restarts=num_restarts,

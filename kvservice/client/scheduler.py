@@ -24,7 +24,7 @@ from kvservice.client.step import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import scheduler_pb2
-from kvservice.wire.tensors import Array, to_ints
+from kvservice.wire.tensors import Array
 
 StepT = TypeVar("StepT")
 SchedulerT = TypeVar("SchedulerT")
@@ -358,7 +358,7 @@ class SchedulerCore(Generic[StepT]):
 
     def _batch(self, response: Any) -> EngineBatch[StepT]:
         """Convert a response. The lengths of the sequences become the context lengths of the step."""
-        ids, step = to_ints(response.sequence_ids), None
+        ids, step = np.fromiter(response.sequence_ids, np.int64, len(response.sequence_ids)), None
         if response.batch:
             info = step_info(response.step, self._calls.context.connection.num_restarts)
             step = self._make_step(self._calls, self._sequences_of(ids, info), info)
@@ -367,8 +367,8 @@ class SchedulerCore(Generic[StepT]):
             step=step,
             sequence_ids=ids,
             num_decodes=response.num_decodes,
-            sampled=to_ints(response.sampled_ids),
-            sampled_rows=to_ints(response.sampled_rows, np.int32),
+            sampled=np.array(response.sampled_ids, np.int64),
+            sampled_rows=np.array(response.sampled_rows, np.int32),
             finished=list(response.finished_ids),
             preempted=_preempted(response),
             num_stalled=response.num_stalled,

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvservice.attention_options import AttentionOptions, BlockSparse
+from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions, BlockSparse
 from kvservice.client import tensors
 from kvservice.client.mapped import MappedKernels
 from kvservice.client.messages import build, whole
@@ -27,9 +27,6 @@ class SharedMemoryLostError(ConnectionLostError):
     """The daemon has removed the lane or the regions of the session, as it does when the session has had no stream for
     its grace period. The call was not executed. Callers of the session never see this error, unless it occurs again
     after the session has opened them anew."""
-
-
-DEFAULT_OPTIONS = AttentionOptions()
 
 
 def attention_options(

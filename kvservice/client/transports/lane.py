@@ -8,6 +8,7 @@ from dataclasses import astuple
 from typing import Any, NamedTuple
 
 from kvservice import _ext
+from kvservice.attention_options import DEFAULT_OPTIONS
 from kvservice.client.messages import build
 from kvservice.client.regions import ALIGNMENT, RegionRange, SharedRegion, Staging
 from kvservice.client.remote import Context
@@ -22,7 +23,6 @@ from kvservice.client.tensors import (
     pool_device,
 )
 from kvservice.client.transports.base import (
-    DEFAULT_OPTIONS,
     AttentionCall,
     AttentionResult,
     SharedMemoryLostError,
