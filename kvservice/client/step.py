@@ -3,14 +3,10 @@ transport. Lost shared memory is opened again here."""
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypedDict, Unpack
 
 from kvservice.attention_options import BlockSparse
-from kvservice.client.cut_calls import UNDO, Correct
-from kvservice.client.mapped import MappedKernels
 from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor
 from kvservice.client.transports.base import (
@@ -38,8 +34,8 @@ class SessionCalls:
         self._num_restarts = context.connection.num_restarts
         self._num_opened = 0
         self._reopening = context.connection.lock()
-        # Kernels that this process launches without the transport.
-        self._kernels: weakref.WeakSet[MappedKernels] = weakref.WeakSet()
+        if transport.kernels is not None:
+            context.connection.kernels.add(transport.kernels)
 
     async def settle(self, deadline: float | None = None) -> None:
         """Prepare a call that uses shared memory: wait for the connection, and open again what a new process of the
@@ -51,37 +47,6 @@ class SessionCalls:
             await connection.ready(deadline)
         if self._num_restarts != connection.num_restarts:
             await self._reopen(self._num_opened)
-
-    def watch(self, kernels: MappedKernels) -> None:
-        """Wait for these kernels too, as long as they exist, where the session waits for those of its transport."""
-        self._kernels.add(kernels)
-
-    async def drain(self) -> None:
-        """Wait until the kernels that this process has launched for the session are done. A call to the daemon may end
-        a step, after which other sequences use its blocks."""
-        for kernels in (self.transport.kernels, *self._kernels):
-            if kernels is not None and kernels.is_busy:
-                await self.context.connection.run(kernels.wait)
-
-    async def send(
-        self,
-        name: str,
-        request: Any,
-        timeout_s: float | None = None,
-        *,
-        correct: Correct | None = None,
-        repeats: bool = False,
-    ) -> Any:
-        """Send a request and return its response, after the kernels that this process has launched: the call may end a
-        step, after which other sequences use its blocks.
-
-        A call that is cut short is settled in the background, see `cut_calls`, with `correct`. With `repeats`, the
-        caller makes it again itself."""
-        connection, cut = self.context.connection, self.context.cut
-        deadline = connection.deadline(timeout_s)
-        await self.drain()
-        on_cut = None if repeats or name not in UNDO else functools.partial(cut.add, name, request, correct)
-        return await connection.call_until(deadline, name, request, cut, on_cut)
 
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
@@ -118,7 +83,7 @@ class SessionCalls:
                 return
             num_restarts = connection.num_restarts
             self.context.regions.forget()
-            await self.drain()
+            await connection.drain()
             await connection.with_one_process(self.transport.reopen)
             self._num_restarts = num_restarts
             self._num_opened += 1
@@ -128,7 +93,7 @@ class SessionCalls:
         session ends. Does nothing in a forked process."""
         if not self.context.connection.process.is_here:
             return
-        await self.drain()
+        await self.context.connection.drain()
         await self.transport.close()
         self.context.remote.close()
         self.transport = InlineTransport(self.context)
@@ -163,12 +128,8 @@ class AttentionArguments(TypedDict, total=False):
     timeout_s: float | None
 
 
-class StepCore:
-    """One engine iteration over a batch, with one call for each layer.
-
-    Token j of sequence i is at position context_lens[i] - query_lens[i] + j; both are int32[num_seqs]. Tensors are
-    ragged: they hold the tokens of sequence after sequence, without padding.
-    """
+class OpenStep:
+    """A step that the daemon has opened. The faces of both APIs add its calls."""
 
     def __init__(self, calls: SessionCalls, sequences: tuple[Sequence, ...], info: StepInfo) -> None:
         self._calls = calls
@@ -180,6 +141,37 @@ class StepCore:
         self.num_tokens = info.num_tokens
         self.cow_copies = info.cow_copies
         self.mapped = info.mapped
+
+    def _attend(
+        self,
+        decode: bool,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int = 0,
+        logits_soft_cap: float = 0.0,
+        alibi_slopes: Iterable[float] | None = None,
+        block_sparse: BlockSparse | None = None,
+        return_lse: bool = False,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+        timeout_s: float | None = None,
+    ) -> Awaitable[Any]:
+        options = attention_options(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
+        deadline = self._calls.context.connection.deadline(timeout_s)
+        call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
+        return self._calls.attend(call)
+
+
+class StepCore(OpenStep):
+    """One engine iteration over a batch, with one call for each layer.
+
+    Token j of sequence i is at position context_lens[i] - query_lens[i] + j; both are int32[num_seqs]. Tensors are
+    ragged: they hold the tokens of sequence after sequence, without padding.
+    """
 
     async def decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionArguments]
@@ -204,29 +196,6 @@ class StepCore:
     ) -> Any:
         """`decode` if every sequence has one token, else `extend`."""
         return await self._attend(self.num_tokens == len(self.sequences), layer, query, key, value, **options)
-
-    def _attend(
-        self,
-        decode: bool,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int = 0,
-        logits_soft_cap: float = 0.0,
-        alibi_slopes: Iterable[float] | None = None,
-        block_sparse: BlockSparse | None = None,
-        return_lse: bool = False,
-        out: Tensor | None = None,
-        lse_out: Tensor | None = None,
-        timeout_s: float | None = None,
-    ) -> Awaitable[Any]:
-        options = attention_options(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
-        deadline = self._calls.context.connection.deadline(timeout_s)
-        call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
-        return self._calls.attend(call)
 
     async def write(
         self, key: Tensor, value: Tensor, layer: int | None = None, *, timeout_s: float | None = None

@@ -20,6 +20,7 @@ from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor, pool_device
 from kvservice.client.values import PoolInfo, StepInfo
 from kvservice.errors import ConnectionLostError, InvalidArgumentError
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2
 
 
@@ -27,6 +28,9 @@ class SharedMemoryLostError(ConnectionLostError):
     """The daemon has removed the lane or the regions of the session, as it does when the session has had no stream for
     its grace period. The call was not executed. Callers of the session never see this error, unless it occurs again
     after the session has opened them anew."""
+
+
+_DTYPES = frozenset(TENSOR_DTYPES.values())
 
 
 def attention_options(
@@ -114,8 +118,15 @@ class AttentionCall(NamedTuple):
     def prepared(self, info: PoolInfo) -> AttentionCall:
         """Convert layer and tensors, and check what every transport requires: types, devices, and the shapes of the
         results. Raises InvalidArgumentError."""
+        layer = whole(self.layer, "layer")
+        if (
+            (self.query.__class__ is self.key.__class__ is self.value.__class__ is np.ndarray)
+            and {self.query.dtype, self.key.dtype, self.value.dtype} <= _DTYPES
+            and self.out is self.lse_out is None
+        ):
+            return self if layer is self.layer else self._replace(layer=layer)
         call = self._replace(
-            layer=whole(self.layer, "layer"),
+            layer=layer,
             query=tensors.as_tensor(self.query, "query"),
             key=tensors.as_tensor(self.key, "key"),
             value=tensors.as_tensor(self.value, "value"),
@@ -242,10 +253,12 @@ class Transport(ABC):
         """Execute a call with the tensors as the caller gave them, on any device. Returns `out` and `lse_out` if given,
         else new tensors of the query's type."""
         prepared = call.prepared(self.context.info)
-        if self._takes(prepared.query):
+        if prepared.query.__class__ is np.ndarray or self._takes(prepared.query):
             output, lse = await self.attend_prepared(prepared)
         else:
             output, lse = await self._attend_on_host(prepared)
+        if call.query.__class__ is np.ndarray and call.out is call.lse_out is None:
+            return output, lse
         output = tensors.like(output, call.query) if call.out is None else call.out
         if lse is not None:
             lse = tensors.like(lse, call.query) if call.lse_out is None else call.lse_out
