@@ -21,7 +21,7 @@ from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
 from kvservice.wire.status import from_status
-from kvservice.wire.tensors import Encoded, field_header, fields_of
+from kvservice.wire.tensors import Encoded, fields_of
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -259,9 +259,11 @@ def open_stub(channel: Any) -> session_pb2_grpc.SessionServiceStub:
 def make_call(call_id: int, name: str, request: Any) -> bytes:
     """Return a serialized call with a request, which is a message or an Encoded one."""
     header = traceparent() if "opentelemetry.trace" in sys.modules else ""
+    if not isinstance(request, Encoded):
+        call = session_pb2.Call(call_id=call_id, traceparent=header, **{name: request})
+        return call.SerializeToString()
     head = session_pb2.Call(call_id=call_id, traceparent=header).SerializeToString()
-    pieces = request.pieces if isinstance(request, Encoded) else (request.SerializeToString(),)
-    return b"".join((head, field_header(_NUMBERS[name], sum(map(len, pieces))), *pieces))
+    return b"".join((head, *request.inside(_NUMBERS[name]).pieces))
 
 
 def take_reply(reply: ReceivedReply) -> Any:

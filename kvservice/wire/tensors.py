@@ -122,7 +122,7 @@ class Encoded:
 
     def inside(self, number: int) -> Encoded:
         """Return this message as field `number` of an outer message."""
-        return Encoded((field_header(number, sum(map(len, self.pieces))), *self.pieces))
+        return Encoded((_header(number, sum(map(len, self.pieces))), *self.pieces))
 
     def to_bytes(self) -> bytes:
         """Join the pieces. Raises MemoryError."""
@@ -133,11 +133,11 @@ def encode_tensor(array: Array) -> Encoded:
     """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
     message = tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape)
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    header = field_header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
+    header = _header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
     return Encoded((message.SerializeToString(), header, elements))
 
 
-def field_header(number: int, num_bytes: int) -> bytes:
+def _header(number: int, num_bytes: int) -> bytes:
     """Return what precedes the bytes of a field: its tag, and its size."""
     encoded = bytearray()
     for value in (number << 3 | _LENGTH_DELIMITED, num_bytes):
