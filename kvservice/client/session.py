@@ -37,10 +37,9 @@ from kvservice.client.messages import (
 from kvservice.client.regions import HostRegion, SharedRegion
 from kvservice.client.remote import Context
 from kvservice.client.scheduler import MakeScheduler, MakeStep, SchedulerArguments, SchedulerT, StepT, open_scheduler
-from kvservice.client.step import SessionCalls
+from kvservice.client.step import SessionCalls, Transport, TransportName
 from kvservice.client.transports import transfer
-from kvservice.client.transports.base import Transport, TransportName
-from kvservice.client.transports.inline import Places
+from kvservice.client.transports.inline import InlineTransport, Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import (
     CallTimeoutError,
@@ -134,14 +133,14 @@ class SessionCore(Generic[StepT, SchedulerT]):
         elif self.context.cut.pending:  # the next client does not know what they have made
             with contextlib.suppress(CallTimeoutError, ConnectionLostError):
                 await self.context.cut.settled(self.context.connection.deadline(SETTLE_S))
-        await self.calls.release()
+        await self.calls.release(InlineTransport(self.context))
         await self.context.connection.close()
         return self.token
 
     async def close(self) -> None:
         """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
         client by now."""
-        await self.calls.release()
+        await self.calls.release(InlineTransport(self.context))
         if await self.context.connection.close():
             await self._close_session(self.token, self.context.connection.holder)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvservice.attention_options import DEFAULT_OPTIONS
 from kvservice.client.messages import build, check_size, fits, token_parts
-from kvservice.client.transports.base import (
+from kvservice.client.step import (
     AttentionCall,
     AttentionResult,
     Transport,
