@@ -365,6 +365,11 @@ class SequenceSlots:
 
     def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
         """Make the newest steps of these rows stale."""
+        if len(rows) == 1:
+            at = rows.item() * STATE_COLUMNS + STEP
+            namespace.supersede((self.items[at],))
+            self.items[at] = NO_STEP
+            return
         namespace.supersede(distinct_steps(self.steps[rows]))
         self.steps[rows] = NO_STEP
 
