@@ -76,6 +76,9 @@ class AttentionOptions:
             self.block_sparse.check(block_size)
 
 
+DEFAULT_OPTIONS = AttentionOptions()
+
+
 def _is_float32(number: float) -> bool:
     """Return whether the number is finite as a float32. NaN is not."""
     return abs(number) <= FLOAT32_MAX

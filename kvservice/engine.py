@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.attention_options import AttentionOptions
+from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, KeptMaps, SessionNamespace, StepPlan, SwapPlan
 from kvservice.blocks.plans import ArrayMemory, numpy_memory
 from kvservice.config import ServeConfig
@@ -60,41 +60,9 @@ class CacheEngine:
             return self.layout.block_bytes / _COPY_BYTES_PER_S
         return busy_s / num_blocks
 
-    def append(
-        self,
-        namespace: SessionNamespace,
-        sequence_ids: Array,
-        token_ids: Array,
-        num_tokens: Array | None,
-        expected_lengths: Array | None,
-        lookahead: int,
-    ) -> StepPlan:
-        step = self.manager.append(namespace, sequence_ids, token_ids, num_tokens, expected_lengths, lookahead)
-        self._copy_on_write(step)
-        return step
-
-    def open_step(self, namespace: SessionNamespace, sequence_ids: Array, num_tokens: Array | None) -> StepPlan:
-        step = self.manager.open_step(namespace, sequence_ids, num_tokens)
-        self._copy_on_write(step)
-        return step
-
-    def open_ahead(
-        self, namespace: SessionNamespace, sequence_ids: Array, num_steps: int, expected_lengths: Array | None
-    ) -> StepPlan:
-        step = self.manager.open_ahead(namespace, sequence_ids, num_steps, expected_lengths)
-        self._copy_on_write(step)
-        return step
-
-    def commit_ahead(
-        self, namespace: SessionNamespace, step_id: int, token_ids: Array, num_tokens: Array | None, num_steps: int
-    ) -> StepPlan | None:
-        step = self.manager.commit_ahead(namespace, step_id, token_ids, num_tokens, num_steps)
-        if step is not None:
-            self._copy_on_write(step)
-        return step
-
-    def _copy_on_write(self, step: StepPlan) -> None:
-        if len(step.copies):
+    def copy_on_write(self, step: StepPlan) -> None:
+        """Submit the copies of a step that the block manager has just opened, before anything is written for it."""
+        if len(step.copies.src):
             self.device.copy(step.copies.src, step.copies.dst)
 
     def schedule(
@@ -121,7 +89,7 @@ class CacheEngine:
         for plan in batch.swapped_in:
             self._move_in(plan)
         if batch.step is not None:
-            self._copy_on_write(batch.step)
+            self.copy_on_write(batch.step)
         return batch
 
     def swap_out(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
@@ -168,8 +136,10 @@ class CacheEngine:
         num_tokens = len(step.slot_mapping)
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
-        self.check_options(options, query.shape[1])
-        completed = self._completed(namespace, step_id, layer, step)
+        if options is not DEFAULT_OPTIONS:
+            self.check_options(options, query.shape[1])
+        last = self.manager.completes(namespace, step_id, layer, step)
+        completed = namespace.steps[step_id].plan if last else None
         done = self.device.attend(step, layer, query, key, value, options, out, completed=completed)
         self.manager.mark_part(namespace, step_id, layer, step)
         output, lse = await done
@@ -197,16 +167,11 @@ class CacheEngine:
         else:
             step = self.manager.check_part(namespace, step_id, layer, *part)
             self._check_kv(key, value, (len(step.slot_mapping),))
-            completed = self._completed(namespace, step_id, layer, step)
+            last = self.manager.completes(namespace, step_id, layer, step)
+            completed = namespace.steps[step_id].plan if last else None
             done = self.device.write(step, (layer,), key[None], value[None], completed=completed)
             self.manager.mark_part(namespace, step_id, layer, step)
         await done
-
-    def _completed(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> StepPlan | None:
-        """Return the step if this part of a layer is its last."""
-        if not self.manager.completes(namespace, step_id, layer, part):
-            return None
-        return self.manager.get_step(namespace, step_id)
 
     async def read(
         self,
@@ -232,8 +197,8 @@ class CacheEngine:
 
     def _check_query(self, query: Array, num_tokens: int) -> None:
         layout = self.layout
-        self._check_dtype(query, "query")
-        expected = f"[{num_tokens}, a multiple of {layout.num_kv_heads}, {layout.head_size}]"
+        if query.dtype != self.tensor_dtype:
+            raise self._wrong_dtype(query, "query")
         if (
             query.ndim != 3
             or query.shape[0] != num_tokens
@@ -241,20 +206,21 @@ class CacheEngine:
             or query.shape[1] == 0
             or query.shape[1] % layout.num_kv_heads
         ):
+            expected = f"[{num_tokens}, a multiple of {layout.num_kv_heads}, {layout.head_size}]"
             raise InvalidArgumentError(f"shape is {list(query.shape)}, must be {expected}", field="query.shape")
 
     def _check_kv(self, key: Array, value: Array, leading: tuple[int, ...]) -> None:
         expected = (*leading, self.layout.num_kv_heads, self.layout.head_size)
         for name, array in (("key", key), ("value", value)):
-            self._check_dtype(array, name)
+            if array.dtype != self.tensor_dtype:
+                raise self._wrong_dtype(array, name)
             if array.shape != expected:
                 raise InvalidArgumentError(
                     f"shape is {list(array.shape)}, must be {list(expected)}", field=f"{name}.shape"
                 )
 
-    def _check_dtype(self, array: Array, name: str) -> None:
-        if array.dtype != self.tensor_dtype:
-            raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
+    def _wrong_dtype(self, array: Array, name: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
 
     def check_options(self, options: AttentionOptions, num_heads: int) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that is invalid or that the device does

@@ -24,7 +24,7 @@ from kvservice.bench import cuda_timing
 from kvservice.bench.harness import quantiles, table, take_turns
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
 from kvservice.client.decode_graph import DecodeGraph
-from kvservice.client.transports.base import Transport
+from kvservice.client.step import Transport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport
 from kvservice.client.transports.region import RegionTransport

@@ -18,7 +18,7 @@ import grpc  # noqa: E402  the environment comes first
 
 from kvservice.bench.harness import normal  # noqa: E402
 from kvservice.client.channel import CHANNEL_OPTIONS  # noqa: E402
-from kvservice.client.messages import make_call, take_reply  # noqa: E402
+from kvservice.client.messages import make_call, open_stub, take_reply  # noqa: E402
 from kvservice.v1 import (  # noqa: E402
     attention_pb2,
     attention_pb2_grpc,
@@ -27,7 +27,6 @@ from kvservice.v1 import (  # noqa: E402
     pool_pb2,
     pool_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
 )
 from kvservice.wire.tensors import put_tensor, to_array  # noqa: E402
 
@@ -90,7 +89,7 @@ class Api:
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Api]:
     async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-        sessions = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
+        sessions = open_stub(channel)
         opened = await sessions.Open(session_pb2.OpenRequest(name="bench"))
         stream = sessions.Connect()
         api = Api(channel, opened.session_token, stream)

@@ -152,14 +152,10 @@ def find_prompt(
     """Look up a prompt of this process that is known to be valid: token_ids int32[n], its encoded extra keys by
     block, and the chain hashes of its full blocks. Nothing is reserved or counted."""
     found, num_held = state.device.match_hashes(chain_hashes, (len(token_ids) - 1) >> state.shift)
-    num_blocks, required = _sizes(state, len(token_ids), lookahead)
+    num_blocks = (len(token_ids) + state.mask) >> state.shift
+    required = (len(token_ids) + lookahead + state.mask) >> state.shift
     new = NewSequence(sequence_id, token_ids, extra, found, num_blocks, required, num_held)
     return FoundPrompt(new, chain_hashes, state.generation)
-
-
-def _sizes(state: BlockState, num_tokens: int, lookahead: int) -> tuple[int, int]:
-    """Return the size of a block table without and with lookahead."""
-    return (num_tokens + state.mask) >> state.shift, (num_tokens + lookahead + state.mask) >> state.shift
 
 
 def allocate_found(state: BlockState, namespace: SessionNamespace, prompts: list[FoundPrompt]) -> list[NewSequence]:
@@ -195,11 +191,15 @@ def _plan(state: BlockState, namespace: SessionNamespace, requests: Sequence[All
 
 def _plan_for(state: BlockState, sequences: list[NewSequence]) -> _Plan:
     """Plan the allocation of sequences whose hits are those of the current state."""
-    required = sum([new.required for new in sequences])
-    hits = [new.found for new in sequences if len(new.found)]
+    required = num_held = 0
+    hits: list[Int64Array] = []
+    for new in sequences:
+        required += new.required
+        num_held += new.num_held
+        if len(new.found):
+            hits.append(new.found)
     found = hits[0] if len(hits) == 1 else np.concatenate(hits) if hits else _NO_BLOCKS
-    most_consumed = required - sum([new.num_held for new in sequences])
-    status = _allocation_status(state, len(sequences), required, most_consumed)
+    status = _allocation_status(state, len(sequences), required, required - num_held)
     if status is not AllocStatus.OK and hits:
         num_consumed = required + state.device.num_evictable(np.unique(found)) - len(found)
         status = _allocation_status(state, len(sequences), required, num_consumed)
@@ -245,14 +245,17 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
         raise InvalidArgumentError(
             f"has {len(tokens)} tokens, more than max_sequence_tokens = {limit}", field=f"{field}.token_ids"
         )
-    lookahead = whole_number(request.lookahead, f"{field}.lookahead", 0, limit - len(tokens))
+    lookahead = request.lookahead
+    if type(lookahead) is not int or not 0 <= lookahead <= limit - len(tokens):
+        lookahead = whole_number(lookahead, f"{field}.lookahead", 0, limit - len(tokens))
     extra: dict[int, bytes] = {}
     if request.extra_keys:
         extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", state.config.block_size, limit)
     found = _NO_BLOCKS
     if state.config.enable_prefix_caching:  # the last token is always computed
         found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
-    num_blocks, required = _sizes(state, len(tokens), lookahead)
+    num_blocks = (len(tokens) + state.mask) >> state.shift
+    required = (len(tokens) + lookahead + state.mask) >> state.shift
     return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
 
 
@@ -265,16 +268,18 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref_hits(plan.hits)
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
-    blocks = state.device.allocate(sum([new.num_blocks - len(new.found) for new in sequences]))
-    rows = [slots.free_rows.pop() for _ in sequences]
-    fill_sequences(
-        slots.block_tables,
-        state.device.token_ids,
-        rows,
-        [new.found for new in sequences],
-        [new.tokens for new in sequences],
-        blocks,
-    )
+    found: list[Int64Array] = []
+    tokens: list[Int32Array] = []
+    num_new = queried = 0
+    for new in sequences:
+        found.append(new.found)
+        tokens.append(new.tokens)
+        num_new += new.num_blocks - len(new.found)
+        queried += len(new.tokens)
+    blocks = state.device.allocate(num_new)
+    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
+    del slots.free_rows[-len(sequences) :]
+    fill_sequences(slots.block_tables, state.device.token_ids, rows, found, tokens, blocks)
     state.intents.begin_new(rows)
     states, number = slots.states, namespace.number
     for new, row in zip(sequences, rows, strict=True):
@@ -286,7 +291,7 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
     if namespace.lost:
         state.create_lost(namespace, [new.sequence_id for new in sequences])
     # Tokens that were looked up in the prefix cache, and those found there.
-    counters, queried, hit = state.counters, sum([len(new.tokens) for new in sequences]), len(plan.hits) << shift
+    counters, hit = state.counters, len(plan.hits) << shift
     slots.num_tokens += queried
     counters.prefix_cache_query_tokens += queried
     counters.prefix_cache_hit_tokens += hit

@@ -17,6 +17,7 @@ from kvservice.blocks.state import (
     NUM_BLOCKS,
     NUM_COMPUTED,
     RESTORE,
+    STATE_COLUMNS,
     SWAPPED,
     BlockState,
     DiskSequence,
@@ -143,6 +144,9 @@ def _free_parts(state: BlockState, parts: list[Int64Array]) -> Slices[None]:
 
 def _free_rows(state: BlockState, rows: Int64Array) -> None:
     state.generation += 1
+    if len(rows) == 1:
+        _free_row(state, rows.item())
+        return
     state.sequences.num_tokens -= int(state.sequences.states[rows, LENGTH].sum())
     resident = rows
     if state.sequences.num_swapped:
@@ -160,6 +164,21 @@ def _free_rows(state: BlockState, rows: Int64Array) -> None:
     if state.sequences.ending:
         state.sequences.ending.difference_update(free)
     state.sequences.free_rows.extend(free)
+
+
+def _free_row(state: BlockState, row: int) -> None:
+    """Do as `_free_rows` for a single row, with few calls of NumPy."""
+    sequences = state.sequences
+    length, _, num_blocks, _, swapped, *_ = sequences.items[row * STATE_COLUMNS : (row + 1) * STATE_COLUMNS]
+    sequences.num_tokens -= length
+    sequences.num_swapped -= swapped
+    blocks = sequences.block_tables[row, :num_blocks].astype(np.int64)
+    (state.swap if swapped else state.device).decref(blocks[::-1])
+    sequences.states[row] = 0
+    if row in sequences.extra_keys:
+        sequences.drop_extra_keys([row])
+    sequences.ending.discard(row)
+    sequences.free_rows.append(row)
 
 
 def close_namespace(state: BlockState, namespace: SessionNamespace) -> int:

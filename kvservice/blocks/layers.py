@@ -33,7 +33,8 @@ class _FullBlocks(NamedTuple):
 def get_step(state: BlockState, namespace: SessionNamespace, step_id: int) -> StepPlan:
     """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
     newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
-    return _live_step(state, namespace, step_id).plan
+    state.enter(namespace)
+    return namespace.live_step(step_id).plan
 
 
 def written_layers(namespace: SessionNamespace, step_id: int) -> bytearray | None:
@@ -62,11 +63,10 @@ def hand_to_lane(state: BlockState, namespace: SessionNamespace, step_id: int) -
 def check_layer(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
     """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
     entry = _step_with_layers(state, namespace, step_id)
-    layer = whole_number(layer, "layer", 0, state.config.num_layers - 1)
+    if type(layer) is not int or not 0 <= layer < state.config.num_layers:
+        layer = whole_number(layer, "layer", 0, state.config.num_layers - 1)
     if entry.written[layer]:
-        raise LayerWrittenError(
-            f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
-        )
+        raise _layer_written(step_id, layer)
     return entry.plan
 
 
@@ -111,7 +111,7 @@ def check_part(
 
 
 def mark_part(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
-    """Record that a part from `check_part` is written. The last part marks the layer and returns as
+    """Record that a part from `check_part` is written, in the same slice. The last part marks the layer and returns as
     `mark_layer`."""
     entry = namespace.steps[step_id]
     if part is not entry.plan:
@@ -119,7 +119,10 @@ def mark_part(state: BlockState, namespace: SessionNamespace, step_id: int, laye
         if sent < len(entry.plan.slot_mapping):
             entry.sent[layer] = sent
             return False
-    return mark_layer(state, namespace, step_id, layer)
+    if entry.written[layer]:  # by a lane, meanwhile
+        raise _layer_written(step_id, layer)
+    entry.written[layer] = 1
+    return _commit_if_complete(state, namespace, entry)
 
 
 def completes(namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
@@ -146,7 +149,8 @@ def set_tokens(state: BlockState, namespace: SessionNamespace, step_id: int, tok
     order. Returns True if the step is complete, and thereby commits. Raises FailedPreconditionError if all tokens
     of the step are known.
     """
-    entry = _live_step(state, namespace, step_id)
+    state.enter(namespace)
+    entry = namespace.live_step(step_id)
     if entry.unknown is None:
         raise FailedPreconditionError(f"step {step_id} does not wait for tokens of another", field="step_id")
     tokens, step, which = int32_array(token_ids, "token_ids"), entry.plan, entry.unknown
@@ -163,7 +167,7 @@ def set_tokens(state: BlockState, namespace: SessionNamespace, step_id: int, tok
 
 
 def _commit_if_complete(state: BlockState, namespace: SessionNamespace, entry: LiveStep) -> bool:
-    if entry.committed or not entry.complete or not entry.tokens_known:
+    if 0 in entry.written or entry.committed or not entry.tokens_known:
         return False
     if entry.follows and not namespace.steps[entry.follows].committed:
         return False
@@ -182,10 +186,7 @@ def check_all_layers(state: BlockState, namespace: SessionNamespace, step_id: in
     """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
     entry = _step_with_layers(state, namespace, step_id)
     if entry.begun:
-        layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
-        raise LayerWrittenError(
-            f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
-        )
+        raise _layer_written(step_id, entry.written.index(1) if 1 in entry.written else next(iter(entry.sent)))
     return entry.plan
 
 
@@ -209,19 +210,19 @@ def mark_layers(state: BlockState, namespace: SessionNamespace, step_id: int, la
     _commit_if_complete(state, namespace, entry)
 
 
-def _live_step(state: BlockState, namespace: SessionNamespace, step_id: int) -> LiveStep:
-    state.enter(namespace)
-    return namespace.live_step(step_id)
-
-
 def _step_with_layers(state: BlockState, namespace: SessionNamespace, step_id: int) -> LiveStep:
     """Return a live step whose layers can be written."""
-    entry = _live_step(state, namespace, step_id)
+    state.enter(namespace)
+    entry = namespace.live_step(step_id)
     if entry.ahead:
         raise FailedPreconditionError(
             f"step {step_id} is ahead: its client writes it in the mapped pool", field="step_id", step_id=step_id
         )
     return entry
+
+
+def _layer_written(step_id: int, layer: int) -> LayerWrittenError:
+    return LayerWrittenError(f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer)
 
 
 def commit_rows(state: BlockState, rows: Int64Array, context_lens: Int32Array) -> None:

@@ -294,6 +294,8 @@ class CachingBlockPool(BlockPool):
     def decref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
         """Drop references as `BlockPool.decref`. Indexed blocks stay cached; the first of `blocks` is evicted first."""
         unreferenced = self._drop_references(blocks, counts)
+        if not len(unreferenced):
+            return
         known = self.indexed[unreferenced]
         if not np.count_nonzero(known):
             self._free(unreferenced)

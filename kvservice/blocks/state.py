@@ -139,7 +139,7 @@ class SessionNamespace:
             return self._batch[1], self._batch[2]
         names = ids.tolist()
         try:
-            rows = np.array([self.rows[name] for name in names], np.int64)
+            rows = np.array(list(map(self.rows.__getitem__, names)), np.int64)
         except KeyError:
             raise self.unknown_sequence(names, field) from None
         if len(set(names)) != len(names):
@@ -153,8 +153,12 @@ class SessionNamespace:
         """Check that these sequence ids are valid and unused. `field` is a format string for the index of an id.
         Raises InvalidArgumentError, DuplicateSequenceError."""
         known = self.rows.keys() | self.on_disk.keys() if self.on_disk else self.rows.keys()
-        if all(map(_is_id, ids)) and len(set(ids)) == len(ids) and known.isdisjoint(ids):
-            return
+        for sequence_id in ids:
+            if type(sequence_id) is not int or not 0 <= sequence_id < 2**63:
+                break
+        else:
+            if len(set(ids)) == len(ids) and known.isdisjoint(ids):
+                return
         seen: set[int] = set()
         for i, sequence_id in enumerate(ids):
             whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
@@ -243,10 +247,6 @@ def id_array(value: npt.ArrayLike, field: str) -> Int64Array:
     if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1 and value.size:
         return value
     return int64_array(value, field)
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _repeated(names: list[int], field: str) -> KVServiceError:
@@ -365,6 +365,11 @@ class SequenceSlots:
 
     def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
         """Make the newest steps of these rows stale."""
+        if len(rows) == 1:
+            at = rows.item() * STATE_COLUMNS + STEP
+            namespace.supersede((self.items[at],))
+            self.items[at] = NO_STEP
+            return
         namespace.supersede(distinct_steps(self.steps[rows]))
         self.steps[rows] = NO_STEP
 

@@ -113,7 +113,7 @@ class TaskStream:
         self._on_end = on_end
         self._call_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: asyncio.Queue[messages.SentCall | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=waits_for_daemon)
         self._reader = asyncio.create_task(self._read())
 
@@ -141,7 +141,7 @@ class TaskStream:
         self._call.cancel()
         await self._reader
 
-    async def _outgoing(self) -> AsyncIterator[messages.SentCall]:
+    async def _outgoing(self) -> AsyncIterator[bytes]:
         while (call := await self._outbox.get()) is not None:
             yield call
 

@@ -18,14 +18,14 @@ from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import build, open_stub, wait_time
 from kvservice.client.scheduler import MakeStep, OpenedScheduler, SchedulerCore
 from kvservice.client.session import SessionCore
-from kvservice.client.step import SessionCalls, StepCore
+from kvservice.client.step import OpenStep, SessionCalls, StepCore
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.core import Held, LeaseCore, ReservationCore, StoreCore
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.values import Flags, Numbers, Statuses, StoreNamespace
-from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, finish
-from kvservice.client.values import PoolInfo, PoolStats, Sequence, StepInfo, from_message
+from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, finish, finished
+from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2
 from kvservice.wire.channels import open_channel
@@ -164,24 +164,13 @@ def make_reservation(
 # ---- sessions
 
 
-class Step:
+class Step(OpenStep):
     """See StepCore."""
 
-    def __init__(self, core: StepCore) -> None:
-        self._core = core
-        self.sequences = core.sequences
-        self.info = core.info
-        self.step_id = core.step_id
-        self.query_lens = core.query_lens
-        self.context_lens = core.context_lens
-        self.num_tokens = core.num_tokens
-        self.cow_copies = core.cow_copies
-        self.mapped = core.mapped
-
-    decode = blocking(StepCore.decode)
-    extend = blocking(StepCore.extend)
-    attend = blocking(StepCore.attend)
-    write = blocking(StepCore.write)
+    decode = finished(StepCore.decode)
+    extend = finished(StepCore.extend)
+    attend = finished(StepCore.attend)
+    write = finished(StepCore.write)
 
 
 _SchedulerCore = SchedulerCore[Step]
@@ -374,7 +363,7 @@ class KVClient:
     def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
         connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
         opening = self._core.open_session(
-            _Core, self.info, connection, token, _make_step, _make_scheduler, self._close_session, resumed=resumed
+            _Core, self.info, connection, token, Step, _make_scheduler, self._close_session, resumed=resumed
         )
         return Session(finish(opening))
 
@@ -480,10 +469,6 @@ class KVClient:
     async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):
             self._unary(self._sessions.Close, *self._core.close_request(token, holder))
-
-
-def _make_step(calls: SessionCalls, sequences: tuple[Sequence, ...], info: StepInfo) -> Step:
-    return Step(StepCore(calls, sequences, info))
 
 
 def _make_scheduler(calls: SessionCalls, make_step: MakeStep[Step], opened: OpenedScheduler) -> KVScheduler:

@@ -12,12 +12,14 @@ these processes: what the session shared with the one before, such as regions, l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import weakref
+from collections.abc import Awaitable, Callable, Container, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -187,13 +189,32 @@ _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 
 class CallGuard(Protocol):
-    """Lets calls wait while others that were cut short are settled. See cut_calls."""
+    """Lets calls wait while others that were cut short are settled. See cut_calls. `settles` has the names of the calls
+    that are settled."""
+
+    @property
+    def settles(self) -> Container[str]: ...
 
     pending: bool
     in_flight: set[int]
     idle: Signal
 
     async def settled(self, deadline: float | None) -> None: ...
+
+    def add(self, name: str, request: Any, correct: Correct | None = None) -> None: ...
+
+
+# Corrects handles after a call that was cut short: gets the answer, and the result of the undoing.
+Correct = Callable[[Any, Any], object]
+
+
+class Kernels(Protocol):
+    """Kernels that this process launches on the mapped pool."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def wait(self) -> None: ...
 
 
 class SessionConnection:
@@ -224,7 +245,11 @@ class SessionConnection:
         self.run = waiting.run
         # Identifies this object to the daemon across all streams that it attaches.
         self.holder = secrets.randbelow((1 << 64) - 1) + 1
-        self._request_ids = itertools.count(secrets.randbits(62) + 1)
+        # The ids of requests, see `next_request_id`.
+        self.request_ids = itertools.count(secrets.randbits(62) + 1)
+        # What `send` waits for, as long as it exists, and where it settles calls that are cut short.
+        self.kernels: weakref.WeakSet[Kernels] = weakref.WeakSet()
+        self.cut: CallGuard | None = None
         self._state_lock = threading.Lock()  # several threads may notice a break
         self._stream: SessionStream | None = None
         self._attempt: SessionStream | None = None
@@ -272,7 +297,35 @@ class SessionConnection:
         self._timeout_s = timeout_s
 
     def next_request_id(self) -> int:
-        return next(self._request_ids)
+        return next(self.request_ids)
+
+    async def send(
+        self,
+        name: str,
+        request: Any,
+        timeout_s: float | None = None,
+        *,
+        correct: Correct | None = None,
+        repeats: bool = False,
+    ) -> Any:
+        """Send a request of a session and return its response, after the kernels that this process has launched: the
+        call may end a step, after which other sequences use its blocks.
+
+        A call that is cut short is settled in the background, see `cut_calls`, with `correct`. With `repeats`, the
+        caller makes it again itself."""
+        deadline = self.deadline(timeout_s)
+        if self.kernels:
+            await self.drain()
+        cut, on_cut = self.cut, None
+        if cut is not None and name in cut.settles and not repeats:
+            on_cut = functools.partial(cut.add, name, request, correct)
+        return await self.call_until(deadline, name, request, cut, on_cut)
+
+    async def drain(self) -> None:
+        """Wait until the kernels that this process has launched for the session are done."""
+        for kernels in list(self.kernels):
+            if kernels.is_busy:
+                await self.run(kernels.wait)
 
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         """Send one call and return its response; see `call_until`. `timeout_s` is in seconds; None: the default."""

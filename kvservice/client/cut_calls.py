@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
-from kvservice.client.connection import UNANSWERED, SessionConnection
+from kvservice.client.connection import UNANSWERED, Correct, SessionConnection
 from kvservice.errors import KVServiceError, ReplyForgottenError, RestartingError, UnauthenticatedError
 from kvservice.v1 import blocks_pb2, scheduler_pb2
 
@@ -34,8 +34,6 @@ ASKED_AGAIN: Final = (*UNANSWERED, RestartingError, UnauthenticatedError)
 Ask = Callable[[str, Any], Awaitable[Any]]
 # Undoes a request. Its answer is None if the daemon does not remember it.
 Undo = Callable[[Ask, Any, Any], Awaitable[Any]]
-# Corrects handles: gets the answer, and the result of the undoing.
-Correct = Callable[[Any, Any], object]
 
 
 async def _free_allocated(ask: Ask, request: blocks_pb2.AllocateRequest, _: object) -> None:
@@ -138,6 +136,8 @@ class CutCalls:
     `settled` then. `in_flight` are the requests, by `id`, of calls that were sent before; `idle` is set when one ends.
 
     No more calls than the daemon remembers are sent before one that was cut short is asked again."""
+
+    settles = UNDO
 
     def __init__(self, connection: SessionConnection) -> None:
         self._connection = connection

@@ -398,7 +398,7 @@ class DecodeGraph:
             )
         self.session, self.max_sequences, self.max_tokens = session, max_sequences, max_tokens
         self._mapped = session.map_pool(writable=True)
-        session._core.calls.watch(self._mapped.kernels)
+        session._core.context.connection.kernels.add(self._mapped.kernels)
         number, pool = pool_device(info), self._mapped.pool
         self.device = torch.device("cpu" if number is None else f"cuda:{number}")
         self._on_gpu = number is not None

@@ -20,9 +20,8 @@ from google.protobuf.message import Message
 from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
-from kvservice.wire.encoded import Encoded, fields_of
 from kvservice.wire.status import from_status
-from kvservice.wire.tensors import to_ints
+from kvservice.wire.tensors import Encoded, fields_of
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -96,7 +95,7 @@ def fits(num_bytes: int, message_bytes: int) -> bool:
 
 def check_size(num_bytes: int, field: str, info: PoolInfo) -> None:
     """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
-    if not fits(num_bytes, info.max_message_bytes):
+    if num_bytes + OVERHEAD_BYTES > info.max_message_bytes:
         raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {info.max_message_bytes}", field=field)
 
 
@@ -136,20 +135,25 @@ def describable_batches(infos: list[SequenceInfo], info: PoolInfo) -> Iterator[l
 ExtraKeys = Iterable[tuple[int, bytes]]
 
 
+_SEQUENCE_ID = operator.attrgetter("sequence_id")
+
+
 def ids_of(sequences: Iterable[Sequence]) -> list[int]:
-    return [sequence.sequence_id for sequence in sequences]
+    return list(map(_SEQUENCE_ID, sequences))
 
 
 def growing_ids_of(sequences: Iterable[Sequence], field: str) -> list[int]:
     """Return the ids for a call that changes, or copies, what is known of the sequences. Raises InvalidArgumentError
     for what cannot be changed, such as SequenceInfo."""
-    for number, sequence in enumerate(sequences):
+    ids: list[int] = []
+    for sequence in sequences:
         if not isinstance(sequence, Sequence):
             raise InvalidArgumentError(
                 f"is a {type(sequence).__name__}; make a Sequence of its sequence_id and length",
-                field=f"{field}[{number}]",
+                field=f"{field}[{len(ids)}]",
             )
-    return ids_of(sequences)
+        ids.append(sequence.sequence_id)
+    return ids
 
 
 def token_list(token_ids: Iterable[int], info: PoolInfo) -> list[int]:
@@ -170,25 +174,18 @@ def allocation_messages(
     many tokens."""
     if len(ids) != len(prompts):
         raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
-    if keys is None:
-        keys = [()] * len(prompts)
-    tokens = [int_list(prompt, "token_ids") for prompt in prompts]
-    check_size(sum(4 * len(token_ids) for token_ids in tokens), "token_ids", info)
-    return [
-        build(
-            blocks_pb2.SequenceAllocation,
-            sequence_id=whole(sequence_id, "sequence_ids"),
-            token_ids=token_ids,
-            extra_keys=extra_key_messages(extra),
+    tokens, num_bytes = [], 0
+    for prompt in prompts:
+        tokens.append(int_list(prompt, "token_ids"))
+        num_bytes += 4 * len(tokens[-1])
+    check_size(num_bytes, "token_ids", info)
+    made = []
+    for sequence_id, token_ids, extra in zip(ids, tokens, [()] * len(ids) if keys is None else keys, strict=True):
+        name, key_messages = whole(sequence_id, "sequence_ids"), extra_key_messages(extra) if extra else ()
+        made.append(
+            build(blocks_pb2.SequenceAllocation, sequence_id=name, token_ids=token_ids, extra_keys=key_messages)
         )
-        for sequence_id, token_ids, extra in zip(ids, tokens, keys, strict=True)
-    ]
-
-
-def allocated(allocation: blocks_pb2.SequenceAllocation, num_cached_tokens: int) -> Sequence:
-    """Return the sequence that an allocation has made."""
-    extra_keys = tuple((extra.position, extra.key) for extra in allocation.extra_keys)
-    return Sequence(allocation.sequence_id, len(allocation.token_ids), num_cached_tokens, extra_keys)
+    return made
 
 
 def allocation_status(status: blocks_pb2.AllocStatus) -> str:
@@ -199,13 +196,14 @@ def allocation_status(status: blocks_pb2.AllocStatus) -> str:
 def step_info(
     response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
 ) -> StepInfo:
-    query_lens = to_ints(response.query_lens, np.int32)
+    num_sequences = len(response.query_lens)
+    query_lens = np.fromiter(response.query_lens, np.int32, num_sequences)
     return StepInfo(
         step_id=response.step_id,
-        num_sequences=len(query_lens),
+        num_sequences=num_sequences,
         num_tokens=int(query_lens.sum()),
         query_lens=query_lens,
-        context_lens=to_ints(response.context_lens, np.int32),
+        context_lens=np.fromiter(response.context_lens, np.int32, num_sequences),
         cow_copies=response.cow_copies,
         mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
         num_restarts=num_restarts,
@@ -238,9 +236,6 @@ _CALL_ID = session_pb2.Reply.CALL_ID_FIELD_NUMBER
 _BATCH_GET = session_pb2.Reply.STORE_BATCH_GET_FIELD_NUMBER
 _FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
 
-# A call is serialized already if its request is.
-SentCall: TypeAlias = session_pb2.Call | bytes
-
 
 @dataclass(frozen=True, slots=True)
 class BlocksReply:
@@ -255,18 +250,20 @@ ReceivedReply: TypeAlias = session_pb2.Reply | BlocksReply
 
 
 def open_stub(channel: Any) -> session_pb2_grpc.SessionServiceStub:
-    """Return a stub of SessionService whose streams take any SentCall, and may return a BlocksReply."""
+    """Return a stub of SessionService whose streams take the bytes of `make_call`, and may return a BlocksReply."""
     stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
-    stub.Connect = channel.stream_stream(_CONNECT, request_serializer=_serialize, response_deserializer=parse_reply)
+    stub.Connect = channel.stream_stream(_CONNECT, response_deserializer=parse_reply)
     return stub
 
 
-def make_call(call_id: int, name: str, request: Any) -> SentCall:
-    """Return a call with a request, which is a message or an Encoded one."""
+def make_call(call_id: int, name: str, request: Any) -> bytes:
+    """Return a serialized call with a request, which is a message or an Encoded one."""
+    header = traceparent() if "opentelemetry.trace" in sys.modules else ""
     if not isinstance(request, Encoded):
-        return session_pb2.Call(call_id=call_id, traceparent=traceparent(), **{name: request})
-    head = session_pb2.Call(call_id=call_id, traceparent=traceparent()).SerializeToString()
-    return (Encoded((head,)) + request.inside(_NUMBERS[name])).to_bytes()
+        call = session_pb2.Call(call_id=call_id, traceparent=header, **{name: request})
+        return call.SerializeToString()
+    head = session_pb2.Call(call_id=call_id, traceparent=header).SerializeToString()
+    return b"".join((head, *request.inside(_NUMBERS[name]).pieces))
 
 
 def take_reply(reply: ReceivedReply) -> Any:
@@ -287,7 +284,3 @@ def parse_reply(data: bytes) -> ReceivedReply:
             response = fields_of(fields[_BATCH_GET])
             return BlocksReply(fields[_CALL_ID], bytes(response.get(_FOUND, b"")), response.get(_DATA, memoryview(b"")))
     return session_pb2.Reply.FromString(data)
-
-
-def _serialize(call: SentCall) -> bytes:
-    return call if isinstance(call, bytes) else call.SerializeToString()

@@ -298,7 +298,8 @@ class RegionTable:
 
     def __init__(self, connection: SessionConnection, fds: FdPassing, cut: CutCalls) -> None:
         self._connection, self._fds, self._cut = connection, fds, cut
-        self._regions: list[SharedRegion] = []
+        self.known: list[SharedRegion] = []
+        """The regions of the session. Only this table changes the list."""
         # The names of regions that are not used any more but that the daemon may still have, with their calls to
         # unregister them.
         self._dropped: dict[str, str] = {}
@@ -443,7 +444,7 @@ class RegionTable:
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
 
     def _add(self, region: SharedRegion) -> None:
-        self._regions.append(region)
+        self.known.append(region)
         self.version += 1
 
     def give_up(self, region: HostRegion) -> None:
@@ -454,7 +455,7 @@ class RegionTable:
 
     def _remove(self, region: SharedRegion | None) -> None:
         """Remove a region, or all, so that no further call uses it."""
-        self._regions = [] if region is None else [one for one in self._regions if one is not region]
+        self.known = [] if region is None else [one for one in self.known if one is not region]
         self.version += 1
 
     def forget(self) -> None:
@@ -465,14 +466,14 @@ class RegionTable:
 
     def numbered(self) -> list[SharedRegion]:
         """Return the regions that lanes support."""
-        return [region for region in self._regions if region.number is not None]
+        return [region for region in self.known if region.number is not None]
 
     def has(self, region: SharedRegion) -> bool:
-        return any(one is region for one in self._regions)
+        return any(one is region for one in self.known)
 
     def find(self, tensor: Tensor) -> RegionRange | None:
         """Return the location of a tensor in the session's regions, or None if it is in none."""
-        for region in self._regions:
+        for region in self.known:
             offset = region.offset_of(tensor)
             if offset is not None:
                 return RegionRange(region, offset, int(tensor.nbytes))

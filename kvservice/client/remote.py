@@ -262,5 +262,5 @@ class Context:
         fds = FdPassing(connection, fd_path if shares else None, token)
         protocol = info.transfer_protocol if transfers else ""
         remote = RemoteRegions(connection, connection.lock(), protocol, info.transfer_address, block_bytes=0)
-        cut = CutCalls(connection)
+        cut = connection.cut = CutCalls(connection)
         return Context(info, connection, fds, RegionTable(connection, fds, cut), remote, cut)

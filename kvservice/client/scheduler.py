@@ -24,7 +24,7 @@ from kvservice.client.step import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import scheduler_pb2
-from kvservice.wire.tensors import Array, to_ints
+from kvservice.wire.tensors import Array
 
 StepT = TypeVar("StepT")
 SchedulerT = TypeVar("SchedulerT")
@@ -237,6 +237,7 @@ class SchedulerCore(Generic[StepT]):
 
     def __init__(self, calls: SessionCalls, make_step: MakeStep[StepT], opened: OpenedScheduler) -> None:
         self._calls, self._make_step = calls, make_step
+        self._connection = calls.context.connection
         self.settings = opened.settings
         # The sequences of each unfinished request, by their ids, and the sequences of the last batch.
         self._sequences: dict[int, Sequence] = {}
@@ -256,7 +257,7 @@ class SchedulerCore(Generic[StepT]):
         check_size(sum(4 * len(message.token_ids) for message in messages), "requests", self._calls.context.info)
         request = build(
             scheduler_pb2.AddRequestsRequest,
-            request_id=self._calls.context.connection.next_request_id(),
+            request_id=next(self._connection.request_ids),
             requests=messages,
         )
         new = [message for message in messages if message.request_id not in self._widths]
@@ -267,7 +268,7 @@ class SchedulerCore(Generic[StepT]):
 
         self._note(new)  # a batch may have them, also after a call without an answer
         try:
-            await self._calls.send("add_requests", request, timeout_s, correct=forget)
+            await self._connection.send("add_requests", request, timeout_s, correct=forget)
         except KVServiceError as error:
             if not isinstance(error, UNANSWERED):
                 self._forget(new_ids)
@@ -279,14 +280,14 @@ class SchedulerCore(Generic[StepT]):
         not reported, and end with its report. Raises UnknownSequenceError."""
         request = build(
             scheduler_pb2.AbortRequestsRequest,
-            request_id=self._calls.context.connection.next_request_id(),
+            request_id=next(self._connection.request_ids),
             request_ids=int_list(request_ids, "request_ids"),
         )
 
         def forget(answer: Any, _: object) -> None:
             self._forget(() if answer is None else answer.finished_ids)
 
-        answer = await self._calls.send("abort_requests", request, timeout_s, correct=forget)
+        answer = await self._connection.send("abort_requests", request, timeout_s, correct=forget)
         forget(answer, None)
         return list(answer.finished_ids)
 
@@ -309,7 +310,7 @@ class SchedulerCore(Generic[StepT]):
         """
         request = build(
             scheduler_pb2.ScheduleRequest,
-            request_id=self._calls.context.connection.next_request_id(),
+            request_id=next(self._connection.request_ids),
             reports=[report_message(report) for report in reports],
             max_step_tokens=_budget(max_step_tokens, "max_step_tokens"),
             max_running=_budget(max_running, "max_running"),
@@ -317,11 +318,11 @@ class SchedulerCore(Generic[StepT]):
             retry=bool(retry),
         )
         if self._calls.context.cut.pending:
-            await self._calls.context.cut.settled(self._calls.context.connection.deadline(timeout_s))
+            await self._calls.context.cut.settled(self._connection.deadline(timeout_s))
         if self._missed and _is_same(request, self._missed[-1][0]):
             _, response = self._missed.pop()
         else:
-            response = await self._calls.send(
+            response = await self._connection.send(
                 "schedule", request, timeout_s, correct=functools.partial(self._miss, request)
             )
         batch = self._batch(response)
@@ -358,17 +359,17 @@ class SchedulerCore(Generic[StepT]):
 
     def _batch(self, response: Any) -> EngineBatch[StepT]:
         """Convert a response. The lengths of the sequences become the context lengths of the step."""
-        ids, step = to_ints(response.sequence_ids), None
+        ids, step = np.fromiter(response.sequence_ids, np.int64, len(response.sequence_ids)), None
         if response.batch:
-            info = step_info(response.step, self._calls.context.connection.num_restarts)
+            info = step_info(response.step, self._connection.num_restarts)
             step = self._make_step(self._calls, self._sequences_of(ids, info), info)
         return EngineBatch(
             number=response.batch,
             step=step,
             sequence_ids=ids,
             num_decodes=response.num_decodes,
-            sampled=to_ints(response.sampled_ids),
-            sampled_rows=to_ints(response.sampled_rows, np.int32),
+            sampled=np.array(response.sampled_ids, np.int64),
+            sampled_rows=np.array(response.sampled_rows, np.int32),
             finished=list(response.finished_ids),
             preempted=_preempted(response),
             num_stalled=response.num_stalled,
@@ -422,8 +423,8 @@ async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, time
             if fields[name] not in list(values):
                 raise InvalidArgumentError(f"{fields[name]!r} is none of {', '.join(values)}", field=name)
             fields[name] = values[fields[name]]
-    request = build(scheduler_pb2.OpenSchedulerRequest, request_id=calls.context.connection.next_request_id(), **fields)
-    opened = await calls.send("open_scheduler", request, timeout_s)
+    request = build(scheduler_pb2.OpenSchedulerRequest, request_id=next(calls.context.connection.request_ids), **fields)
+    opened = await calls.context.connection.send("open_scheduler", request, timeout_s)
     known = await _describe(calls, None, False, timeout_s) if opened.existed else []
     return OpenedScheduler(from_message(SchedulerInfo, opened), tuple(known))
 
@@ -439,7 +440,7 @@ async def _describe(
     while ids is None or len(infos) < len(ids):
         page = None if ids is None else ids[len(infos) : len(infos) + limit]
         request = build(kind, request_ids=page, first=len(infos), return_token_ids=token_ids)
-        response = await calls.send("describe_requests", request, timeout_s)
+        response = await calls.context.connection.send("describe_requests", request, timeout_s)
         infos += map(request_info, response.requests)
         if ids is None and (not response.requests or len(infos) >= response.num_requests):
             break

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Generic, Unpack
+from typing import Any, Generic, Unpack
 
 import numpy as np
 
 from kvservice.client.mapped import HasStepInfo, MappedPool
 from kvservice.client.messages import (
     ExtraKeys,
-    allocated,
     allocation_messages,
     allocation_status,
     build,
@@ -37,10 +37,9 @@ from kvservice.client.messages import (
 from kvservice.client.regions import HostRegion, SharedRegion
 from kvservice.client.remote import Context
 from kvservice.client.scheduler import MakeScheduler, MakeStep, SchedulerArguments, SchedulerT, StepT, open_scheduler
-from kvservice.client.step import SessionCalls
+from kvservice.client.step import SessionCalls, Transport, TransportName
 from kvservice.client.transports import transfer
-from kvservice.client.transports.base import Transport, TransportName
-from kvservice.client.transports.inline import Places
+from kvservice.client.transports.inline import InlineTransport, Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import (
     CallTimeoutError,
@@ -57,6 +56,7 @@ from kvservice.wire.tensors import Array, to_array
 CloseSession = Callable[[bytes, int], Awaitable[None]]
 # How long `detach` waits for calls that were cut short, in seconds.
 SETTLE_S = 1.0
+_LENGTH = operator.attrgetter("length")
 _SWAP_TIERS = {"host": blocks_pb2.SWAP_TIER_UNSPECIFIED, "disk": blocks_pb2.SWAP_TIER_DISK}
 
 
@@ -90,6 +90,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         self.token = token
         self.session_id = session_id
         self.calls = SessionCalls(context, transport)
+        self._send = context.connection.send
+        self._request_ids = context.connection.request_ids
         self._make_step, self._make_scheduler, self._close_session = make_step, make_scheduler, close_session
         # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
@@ -127,18 +129,18 @@ class SessionCore(Generic[StepT, SchedulerT]):
         if ttl_s is not None or durable:
             await self._settle(timeout_s)
             request = build(session_pb2.DetachRequest, ttl_s=ttl_s or 0.0, durable=durable)
-            await self.calls.send("detach", request, timeout_s)
+            await self._send("detach", request, timeout_s)
         elif self.context.cut.pending:  # the next client does not know what they have made
             with contextlib.suppress(CallTimeoutError, ConnectionLostError):
                 await self.context.cut.settled(self.context.connection.deadline(SETTLE_S))
-        await self.calls.release()
+        await self.calls.release(InlineTransport(self.context))
         await self.context.connection.close()
         return self.token
 
     async def close(self) -> None:
         """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
         client by now."""
-        await self.calls.release()
+        await self.calls.release(InlineTransport(self.context))
         if await self.context.connection.close():
             await self._close_session(self.token, self.context.connection.holder)
 
@@ -174,29 +176,33 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Allocate all sequences of a batch, or none."""
-        ids = self._new_ids(len(prompts)) if sequence_ids is None else sequence_ids
+        ids = list(itertools.islice(self._sequence_ids, len(prompts))) if sequence_ids is None else sequence_ids
         allocations = allocation_messages(prompts, ids, extra_keys, self.info)
-        await self._settle(timeout_s)
+        if self._dropped or self.context.cut.pending:
+            await self._settle(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self.calls.send("allocate", request, timeout_s)
-        return [
-            allocated(allocation, cached)
-            for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
-        ]
+        response = await self._send("allocate", request, timeout_s)
+        made = []
+        for allocation, num_cached in zip(allocations, response.num_cached_tokens, strict=True):
+            keys = tuple((one.position, one.key) for one in allocation.extra_keys) if allocation.extra_keys else ()
+            made.append(Sequence(allocation.sequence_id, len(allocation.token_ids), num_cached, keys))
+        return made
 
     async def can_allocate(
         self, prompts: Batch[Iterable[int]], *, lookahead: int = 0, timeout_s: float | None = None
     ) -> str:
         """Return whether the batch fits: "ok" (now), "later" or "never"."""
-        allocations = allocation_messages(prompts, self._new_ids(len(prompts)), None, self.info)
-        await self._settle(timeout_s)
+        ids = list(itertools.islice(self._sequence_ids, len(prompts)))
+        allocations = allocation_messages(prompts, ids, None, self.info)
+        if self._dropped or self.context.cut.pending:
+            await self._settle(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
-        response = await self.calls.send("can_allocate", request, timeout_s)
+        response = await self._send("can_allocate", request, timeout_s)
         return allocation_status(response.status)
 
     async def can_append(
@@ -215,20 +221,17 @@ class SessionCore(Generic[StepT, SchedulerT]):
             lookahead=whole(lookahead, "lookahead"),
         )
         await self._settle(timeout_s)
-        return bool((await self.calls.send("can_append", request, timeout_s)).ok)
+        return bool((await self._send("can_append", request, timeout_s)).ok)
 
     async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
         """Return whether the swap tier has room for the sequences now."""
         request = build(blocks_pb2.CanSwapOutRequest, sequence_ids=ids_of(sequences))
-        return bool((await self.calls.send("can_swap_out", request, timeout_s)).ok)
+        return bool((await self._send("can_swap_out", request, timeout_s)).ok)
 
     async def can_swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> str:
         """Return whether the device tier has room for the sequences: "ok" (now), "later" or "never"."""
         request = build(blocks_pb2.CanSwapInRequest, sequence_ids=ids_of(sequences))
-        return allocation_status((await self.calls.send("can_swap_in", request, timeout_s)).status)
-
-    def _new_ids(self, count: int) -> list[int]:
-        return list(itertools.islice(self._sequence_ids, count))
+        return allocation_status((await self._send("can_swap_in", request, timeout_s)).status)
 
     async def append(
         self,
@@ -241,20 +244,21 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> StepT:
         """Append tokens to sequences and open a step over all their pending tokens. `num_tokens` gives the number of
         tokens of each sequence; None: one each."""
-        await self._settle(timeout_s)
+        if self._dropped or self.context.cut.pending:
+            await self._settle(timeout_s)
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         if counts is not None and len(counts) != len(sequences):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
         request = build(
             blocks_pb2.AppendRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequence_ids=growing_ids_of(sequences, "sequences"),
             token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
-            expected_lengths=[sequence.length for sequence in sequences],
+            expected_lengths=list(map(_LENGTH, sequences)),
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self.calls.send("append", request, timeout_s)
+        response = await self._send("append", request, timeout_s)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
         return self._step(sequences, response)
@@ -275,11 +279,11 @@ class SessionCore(Generic[StepT, SchedulerT]):
             counts = [whole(num_tokens, "num_tokens")] * len(sequences)
         request = build(
             blocks_pb2.OpenStepRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequence_ids=ids_of(sequences),
             num_tokens=counts,
         )
-        return self._step(sequences, await self.calls.send("open_step", request, timeout_s))
+        return self._step(sequences, await self._send("open_step", request, timeout_s))
 
     async def open_ahead(self, sequences: Batch[Sequence], num_steps: int, *, timeout_s: float | None = None) -> StepT:
         """Open a step over the next `num_steps` tokens of sequences that nobody knows yet, and whose other tokens are
@@ -290,15 +294,16 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `MappedPool.step` has its tables. The client writes one token of each sequence after another, and then calls
         `commit_ahead`. The step has no layers: its `extend`, `decode` and `write` raise FailedPreconditionError.
         """
-        await self._settle(timeout_s)
+        if self._dropped or self.context.cut.pending:
+            await self._settle(timeout_s)
         request = build(
             blocks_pb2.OpenAheadRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequence_ids=growing_ids_of(sequences, "sequences"),
             num_steps=whole(num_steps, "num_steps"),
-            expected_lengths=[sequence.length for sequence in sequences],
+            expected_lengths=list(map(_LENGTH, sequences)),
         )
-        return self._step(sequences, await self.calls.send("open_ahead", request, timeout_s), ahead=True)
+        return self._step(sequences, await self._send("open_ahead", request, timeout_s), ahead=True)
 
     async def commit_ahead(
         self,
@@ -325,7 +330,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         tokens = token_list(token_ids, self.info)
         request = build(
             blocks_pb2.CommitAheadRequest,
-            request_id=self.next_request_id() if request_id is None else request_id,
+            request_id=next(self._request_ids) if request_id is None else request_id,
             step_id=self._own_step(step),
             token_ids=tokens,
             num_tokens=counts,
@@ -338,12 +343,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
                 sequence.length += added
 
         repeats = request_id is not None
-        response = await self.calls.send("commit_ahead", request, timeout_s, correct=grow, repeats=repeats)
+        response = await self._send("commit_ahead", request, timeout_s, correct=grow, repeats=repeats)
         grow()
         return self._step(step.sequences, response, ahead=True) if response.step_id else None
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse, *, ahead: bool = False) -> StepT:
-        info = step_info(response, self.num_restarts, self.token, ahead=ahead)
+        info = step_info(response, self.context.connection.num_restarts, self.token, ahead=ahead)
         return self._make_step(self.calls, tuple(sequences), info)
 
     def _own_step(self, step: HasStepInfo) -> int:
@@ -368,14 +373,17 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Create one child for each parent. The same parent may appear several times."""
-        child_ids = self._new_ids(len(parents)) if sequence_ids is None else int_list(sequence_ids, "child_ids")
+        if sequence_ids is None:
+            child_ids = list(itertools.islice(self._sequence_ids, len(parents)))
+        else:
+            child_ids = int_list(sequence_ids, "child_ids")
         request = build(
             blocks_pb2.ForkRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             parent_ids=growing_ids_of(parents, "parents"),
             child_ids=child_ids,
         )
-        await self.calls.send("fork", request, timeout_s)
+        await self._send("fork", request, timeout_s)
         return [
             Sequence(child_id, parent.length, extra_keys=parent.extra_keys)
             for child_id, parent in zip(child_ids, parents, strict=True)
@@ -386,7 +394,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         length = whole(length, "lengths")
         request = build(
             blocks_pb2.TruncateRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequence_ids=growing_ids_of([sequence], "sequences"),
             lengths=[length],
         )
@@ -394,7 +402,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         def shorten(*_: object) -> None:
             sequence.length = length
 
-        await self.calls.send("truncate", request, timeout_s, correct=shorten)
+        await self._send("truncate", request, timeout_s, correct=shorten)
         shorten()
 
     async def swap_out(self, sequences: Batch[Sequence], *, tier: str = "host", timeout_s: float | None = None) -> int:
@@ -404,25 +412,25 @@ class SessionCore(Generic[StepT, SchedulerT]):
             raise InvalidArgumentError(f"is {tier!r}, not one of {', '.join(_SWAP_TIERS)}", field="tier")
         request = build(
             blocks_pb2.SwapOutRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             sequence_ids=ids_of(sequences),
             tier=_SWAP_TIERS[tier],
         )
-        return int((await self.calls.send("swap_out", request, timeout_s)).moved_blocks)
+        return int((await self._send("swap_out", request, timeout_s)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
         prefix cache still had. Sequences on the disk need a call of their own; SessionNotRestoredError says that the
         file of one is damaged."""
-        request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=ids_of(sequences))
-        return int((await self.calls.send("swap_in", request, timeout_s)).moved_blocks)
+        request = build(blocks_pb2.SwapInRequest, request_id=next(self._request_ids), sequence_ids=ids_of(sequences))
+        return int((await self._send("swap_in", request, timeout_s)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
         """Free sequences. Their full computed blocks stay in the prefix cache. A batch above the limit of one request
         is split into several requests, each of which frees all of its sequences or none."""
         for ids in list(id_batches(ids_of(sequences), self.info)) or [[]]:
-            request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
-            await self.calls.send("free", request, timeout_s)
+            request = build(blocks_pb2.FreeRequest, request_id=next(self._request_ids), sequence_ids=ids)
+            await self._send("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """Free sequences before the session's next allocation or append. Sequences that are already freed by then are
@@ -469,7 +477,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             found: list[SequenceInfo] = []
             while True:
                 request = build(blocks_pb2.DescribeRequest, first=len(found))
-                response = await self.calls.send("describe", request, timeout_s)
+                response = await self._send("describe", request, timeout_s)
                 found += [from_message(SequenceInfo, one) for one in response.sequences]
                 if not response.sequences or len(found) >= response.num_sequences:
                     break
@@ -486,7 +494,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         found: list[SequenceInfo] = []
         for ids in batches:
             request = build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details)
-            response = await self.calls.send("describe", request, timeout_s)
+            response = await self._send("describe", request, timeout_s)
             found += [from_message(SequenceInfo, one) for one in response.sequences]
         return found
 
@@ -496,7 +504,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         found: list[int] = []
         while True:
             request = build(blocks_pb2.DescribeRequest, first=len(found))
-            response = await self.calls.send("describe", request, timeout_s)
+            response = await self._send("describe", request, timeout_s)
             found += response.lost_sequence_ids
             if not response.lost_sequence_ids or len(found) >= response.num_lost_sequences:
                 return found
@@ -517,7 +525,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         info, sequence_id = self.info, sequence.sequence_id
         if not 0 <= start < stop <= info.max_sequence_tokens:  # the daemon refuses it, and its memory is not allocated
             first = max(start, stop - 1) if start >= 0 else start
-            await self.calls.send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
+            await self._send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
         shape = (*((info.num_layers,) if layer is None else ()), stop - start, info.num_kv_heads, info.head_size)
         key, value = np.empty(shape, TENSOR_DTYPES[info.dtype]), np.empty(shape, TENSOR_DTYPES[info.dtype])
         num_layers = info.num_layers if layer is None else 1
@@ -526,7 +534,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         for begin, end in token_parts(stop - start, token_bytes, self.context.remote.part_bytes(info)):
             request = _read_request(sequence_id, start + begin, start + end, layer)
             tokens = np.s_[..., begin:end, :, :]
-            parts.append(_part(self.calls, request, key[tokens], value[tokens], timeout_s))
+            parts.append(_part(self._send, request, key[tokens], value[tokens], timeout_s))
         await transfer.read(self.context, parts)
         return key, value
 
@@ -539,7 +547,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             token_ids=token_list(token_ids, self.info),
             extra_keys=extra_key_messages(extra_keys),
         )
-        return int((await self.calls.send("match_prefix", request, timeout_s)).num_cached_tokens)
+        return int((await self._send("match_prefix", request, timeout_s)).num_cached_tokens)
 
     async def pin(
         self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
@@ -547,18 +555,18 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
         request = build(
             blocks_pb2.PinRequest,
-            request_id=self.next_request_id(),
+            request_id=next(self._request_ids),
             token_ids=token_list(token_ids, self.info),
             extra_keys=extra_key_messages(extra_keys),
             ttl_s=ttl_s,
         )
-        return from_message(Pin, await self.calls.send("pin", request, timeout_s))
+        return from_message(Pin, await self._send("pin", request, timeout_s))
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
-        request = build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id)
+        request = build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id)
         num_restarts = self.num_restarts
         try:
-            await self.calls.send("unpin", request, timeout_s)
+            await self._send("unpin", request, timeout_s)
         except UnknownPinError:
             if self.num_restarts == num_restarts:
                 raise
@@ -566,13 +574,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Clear the prefix cache of all sessions."""
-        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
-        await self.calls.send("reset_prefix_cache", request, timeout_s)
+        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=next(self._request_ids))
+        await self._send("reset_prefix_cache", request, timeout_s)
 
     async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Return the number of leading blocks that all sequences share and that are full and computed in each."""
         request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=ids_of(sequences))
-        response = await self.calls.send("common_prefix", request, timeout_s)
+        response = await self._send("common_prefix", request, timeout_s)
         return int(response.num_blocks)
 
     # ---- memory shared with the daemon
@@ -588,7 +596,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         get RegionsNotAllowedError.
         """
         await self.calls.settle()
-        await self.calls.drain()
+        await self.context.connection.drain()
         return await self.context.regions.create(num_bytes, device=device, timeout_s=timeout_s)
 
     async def open_region(
@@ -600,13 +608,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
         The daemon copies tensors in such a region. Raises RegionNotOpenedError.
         """
         await self.calls.settle()
-        await self.calls.drain()
+        await self.context.connection.drain()
         return await self.context.regions.open(key, num_bytes, offset, timeout_s=timeout_s)
 
     async def unregister_region(self, region: SharedRegion | None = None, *, timeout_s: float | None = None) -> None:
         """Unregister a region; None: all regions of the session, including those of a previous client. Arrays over the
         memory stay usable; calls send them in messages from now on."""
-        await self.calls.drain()
+        await self.context.connection.drain()
         await self.context.regions.unregister(region, timeout_s=timeout_s)
 
     async def regions(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
@@ -618,12 +626,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
         the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
         PoolNotSharedError."""
         await self.calls.settle()
-        await self.calls.drain()
+        await self.context.connection.drain()
         try:
             pool = await MappedPool.open(self.context, bool(writable), timeout_s)
         except BaseException:
             if not self._has_mapped and self.calls.transport.kernels is None:  # the daemon may have made the tables
-                request = host_pb2.UnmapPoolRequest(request_id=self.next_request_id())
+                request = host_pb2.UnmapPoolRequest(request_id=next(self._request_ids))
                 self.context.cut.add("unmap_pool", request)
             raise
         self._has_mapped = True
@@ -632,12 +640,12 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def commit(self, step: HasStepInfo, *, timeout_s: float | None = None) -> None:
         """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
         stream first."""
-        request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=self._own_step(step))
-        await self.calls.send("commit", request, timeout_s)
+        request = build(host_pb2.CommitRequest, request_id=next(self._request_ids), step_id=self._own_step(step))
+        await self._send("commit", request, timeout_s)
 
     def next_request_id(self) -> int:
         """Return an id for a call that may have to be made again, such as `commit_ahead`."""
-        return self.context.connection.next_request_id()
+        return next(self._request_ids)
 
 
 def _read_request(sequence_id: int, start: int, stop: int, layer: int | None) -> attention_pb2.ReadRequest:
@@ -647,19 +655,23 @@ def _read_request(sequence_id: int, start: int, stop: int, layer: int | None) ->
 
 
 def _part(
-    calls: SessionCalls, request: attention_pb2.ReadRequest, key: Array, value: Array, timeout_s: float | None
+    ask: Callable[..., Awaitable[Any]],
+    request: attention_pb2.ReadRequest,
+    key: Array,
+    value: Array,
+    timeout_s: float | None,
 ) -> transfer.KVPart:
     """Return a part that is read to these arrays."""
 
     async def send(places: Places | None) -> attention_pb2.ReadResponse:
         if places is None:
-            response = await calls.send("read", request, timeout_s)
+            response = await ask("read", request, timeout_s)
             np.copyto(key, to_array(response.key, "key"))
             np.copyto(value, to_array(response.value, "value"))
         else:
             placed = attention_pb2.ReadRequest(key_place=places[0], value_place=places[1])
             placed.MergeFrom(request)
-            response = await calls.send("read", placed, timeout_s)
+            response = await ask("read", placed, timeout_s)
         answer: attention_pb2.ReadResponse = response
         return answer
 

@@ -18,8 +18,7 @@ from kvservice import _ext
 from kvservice.client.values import PoolInfo
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
-from kvservice.v1 import tensor_pb2
-from kvservice.wire.tensors import Array, to_array
+from kvservice.wire.tensors import Array
 
 GPU_ALIGNMENT = 16
 Tensor = Any
@@ -113,11 +112,6 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 def copy_of(tensor: Tensor) -> Tensor:
     return tensor.copy() if isinstance(tensor, np.ndarray) else tensor.clone()
-
-
-def from_message(message: tensor_pb2.Tensor, field: str) -> Array:
-    """Copy a tensor message to a new array."""
-    return to_array(message, field).copy()
 
 
 def like(array: Array, tensor: Tensor) -> Tensor:

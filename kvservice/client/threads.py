@@ -33,12 +33,32 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a blocking stream suspended")
 
 
-def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+def finished(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """Return a blocking version of an async method."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return finish(method(self._core, *args, **kwargs))
+        try:
+            method(self, *args, **kwargs).send(None)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        raise AssertionError("a blocking stream suspended")
+
+    return call
+
+
+def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return a blocking version of an async method of `_core`."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            method(self._core, *args, **kwargs).send(None)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        raise AssertionError("a blocking stream suspended")
 
     return call
 
@@ -55,11 +75,6 @@ class _ThreadSignal:
         return self._event.wait(timeout_s)
 
 
-def _lock_timeout(timeout_s: float | None) -> float:
-    """Convert a timeout to that of a lock, for which -1 is none."""
-    return -1 if timeout_s is None else max(timeout_s, 0)
-
-
 class _ThreadTurns:
     """See Turns in connection.py. The limit is one call at a time.
 
@@ -70,7 +85,7 @@ class _ThreadTurns:
         self._lock = threading.RLock()
 
     async def take(self, timeout_s: float | None) -> bool:
-        return self._lock.acquire(timeout=_lock_timeout(timeout_s))
+        return self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0))
 
     def give_back(self) -> None:
         with contextlib.suppress(RuntimeError):  # it is released
@@ -113,59 +128,38 @@ class ThreadWaiting:
 
 
 class _Reading:
-    """A read that may still be under way. It is a latch of one lock, because an interrupt cannot damage that."""
+    """The read of a call's reply, which may still be under way. `outcome` is the reply, or the error. It is a latch of
+    one lock, because an interrupt cannot damage that."""
 
-    def __init__(self) -> None:
-        self._done = threading.Lock()
-        self._done.acquire()
-        self._outcome: messages.ReceivedReply | BaseException | None = None
-
-    def end(self, outcome: messages.ReceivedReply | BaseException) -> None:
-        self._outcome = outcome
-        self._done.release()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Return whether it has ended within the timeout. One thread waits at a time."""
-        if self._outcome is None:
-            self._done.acquire(timeout=_lock_timeout(timeout_s))
-        return self._outcome is not None
-
-    def result(self) -> messages.ReceivedReply:
-        """Return the reply that was read, or raise the error."""
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None, "it has ended"
-        return self._outcome
+    def __init__(self, call_id: int) -> None:
+        self.call_id = call_id
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.outcome: messages.ReceivedReply | BaseException | None = None
 
 
 class _Reader:
     """A thread that reads replies for callers that do not read themselves. It starts with the first read, and ends with
     the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[int], messages.ReceivedReply]) -> None:
+        self._read = read
         self._lock = threading.Lock()
-        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def start(self, read: Callable[[int], messages.ReceivedReply], call_id: int) -> _Reading:
+    def start(self, call_id: int) -> _Reading:
         """Read in the thread. A stream that has ended is read here, which fails at once."""
-        reading = _Reading()
-
-        def work() -> None:
-            try:
-                reading.end(read(call_id))
-            except BaseException as error:
-                reading.end(error)
-
+        reading = _Reading(call_id)
         with self._lock:
             if not self._stopped:
-                self._reads.put(work)
+                self._reads.put(reading)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="kvservice-replies", daemon=True)
                     self._thread.start()
                 return reading
-        work()
+        self._finish(reading)
         return reading
 
     def stop(self) -> None:
@@ -174,8 +168,15 @@ class _Reader:
             self._reads.put(None)
 
     def _run(self) -> None:
-        for work in iter(self._reads.get, None):
-            work()
+        for reading in iter(self._reads.get, None):
+            self._finish(reading)
+
+    def _finish(self, reading: _Reading) -> None:
+        try:
+            reading.outcome = self._read(reading.call_id)
+        except BaseException as error:
+            reading.outcome = error
+        reading.done.release()
 
 
 class BlockingStream:
@@ -197,11 +198,11 @@ class BlockingStream:
     ) -> None:
         self.error: KVServiceError | None = None
         self._on_end = on_end
-        self._reader = _Reader()
+        self._reader = _Reader(self._read_until)
         # The latest read in the thread, until its call or the next has waited for its end.
         self._reading: _Reading | None = None
         self._call_ids = itertools.count(1)
-        self._requests: queue.SimpleQueue[messages.SentCall | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
         if not self._replies.add_callback(self._has_ended):
             self._has_ended()
@@ -216,16 +217,21 @@ class BlockingStream:
         if deadline is None and threading.current_thread() is not threading.main_thread():
             return messages.take_reply(self._read_until(call_id))
         try:
-            reading = self._reading = self._reader.start(self._read_until, call_id)
+            reading = self._reading = self._reader.start(call_id)
         except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
             self._replies.cancel()
             raise
         self._await_reading(name, reading, deadline)
-        return messages.take_reply(reading.result())
+        if isinstance(reading.outcome, BaseException):
+            raise reading.outcome
+        assert reading.outcome is not None, "it was waited for"
+        return messages.take_reply(reading.outcome)
 
     def _await_reading(self, name: str, reading: _Reading, deadline: float | None) -> None:
-        """Wait until the thread has read a reply, or failed. Raises CallTimeoutError."""
-        if not reading.wait(None if deadline is None else deadline - time.monotonic()):
+        """Wait until the thread has read a reply, or failed. One caller waits at a time. Raises CallTimeoutError."""
+        if reading.outcome is None:
+            reading.done.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0))
+        if reading.outcome is None:
             raise CallTimeoutError(f"{name}: no answer in time")
         self._reading = None
 

@@ -24,7 +24,7 @@ from kvservice.devices.base import (
     PoolName,
     UInt64,
 )
-from kvservice.devices.bytequeue import ByteQueue
+from kvservice.devices.bytequeue import ByteQueue, awaited, ready
 from kvservice.devices.host_copies import CpuHostCopies, HostPool
 from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
@@ -180,10 +180,11 @@ class CpuDevice:
     def _run(self, work: Callable[[], T], completed: StepPlan | None, num_bytes: int) -> Awaitable[T]:
         """Run a call. If it completes a step and is not done when this returns, the step's blocks are unfinished until
         then. Work runs in order, so the step's other layers are written too."""
-        inline = num_bytes <= INLINE_BYTES and self._queue.idle
-        if completed is not None and not inline:
+        if num_bytes <= INLINE_BYTES and self._queue.idle:
+            return ready(self._queue.guarded(work))
+        if completed is not None:
             work = _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
-        return self._queue.run(work, inline=inline)
+        return awaited(self._queue.submit(work))
 
     def read(
         self, layers: Sequence[int], slots: Int64, out: tuple[Array, Array] | None = None

@@ -1,7 +1,6 @@
 """Conversion between protobuf messages and native values, for client and daemon.
 
-tensors     Tensor messages and token ids as arrays
-encoded     messages with tensors or blocks, serialized and parsed without protobuf
+tensors     Tensor messages and token ids as arrays; messages with tensors or blocks without protobuf
 status      errors as google.rpc.Status
 channels    gRPC channels, in plain text or over TLS
 keepalive   how either end notices that the other one is gone
@@ -9,9 +8,17 @@ keepalive   how either end notices that the other one is gone
 The modules that need gRPC are not imported here: who imports them prepares its environment first.
 """
 
-from kvservice.wire.encoded import Encoded, encode_tensor, fields_of
 from kvservice.wire.status import from_reason, from_status, to_status
-from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints, token_array
+from kvservice.wire.tensors import (
+    Array,
+    Encoded,
+    encode_tensor,
+    fields_of,
+    put_tensor,
+    put_type,
+    to_array,
+    token_array,
+)
 
 __all__ = [
     "Array",
@@ -23,7 +30,6 @@ __all__ = [
     "put_tensor",
     "put_type",
     "to_array",
-    "to_ints",
     "to_status",
     "token_array",
 ]

@@ -1,10 +1,11 @@
-"""Conversion between Tensor messages and NumPy arrays."""
+"""Tensor messages and token ids as NumPy arrays, and messages with tensors or blocks without protobuf."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -60,7 +61,8 @@ def _wrong_size(found: int, expected: int, shape: tuple[int, ...], field: str) -
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:
     """Store an array of one of the tensor dtypes in a message. It fills `message` in place, because assigning a message
     field copies it."""
-    put_type(array, message)
+    message.data_type = _TYPE_OF_DTYPE[array.dtype]
+    message.shape.extend(array.shape)
     message.inline = array.tobytes()
 
 
@@ -68,11 +70,6 @@ def put_type(array: Array, message: tensor_pb2.Tensor) -> None:
     """Store the dtype and the shape of an array, without its elements."""
     message.data_type = _TYPE_OF_DTYPE[array.dtype]
     message.shape.extend(array.shape)
-
-
-def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
-    """Return a repeated integer field as an array. It converts element by element; `token_array` is faster for many."""
-    return np.array(repeated, dtype)
 
 
 def token_array(message: Any) -> Array:
@@ -83,7 +80,7 @@ def token_array(message: Any) -> Array:
     """
     count = len(message.token_ids)
     if count < _MANY_TOKENS:
-        return np.array(message.token_ids, np.int32)
+        return np.fromiter(message.token_ids, np.int32, count)
     data = message.SerializeToString()
     start = _find_packed(data, message.DESCRIPTOR.fields_by_name["token_ids"].number)
     return np.frombuffer(data, "<i4", count, start).astype(np.int32, copy=False)
@@ -93,12 +90,12 @@ def _find_packed(data: bytes, number: int) -> int:
     """Return the offset of a packed field's elements in a serialized message that has the field."""
     at = 0
     while True:
-        tag, at = _varint(data, at)
+        tag, at = _parse_varint(data, at)
         wire_type = tag & 7
         if wire_type == 0:
-            _, at = _varint(data, at)
+            _, at = _parse_varint(data, at)
         elif wire_type == 2:
-            size, at = _varint(data, at)
+            size, at = _parse_varint(data, at)
             if tag >> 3 == number:
                 return at
             at += size
@@ -106,13 +103,76 @@ def _find_packed(data: bytes, number: int) -> int:
             at += 8 if wire_type == 1 else 4
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint. Returns (its value, the offset after it)."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
+# ---- serialization and parsing without protobuf, which copies the elements five times and aborts the process if a copy
+# runs out of memory. This code copies them once.
+
+_VARINT: Final = 0
+_LENGTH_DELIMITED: Final = 2
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Serialized fields of a message, in pieces. Arrays among them must not change before `to_bytes`."""
+
+    pieces: tuple[Any, ...] = ()
+
+    def __add__(self, other: Encoded) -> Encoded:
+        """Return the fields of both messages."""
+        return Encoded(self.pieces + other.pieces)
+
+    def inside(self, number: int) -> Encoded:
+        """Return this message as field `number` of an outer message."""
+        return Encoded((_header(number, sum(map(len, self.pieces))), *self.pieces))
+
+    def to_bytes(self) -> bytes:
+        """Join the pieces. Raises MemoryError."""
+        return b"".join(self.pieces)
+
+
+def encode_tensor(array: Array) -> Encoded:
+    """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
+    message = tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape)
+    elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    header = _header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
+    return Encoded((message.SerializeToString(), header, elements))
+
+
+def _header(number: int, num_bytes: int) -> bytes:
+    """Return what precedes the bytes of a field: its tag, and its size."""
+    encoded = bytearray()
+    for value in (number << 3 | _LENGTH_DELIMITED, num_bytes):
+        while value > 0x7F:
+            encoded.append(value & 0x7F | 0x80)
+            value >>= 7
+        encoded.append(value)
+    return bytes(encoded)
+
+
+def fields_of(data: memoryview) -> dict[int, Any]:
+    """Parse a message without copying its fields: numbers, and views of texts, bytes and messages. Of a field that is
+    there several times, the last one counts. Raises ValueError for other kinds of fields, or IndexError, for data that
+    is no such message."""
+    fields: dict[int, Any] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _parse_varint(data, at)
+        value, at = _parse_varint(data, at)
+        if tag & 7 == _LENGTH_DELIMITED:
+            fields[tag >> 3] = data[at : at + value]
+            at += value
+        elif tag & 7 == _VARINT:
+            fields[tag >> 3] = value
+        else:
+            raise ValueError(f"a field of kind {tag & 7}")
+    if at > len(data):
+        raise IndexError("a field ends after the message")
+    return fields
+
+
+def _parse_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return a number, and where the next one begins."""
+    value = shift = 0
+    while data[at] > 0x7F:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+    return value | data[at] << shift, at + 1

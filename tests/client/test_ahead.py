@@ -351,7 +351,7 @@ def test_tokens_whose_slots_nobody_knew_are_refused(kv: Session) -> None:
     pool = kv.map_pool(writable=True)
     step = kv.open_ahead([sequence], 2)
     tables = pool.step(step)
-    finish(kv._core.calls.send("unmap_pool", host_pb2.UnmapPoolRequest()))
+    finish(kv._core.context.connection.send("unmap_pool", host_pb2.UnmapPoolRequest()))
     with pytest.raises(StaleStepError):
         tables.check()
     kv.map_pool(writable=True)

@@ -219,7 +219,7 @@ def test_overlapping_calls_are_done_in_their_order(daemon: Daemon) -> None:
                 sequence_id = 5
                 calls.append(kv.allocate([1, 2], sequence_id=sequence_id))
                 calls.append(kv.describe())
-                calls.append(kv.calls.send("free", free_request(sequence_id)))
+                calls.append(kv.context.connection.send("free", free_request(sequence_id)))
             answers = await asyncio.gather(*calls)
             assert all(len(described) == 1 for described in answers[1::3])
             assert await kv.describe() == []
@@ -465,7 +465,7 @@ def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemo
         async with AsyncKVClient(daemon.address) as client, client.session(detachable=True) as kv:
             request = blocks_pb2.MatchPrefixRequest(token_ids=range(1_100_000))
             with pytest.raises(MessageTooLargeError):  # bypasses the client's check, so the daemon ends the stream
-                await kv.calls.send("match_prefix", request)
+                await kv.context.connection.send("match_prefix", request)
             assert await kv.describe() == []
 
     run(scenario())

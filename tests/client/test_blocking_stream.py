@@ -18,6 +18,7 @@ from scripted_daemon import ScriptedDaemon, serving
 from waiting import PATIENCE_S, until
 
 from kvservice.client import KVClient, Session
+from kvservice.client.messages import open_stub
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
 from kvservice.errors import (
     CallTimeoutError,
@@ -28,7 +29,7 @@ from kvservice.errors import (
     SessionTakenError,
     TLSHandshakeError,
 )
-from kvservice.v1 import pool_pb2, session_pb2, session_pb2_grpc
+from kvservice.v1 import pool_pb2, session_pb2
 from kvservice.wire import to_status
 
 SHORT_S = 0.01
@@ -174,7 +175,7 @@ def test_closing_ends_a_read_without_an_answer(tmp_path: Path) -> None:
 def test_an_ended_stream_is_not_waited_for(tmp_path: Path) -> None:
     ended = threading.Event()
     with grpc.insecure_channel(f"unix:{tmp_path}/socket") as channel:
-        stub = session_pb2_grpc.SessionServiceStub(channel)
+        stub = open_stub(channel)
         stream = BlockingStream(stub, (), lambda _: ended.set(), waits_for_daemon=False)
         finish(stream.end())
         assert ended.wait(PATIENCE_S)

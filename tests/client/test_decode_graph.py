@@ -202,7 +202,7 @@ def end_by_free(kv: Session, sequence: Any) -> None:
 
 
 def end_the_mapping(kv: Session, _: Any) -> None:
-    finish(kv._core.calls.send("unmap_pool", host_pb2.UnmapPoolRequest()))
+    finish(kv._core.context.connection.send("unmap_pool", host_pb2.UnmapPoolRequest()))
 
 
 def test_a_step_that_has_ended_is_refused(kv: Session, toy: Toy) -> None:
@@ -580,7 +580,7 @@ class Kernels:
 
 def test_calls_wait_for_replays(kv: Session) -> None:
     kernels: Any = Kernels()
-    kv._core.calls.watch(kernels)
+    kv._core.context.connection.kernels.add(kernels)
     kv.free([kv.allocate([1])])
     assert kernels.num_waits == 2
     kernels.is_busy = False

@@ -61,7 +61,7 @@ def pool_of(kv: Session) -> MappedPool:
 
 
 def call(kv: Session, name: str, request: Any) -> Any:
-    return finish(kv._core.calls.send(name, request))
+    return finish(kv._core.context.connection.send(name, request))
 
 
 def write_directly(kv: Session, step: Step, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +198,7 @@ def test_layers_of_steps_in_turns_are_counted_for_each(writer: Session) -> None:
 
 def test_a_step_that_the_tables_lack_is_the_daemons(writer: Session) -> None:
     step, same = (writer.open_step([writer.allocate(range(n, n + 11))]) for n in (0, 100))
-    step._core.info = replace(step._core.info, mapped=None)
+    step.info = replace(step.info, mapped=None)
     for layer in range(LAYERS):
         wanted = same.extend(layer, *tensors(layer, 11))
         np.testing.assert_array_equal(step.extend(layer, *tensors(layer, 11)), wanted)

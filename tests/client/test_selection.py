@@ -128,7 +128,7 @@ def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, t
         for share in (
             lambda: other.create_region(1),
             lambda: other.open_region(object_.name, 4096),
-            lambda: finish(other._core.calls.send("open_lane", host_pb2.OpenLaneRequest())),
+            lambda: finish(other._core.context.connection.send("open_lane", host_pb2.OpenLaneRequest())),
             lambda: other.map_pool(),
         ):
             with pytest.raises(QuotaExceededError) as refused:
@@ -176,7 +176,7 @@ def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
                     check_working(kv)
                     # The session released what could not be passed: it has no region, and a lane can be opened.
                     assert kv.regions() == []
-                    finish(kv._core.calls.send("open_lane", host_pb2.OpenLaneRequest()))
+                    finish(kv._core.context.connection.send("open_lane", host_pb2.OpenLaneRequest()))
         for wanted in ("lane", "mapped", "region"):
             if (wanted, share_pool) != ("mapped", "off"):
                 with KVClient(daemon.address, transport=wanted) as client:

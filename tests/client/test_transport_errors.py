@@ -172,7 +172,7 @@ def test_a_step_that_has_ended_is_stale(kv: Session) -> None:
 
 def test_a_step_that_never_was(kv: Session) -> None:
     step = kv.open_step([kv.allocate(range(NUM_TOKENS))])
-    step._core.info = replace(step._core.info, step_id=step.step_id + 1000)
+    step.info = replace(step.info, step_id=step.step_id + 1000)
     with pytest.raises((UnknownStepError, StaleStepError)) as caught:
         step.extend(0, *tensors())
     assert caught.value.field == "step_id"

@@ -40,10 +40,10 @@ def decode(batch_invariant: bool, others: int) -> Any:
 
     async def run() -> Any:
         for n in ids.tolist():
-            step = engine.open_step(space, np.array([n]), None)
+            step = engine.manager.open_step(space, np.array([n]), None)
             kv = random.standard_normal((2, CONTEXT, 4, 128), np.float32)
             await engine.write(space, step.step_id, 0, kv[0], kv[1])
-        step = engine.append(space, ids, np.zeros(others + 1, np.int32), None, np.full(others + 1, CONTEXT), 0)
+        step = engine.manager.append(space, ids, np.zeros(others + 1, np.int32), None, np.full(others + 1, CONTEXT))
         tensors = [np.random.default_rng(1).standard_normal((1, h, 128), np.float32) for h in (8, 4, 4)]
         more = [random.standard_normal((others, h, 128), np.float32) for h in (8, 4, 4)]
         both = [np.concatenate(pair) for pair in zip(tensors, more, strict=True)]

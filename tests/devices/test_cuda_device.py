@@ -48,7 +48,7 @@ class Rig:
         self.engine.manager.allocate(self.space, [AllocationRequest(sequence_id, range(num_tokens))])
 
     def open_step(self, sequence_id: int) -> Any:
-        return self.engine.open_step(self.space, np.array([sequence_id]), None)
+        return self.engine.manager.open_step(self.space, np.array([sequence_id]), None)
 
     async def attend(self, step: Any, layer: int, **options: Any) -> Any:
         count = len(step.slot_mapping)
@@ -295,7 +295,7 @@ def test_blocks_that_a_swap_only_reads_can_be_read_meanwhile(fake: FakeCuda) -> 
     hold_swapping(rig, fake)
     rig.engine.swap_out(rig.space, np.array([0]))
     tokens, lengths = np.array([7], np.int32), np.array([9])
-    step = rig.engine.append(rig.space, np.array([1]), tokens, None, lengths, 0)
+    step = rig.engine.manager.append(rig.space, np.array([1]), tokens, None, lengths)
     assert not len(step.copies)
     np.testing.assert_allclose(asyncio.run(rig.attend(step, 0)), 3.0, rtol=1e-6)
 
@@ -387,10 +387,11 @@ def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig) -
                 rig.allocate(0, 4 * block_size + tail)
                 rig.compute(0)
                 rig.engine.manager.fork(rig.space, np.array([0, 0]), np.array([1, 2]))
-                step = rig.engine.append(rig.space, np.arange(3), np.arange(3), None, None, 0)
+                step = rig.engine.manager.append(rig.space, np.arange(3), np.arange(3))
+                rig.engine.copy_on_write(step)
                 asyncio.run(rig.attend(step, 0))
                 assert fake.launched[-1].num_common_blocks == 4 + tail // block_size
-                alone = rig.engine.append(rig.space, np.array([2]), np.array([7]), None, None, 0)
+                alone = rig.engine.manager.append(rig.space, np.array([2]), np.array([7]))
                 asyncio.run(rig.attend(alone, 0))
                 assert fake.launched[-1].num_common_blocks == 0
                 rig.engine.manager.free(rig.space, np.arange(3))

@@ -57,7 +57,7 @@ class Rig:
         return np.flatnonzero(counts).tolist()
 
     def step(self) -> StepPlan:
-        return self.engine.open_step(self.space, np.array([1]), None)
+        return self.engine.manager.open_step(self.space, np.array([1]), None)
 
     async def attend(self, step: StepPlan, layer: int, first: int = 0, stop: int = NUM_TOKENS) -> None:
         query = np.ones((stop - first, NUM_HEADS, HEAD_SIZE), np.float32)

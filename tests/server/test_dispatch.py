@@ -28,6 +28,8 @@ def life(clock: ManualClock) -> Iterator[Life]:
 class Access:
     """Publishes steps when the test says so. `num_published` is the number of steps that are published."""
 
+    shares_steps = True
+
     def __init__(self) -> None:
         self.may_publish = asyncio.Event()
         self.num_published = 0

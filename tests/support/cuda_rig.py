@@ -44,7 +44,7 @@ class Rig:
 
     def open_step(self, sequence_id: int, num_tokens: int) -> Any:
         self.engine.manager.allocate(self.space, [AllocationRequest(sequence_id, range(num_tokens))])
-        return self.engine.open_step(self.space, np.array([sequence_id]), None)
+        return self.engine.manager.open_step(self.space, np.array([sequence_id]), None)
 
     def attend(self, step: Any, layer: int, query: Any, key: Any, value: Any) -> Any:
         options = AttentionOptions()

@@ -114,7 +114,7 @@ async def blocks(device: Any, layer: int, first: int) -> tuple[Any, Any]:
 async def fill(engine: CacheEngine) -> None:
     space = engine.manager.open_namespace()
     engine.manager.allocate(space, [AllocationRequest(1, np.arange(NUM_FILLED * BLOCK_SIZE))])
-    step = engine.open_step(space, np.array([1]), None)
+    step = engine.manager.open_step(space, np.array([1]), None)
     assert (step.slot_mapping == np.arange(NUM_FILLED * BLOCK_SIZE)).all()
     for layer in range(NUM_LAYERS):
         await engine.write(space, step.step_id, layer, *content(layer))

@@ -63,7 +63,7 @@ class Churn:
         tokens = [self.random.randrange(1000) for _ in range(self.random.randint(1, 12))]
         self.manager.allocate(self.space, [AllocationRequest(self.newest, tokens)])
         self.sequences[self.newest] = ModelSequence(tokens, (), 0)
-        step = self.engine.open_step(self.space, np.array([self.newest]), None)
+        step = self.manager.open_step(self.space, np.array([self.newest]), None)
         await self.send(step, [self.newest])
 
     async def grow(self) -> None:
@@ -72,7 +72,8 @@ class Churn:
         lengths = np.array([len(self.sequences[n].tokens) for n in ids])
         if not ids or lengths.max() >= 60:
             return
-        step = self.engine.append(self.space, np.array(ids), np.array(tokens, np.int32), None, lengths, 0)
+        step = self.manager.append(self.space, np.array(ids), np.array(tokens, np.int32), None, lengths, 0)
+        self.engine.copy_on_write(step)
         for n, token in zip(ids, tokens, strict=True):
             self.sequences[n].tokens.append(token)
         await self.send(step, ids)

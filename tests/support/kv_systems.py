@@ -128,12 +128,16 @@ class EngineSystem:
 
     def append(self, s: int, ids: list[int], tokens: list[int], counts: list[int], lengths: list[int]) -> Any:
         as_array = np.asarray
-        return self.engine.append(
-            self.spaces[s], as_array(ids), as_array(tokens, np.int32), as_array(counts), as_array(lengths), 0
+        step = self.manager.append(
+            self.spaces[s], as_array(ids), as_array(tokens, np.int32), as_array(counts), as_array(lengths)
         )
+        self.engine.copy_on_write(step)
+        return step
 
     def open_step(self, s: int, ids: list[int], counts: list[int] | None) -> Any:
-        return self.engine.open_step(self.spaces[s], np.array(ids), None if counts is None else np.array(counts))
+        step = self.manager.open_step(self.spaces[s], np.array(ids), None if counts is None else np.array(counts))
+        self.engine.copy_on_write(step)
+        return step
 
     def attend(self, s: int, step: Any, layer: int, query: Array, key: Array, value: Array) -> Array:
         work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionOptions(), False)

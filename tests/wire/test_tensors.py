@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.v1 import blocks_pb2, tensor_pb2
-from kvservice.wire import put_tensor, to_array, to_ints, token_array
+from kvservice.wire import put_tensor, to_array, token_array
 
 FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
 
@@ -107,14 +107,6 @@ def test_who_knows_no_regions_reads_none() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         to_array(placed(24), "x")
     assert caught.value.field == "x.inline"
-
-
-def test_repeated_integers() -> None:
-    values = [0, 1, -1, 2**31 - 1]
-    for dtype in (np.int32, np.int64):
-        array = to_ints(values, dtype)
-        assert array.dtype == dtype
-        assert array.tolist() == values
 
 
 def test_token_ids_as_an_array() -> None:

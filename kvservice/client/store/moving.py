@@ -41,7 +41,7 @@ from kvservice.client.store.values import (
 )
 from kvservice.errors import CallTimeoutError, ConnectionLostError, InternalError, KVServiceError, TransferFailedError
 from kvservice.v1 import store_pb2
-from kvservice.wire.encoded import Encoded
+from kvservice.wire.tensors import Encoded
 
 Get: TypeAlias = Callable[[slice, store_pb2.Scatter], Awaitable[store_pb2.BatchGetResponse]]
 Put: TypeAlias = Callable[[slice, store_pb2.Scatter, bytes], Awaitable[store_pb2.BatchPutResponse]]

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvservice.client import tensors
+from kvservice.attention_options import DEFAULT_OPTIONS
 from kvservice.client.messages import build, check_size, fits, token_parts
-from kvservice.client.transports.base import (
+from kvservice.client.step import (
     AttentionCall,
     AttentionResult,
     Transport,
@@ -31,7 +31,11 @@ class InlineTransport(Transport):
     name: TransportName = "inline"
 
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
-        parts = self._parts(call.step, self.context.info.max_message_bytes, call.query, call.key, call.value)
+        query, key, value, message_bytes = call.query, call.key, call.value, self.context.info.max_message_bytes
+        # The output is as large as the query; the log-sum-exp adds at most an eighth.
+        if fits(max(query.nbytes + key.nbytes + value.nbytes, query.nbytes * 9 // 8), message_bytes):
+            return await self._send(call)
+        parts = self._parts(call.step, message_bytes, query, key, value)
         if len(parts) == 1:
             return await self._send(call)
         output = np.empty_like(call.query) if call.out is None else call.out
@@ -56,14 +60,15 @@ class InlineTransport(Transport):
             attention_pb2.AttendRequest,
             step_id=call.step.step_id,
             layer=call.layer,
-            options=options_message(call.options),
+            options=None if call.options is DEFAULT_OPTIONS else options_message(call.options),
             return_lse=call.return_lse,
         )
         if first_token is not None:
             request.first_token, request.num_tokens = first_token, len(call.query)
         self._put(request, call.query, call.key, call.value)
-        self._name(request.output_place, call.out)
-        self._name(request.lse_place, call.lse_out)
+        if self.context.regions.known:
+            self._name(request.output_place, call.out)
+            self._name(request.lse_place, call.lse_out)
         name = "decode" if call.decode else "extend"
         response = await self.context.connection.call_until(call.deadline, name, request)
         output = self._take(response.output, call.out, "output")
@@ -81,13 +86,13 @@ class InlineTransport(Transport):
 
     def _put(self, request: Any, *arrays: Array) -> None:
         """Set the tensor fields of a request to the bytes of each array, or to its place in a region."""
-        num_bytes = 0
+        regions, num_bytes = self.context.regions, 0
+        for array in arrays:
+            num_bytes += array.nbytes
+        check_size(num_bytes, "query, key, value", self.context.info)  # the daemon's limit includes tensors in regions
         for name, array in zip(("query", "key", "value")[-len(arrays) :], arrays, strict=True):
             message = getattr(request, name)
-            place = self.context.regions.find(array)
-            # The daemon's limit includes tensors in regions.
-            num_bytes += array.nbytes
-            check_size(num_bytes, "query, key, value", self.context.info)
+            place = regions.find(array) if regions.known else None
             if place is None:
                 put_tensor(array, message)
             else:
@@ -103,7 +108,7 @@ class InlineTransport(Transport):
     def _take(self, message: Any, wanted: Array | None, field: str) -> Array:
         """Return a result of the response, in `wanted` if given."""
         if wanted is None:
-            return tensors.from_message(message, field)
+            return to_array(message, field).copy()
         if not message.HasField("shared_memory"):
             np.copyto(wanted, to_array(message, field))
         return wanted

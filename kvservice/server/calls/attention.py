@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvservice import _ext
-from kvservice.attention_options import AttentionOptions, BlockSparse
+from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions, BlockSparse
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, TransferFailedError
@@ -19,8 +19,8 @@ from kvservice.server.calls.handlers import (
     Handler,
     SessionHandler,
     WhileDraining,
-    check_response_size,
     max_response_bytes,
+    response_too_large,
 )
 from kvservice.server.loop import Caller, despite_leaving, to_the_end
 from kvservice.server.memory.region import Array, Place
@@ -31,9 +31,8 @@ from kvservice.v1 import (
     attention_pb2,
     tensor_pb2,
 )
-from kvservice.wire.encoded import Encoded, encode_tensor
 from kvservice.wire.tensors import Array as Tensor
-from kvservice.wire.tensors import put_type, to_array
+from kvservice.wire.tensors import Encoded, encode_tensor, put_type, to_array
 
 TENSORS_TOO_LARGE = "a call's tensors may not be larger than a message"
 
@@ -43,7 +42,6 @@ class AttentionCalls:
 
     def __init__(self, config: ServeConfig, engine: CacheEngine) -> None:
         self._engine = engine
-        self._manager = engine.manager
         self._max_request_bytes = config.max_message_bytes
         self._max_response_bytes = max_response_bytes(config)
 
@@ -56,16 +54,16 @@ class AttentionCalls:
             SessionHandler("read", attention_pb2.ReadRequest, self.read),
         )
 
-    async def decode(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
-        """Return an encoded AttendResponse."""
-        step = self._manager.get_step(session.namespace, request.step_id)
-        if len(step.slot_mapping) != len(step.query_lens):
+    def decode(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Coroutine[Any, Any, Encoded]:
+        """Do as `extend`, for a step with one token of each sequence."""
+        step = session.namespace.steps.get(request.step_id)
+        if step is not None and len(step.plan.slot_mapping) != len(step.plan.query_lens):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
-        return await self.extend(session, request)
+        return self.extend(session, request)
 
     async def extend(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
         """Return an encoded AttendResponse."""
-        options = attention_options(request.options)
+        options = attention_options(request.options) if request.HasField("options") else DEFAULT_OPTIONS
         if request.HasField("lse_place") and not request.return_lse:
             raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
         query, key, value = self._arrays(session, query=request.query, key=request.key, value=request.value)
@@ -78,7 +76,8 @@ class AttentionCalls:
                 lse_target = in_use.enter_context(session.regions.target(place_of(request.lse_place), "lse_place"))
             if output_target is None:
                 # The output is as large as the query, and the log-sum-exp adds at most an eighth.
-                check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
+                if (num_bytes := query.nbytes * 9 // 8) > self._max_response_bytes:
+                    raise response_too_large(num_bytes, self._max_response_bytes, "query")
             else:
                 output_target.check_size(query.nbytes)
             if lse_target is not None and query.ndim == 3:
@@ -98,9 +97,11 @@ class AttentionCalls:
                 part,
             )
             kind = attention_pb2.AttendResponse
-            response = encode_output(output, output_target).inside(kind.OUTPUT_FIELD_NUMBER)
+            encoded = encode_tensor(output) if output_target is None else place_output(output, output_target)
+            response = encoded.inside(kind.OUTPUT_FIELD_NUMBER)
             if lse is not None:
-                response += encode_output(lse, lse_target).inside(kind.LSE_FIELD_NUMBER)
+                encoded = encode_tensor(lse) if lse_target is None else place_output(lse, lse_target)
+                response += encoded.inside(kind.LSE_FIELD_NUMBER)
             return response
 
     async def write(self, session: ServerSession, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
@@ -174,10 +175,7 @@ class AttentionCalls:
                 raise InvalidArgumentError(TENSORS_TOO_LARGE, field=f"{field}.byte_size")
             return session.regions.read(place_of(message), field)
 
-        arrays = []
-        for field, tensor in tensors.items():
-            arrays.append(to_array(tensor, field, read))
-        return arrays
+        return [to_array(tensor, field, read) for field, tensor in tensors.items()]
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> int:
         """Return the bytes of K and V together. Raises InvalidArgumentError."""
@@ -185,8 +183,9 @@ class AttentionCalls:
         if layer is not None:
             per_token //= self._engine.layout.num_layers
         num_tokens = sum(max(0, stop - start) for _, start, stop in ranges)
-        check_response_size(num_tokens * per_token, self._max_response_bytes, "ranges")
-        return num_tokens * per_token
+        if (num_bytes := num_tokens * per_token) > self._max_response_bytes:
+            raise response_too_large(num_bytes, self._max_response_bytes, "ranges")
+        return num_bytes
 
 
 def _check_waits(caller: Caller) -> None:
@@ -289,11 +288,8 @@ def place_of(message: tensor_pb2.SharedMemoryPlace) -> Place:
     return Place(message.region, message.offset, message.byte_size)
 
 
-def encode_output(array: Array, target: Target | None) -> Encoded:
-    """Encode a Tensor message. Without a target it contains the elements. Otherwise the elements are written to the
-    target, and the message contains their place."""
-    if target is None:
-        return encode_tensor(array)
+def place_output(array: Array, target: Target) -> Encoded:
+    """Write the elements of a result to its target. Return an encoded Tensor message with their place."""
     place = target.put(array)
     message = tensor_pb2.Tensor()
     put_type(array, message)

@@ -26,8 +26,8 @@ from kvservice.server.calls.handlers import (
     Handler,
     SessionHandler,
     WhileDraining,
-    check_response_size,
     max_response_bytes,
+    response_too_large,
 )
 from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
@@ -37,7 +37,7 @@ from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import (
     blocks_pb2,
 )
-from kvservice.wire.tensors import Array, to_ints, token_array
+from kvservice.wire.tensors import Array, token_array
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class BlockCalls:
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
     def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
-        step = self._engine.append(
+        step = self._manager.append(
             session.namespace,
             _own_ids(session, request),
             token_array(request),
@@ -119,7 +119,7 @@ class BlockCalls:
             optional_ints(request.expected_lengths),
             request.lookahead,
         )
-        return _opened(session, step, request.return_slot_mapping)
+        return self._opened(session, step, request.return_slot_mapping)
 
     def can_append(self, session: ServerSession, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
         num_tokens = optional_ints(request.num_tokens, np.int32)
@@ -131,20 +131,20 @@ class BlockCalls:
         self, session: ServerSession, request: blocks_pb2.OpenStepRequest
     ) -> Finished[blocks_pb2.StepResponse]:
         num_tokens = optional_ints(request.num_tokens, np.int32)
-        step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
-        return _opened(session, step, request.return_slot_mapping)
+        step = self._manager.open_step(session.namespace, _own_ids(session, request), num_tokens)
+        return self._opened(session, step, request.return_slot_mapping)
 
     def open_ahead(
         self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
     ) -> Finished[blocks_pb2.StepResponse]:
         session.access.check_writable()
-        step = self._engine.open_ahead(
+        step = self._manager.open_ahead(
             session.namespace,
             _own_ids(session, request),
             request.num_steps,
             optional_ints(request.expected_lengths),
         )
-        return _opened(session, step, return_slot_mapping=False, to_lane=False)
+        return self._opened(session, step, return_slot_mapping=False, to_lane=False)
 
     def commit_ahead(
         self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
@@ -154,12 +154,31 @@ class BlockCalls:
         if request.token_ids and request.step_id in session.namespace.steps:
             session.access.check_in_tables(request.step_id)
         with session.access.following(request.step_id) as run:
-            step = self._engine.commit_ahead(
+            step = self._manager.commit_ahead(
                 session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
             )
             if step is None:
                 return blocks_pb2.StepResponse()
-            return _opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
+            return self._opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
+
+    def _opened(
+        self,
+        session: ServerSession,
+        step: StepPlan,
+        return_slot_mapping: bool,
+        *,
+        to_lane: bool = True,
+        run: Run | None = None,
+    ) -> Finished[blocks_pb2.StepResponse]:
+        """Submit the copies of a step, and publish it to the session's client. Return the response, when the client may
+        work on the step."""
+        mapped = published = None
+        if len(step.copies.src):
+            self._engine.copy_on_write(step)
+        if session.access.shares_steps:
+            mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
+        response = step_response(step, return_slot_mapping, mapped)
+        return response if published is None else After(response, published)
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
@@ -265,7 +284,8 @@ class BlockCalls:
 
     def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
-        check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
+        if num_bytes > self._max_response_bytes:
+            raise response_too_large(num_bytes, self._max_response_bytes, "sequence_ids")
 
     def match_prefix(self, _: ServerSession, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
         tokens = self._manager.match_prefix(token_array(request), extra_keys(request.extra_keys))
@@ -333,15 +353,6 @@ def _own_ids(
     return ids
 
 
-def _opened(
-    session: ServerSession, step: StepPlan, return_slot_mapping: bool, *, to_lane: bool = True, run: Run | None = None
-) -> Finished[blocks_pb2.StepResponse]:
-    """Publish a step to the session's client. Return the response, when the client may work on the step."""
-    mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
-    response = step_response(step, return_slot_mapping, mapped)
-    return response if published is None else After(response, published)
-
-
 # ---- codec
 
 
@@ -369,9 +380,14 @@ def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], 
     return tuple((key.position, key.key) for key in keys)
 
 
+def to_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
+    """Return a repeated integer field as an array. `token_array` is faster for many elements."""
+    return np.fromiter(repeated, dtype, len(repeated))
+
+
 def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
     """Return the integers as an array, or None for an empty repeated field, which means that it was not set."""
-    return np.array(repeated, dtype) if repeated else None
+    return np.fromiter(repeated, dtype, len(repeated)) if repeated else None
 
 
 def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
@@ -380,7 +396,7 @@ def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, 
         step_id=step.step_id,
         query_lens=step.query_lens.tolist(),
         context_lens=step.context_lens.tolist(),
-        cow_copies=len(step.copies),
+        cow_copies=len(step.copies.src),
     )
     if return_slot_mapping:
         response.slot_mapping.extend(step.slot_mapping.tolist())

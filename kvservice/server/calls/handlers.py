@@ -10,6 +10,7 @@ RPCs and calls on a session's stream. Handlers are of three kinds:
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.loop import Answer, Finished
 from kvservice.server.sessions.session import ServerSession
-from kvservice.wire.encoded import Encoded
+from kvservice.wire.tensors import Encoded
 
 # Bytes reserved for the fields of a message besides its tensors.
 _MESSAGE_OVERHEAD = 4096
@@ -40,6 +41,10 @@ Started: TypeAlias = (
     | Waits[Finished[ResponseT]]
     | Coroutine[Any, Any, ResponseT]
 )
+
+# A call after its first slice: a response, a task that completes even if its caller goes away, or the coroutine of an
+# async handler.
+Begun: TypeAlias = Response | asyncio.Task[Response] | Coroutine[Any, Any, Response]
 
 
 class WhileDraining(enum.Enum):
@@ -79,7 +84,6 @@ def max_response_bytes(config: ServeConfig) -> int:
     return config.max_message_bytes - _MESSAGE_OVERHEAD
 
 
-def check_response_size(num_bytes: int, limit: int, field: str) -> None:
-    """Raise InvalidArgumentError if the response would exceed a message. Called before the work is done."""
-    if num_bytes > limit:
-        raise InvalidArgumentError(f"the answer would take {num_bytes} bytes, a message may have {limit}", field=field)
+def response_too_large(num_bytes: int, limit: int, field: str) -> InvalidArgumentError:
+    """Return the error for a request whose response would exceed a message. It is raised before the work is done."""
+    return InvalidArgumentError(f"the answer would take {num_bytes} bytes, a message may have {limit}", field=field)

@@ -23,13 +23,13 @@ from kvservice.scheduler import (
     ScheduledBatch,
     SchedulerConfig,
 )
-from kvservice.server.calls.blocks import extra_keys, optional_ints, step_response
+from kvservice.server.calls.blocks import extra_keys, optional_ints, step_response, to_ints
 from kvservice.server.calls.handlers import (
     Handler,
     SessionHandler,
     WhileDraining,
-    check_response_size,
     max_response_bytes,
+    response_too_large,
 )
 from kvservice.server.loop import After, Finished
 from kvservice.server.sessions.scheduler import (
@@ -42,7 +42,7 @@ from kvservice.server.sessions.scheduler import (
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import blocks_pb2, scheduler_pb2
-from kvservice.wire.tensors import to_ints, token_array
+from kvservice.wire.tensors import token_array
 
 
 class SchedulerCalls:
@@ -115,7 +115,9 @@ class SchedulerCalls:
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
     ) -> Finished[scheduler_pb2.ScheduleResponse]:
         ended, batch = scheduler_of(session).step(step_request(request), self._clock())
-        mapped, published = (None, None) if batch.step is None else session.access.publish(batch.step)
+        mapped = published = None
+        if batch.step is not None and session.access.shares_steps:
+            mapped, published = session.access.publish(batch.step)
         response = schedule_response(batch, ended, mapped)
         return response if published is None else After(response, published)
 
@@ -128,7 +130,8 @@ class SchedulerCalls:
         page = yield from scheduler.describe(list(request.request_ids) or None, request.first, self._limits)
         if request.return_token_ids:
             num_tokens = sum(len(sample.token_ids) for snapshot in page for sample in snapshot.samples)
-            check_response_size(4 * num_tokens, self._max_response_bytes, "return_token_ids")
+            if 4 * num_tokens > self._max_response_bytes:
+                raise response_too_large(4 * num_tokens, self._max_response_bytes, "return_token_ids")
         descriptions = [request_description(snapshot, return_token_ids=request.return_token_ids) for snapshot in page]
         return scheduler_pb2.DescribeRequestsResponse(
             requests=descriptions, num_requests=len(scheduler), unreported_batches=scheduler.scheduler.unreported

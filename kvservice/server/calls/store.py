@@ -27,8 +27,8 @@ from kvservice.server.calls.handlers import (
     Handler,
     SessionHandler,
     WhileDraining,
-    check_response_size,
     max_response_bytes,
+    response_too_large,
 )
 from kvservice.server.loop import Answer, Caller, despite_leaving, in_slices, to_the_end
 from kvservice.server.memory.region import REMOTE, Places
@@ -42,7 +42,7 @@ from kvservice.store.store import Pinned, check_keys
 from kvservice.store.store import chosen as chosen_items
 from kvservice.tiers import TierChain
 from kvservice.v1 import store_pb2
-from kvservice.wire.encoded import Encoded
+from kvservice.wire.tensors import Encoded
 
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 T = TypeVar("T")
@@ -487,7 +487,8 @@ class StoreCopyCalls:
         self, session: ServerSession, namespace: StoredNamespace, request: store_pb2.BatchGetRequest
     ) -> Encoded:
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
-        check_response_size(num_keys * (block_bytes + 1), self._max_response_bytes, "keys")
+        if (num_bytes := num_keys * (block_bytes + 1)) > self._max_response_bytes:
+            raise response_too_large(num_bytes, self._max_response_bytes, "keys")
         async with self._pinned(namespace, request) as (pinned, checksums):
             data = np.empty((pinned.num_blocks, block_bytes), np.uint8)
             places = Places.packed(pinned.num_blocks, block_bytes)

@@ -76,7 +76,8 @@ class HostAccess:
         self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
-        namespace.on_step_end = self._retire
+        self.shares_steps = False
+        """Whether steps are published, to a lane or in step tables."""
 
     # ---- regions
 
@@ -139,6 +140,7 @@ class HostAccess:
             memory.close()
             raise
         self._lane_memory = memory
+        self._share_steps()
         self._lanes.add(self._lane_number, self, self._lane)
         self._row.set(LANE, 1)
         return token
@@ -151,6 +153,7 @@ class HostAccess:
             self._lane = None
             self._lane_memory.close()
             self._lane_memory = None
+            self._share_steps()
             self._row.set(LANE, 0)
 
     # ---- the pool
@@ -176,6 +179,7 @@ class HostAccess:
         if self._table_memory is None:
             self._table_memory = memory
             self._tables = StepTables(memory.sealed)
+            self._share_steps()
             self._mappings.count += 1
         self._writable = self._writable or writable
         return token, pool.num_bytes, TABLE_BYTES
@@ -201,6 +205,7 @@ class HostAccess:
             self._table_memory.close()
             self._tables, self._table_memory = None, None
             self._mappings.count -= 1
+            self._share_steps()
         self._writable = False
 
     def check_writable(self) -> None:
@@ -209,6 +214,12 @@ class HostAccess:
             raise PoolNotSharedError("the session has not mapped the pool for writing")
 
     # ---- steps
+
+    def _share_steps(self) -> None:
+        """Note whether there is a lane or a mapped pool."""
+        self.shares_steps = self._lane is not None or self._tables is not None
+        if self.shares_steps:
+            self._namespace.on_step_end = self._retire
 
     def check_in_tables(self, step_id: int) -> None:
         """Raise FailedPreconditionError unless the client can know the slots of a step."""
@@ -225,14 +236,12 @@ class HostAccess:
     def publish(
         self, step: StepPlan, *, to_lane: bool = True, run: Run | None = None
     ) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
-        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables. `run` is
-        what `following` has yielded.
+        """Publish a step that was just opened to the lane, unless it has no layers, and in the step tables, of which
+        there is one (`shares_steps`). `run` is what `following` has yielded.
 
         Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
         may work on the step, or None if it may at once.
         """
-        if self._lane is None and self._tables is None:
-            return None, None
         try:
             prepared = self._device.prepare(step)
         except ResourceExhaustedError:

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from types import CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any, cast
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -30,13 +30,14 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     RestartingError,
 )
-from kvservice.server.calls.handlers import Handler, OpenHandler, Response, SessionHandler, Started, WhileDraining
+from kvservice.server.calls.handlers import Begun, Handler, OpenHandler, Response, SessionHandler, WhileDraining
 from kvservice.server.loop import After, Finished, go_on
 from kvservice.server.rpc.contract import KEPT_METHODS
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, shared_memory_pb2, store_pb2, tensor_pb2
+from kvservice.wire.tensors import Encoded
 
 # The request types that only clients on this host may send.
 HOST_REQUESTS: tuple[type[Message], ...] = (
@@ -109,11 +110,11 @@ class Dispatcher:
             if not local:
                 self._check_remote(request, session)
             started = self._start(self._handlers[method], request, session)
-            if isinstance(started, CoroutineType):
-                return cast(Response, await started)
+            if isinstance(started, (Message, Encoded, bytes)):
+                return started
             if isinstance(started, asyncio.Task):
                 return await asyncio.shield(started)  # the task completes even if its caller is cancelled
-            return cast(Response, started)
+            return await started
         except KVServiceError as error:
             status = error.status
             self.out_of_blocks += isinstance(error, OutOfBlocksError)
@@ -150,7 +151,7 @@ class Dispatcher:
         if names or is_for_this_host(request):
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
 
-    def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
+    def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Begun:
         """Admit a call, and run its handler until it has finished or has to wait."""
         method = handler.method
         repeatable = method in self._repeatable
@@ -160,7 +161,8 @@ class Dispatcher:
                 session = self._sessions.get(request.session_token)
             if request_id and (known := session.replies.find(request_id, method)) is not None:
                 return known
-            session.begin_call()
+            if session.saving is not None or session.asleep:
+                session.begin_call()
         if steps := self._finished_steps.take():  # the call sees the steps that lanes have completed
             self._sessions.lanes.commit(steps)
         if self.draining:
@@ -181,19 +183,20 @@ class Dispatcher:
                     assert session is not None, "requests outside sessions are not repeatable"
                     started = self._ending(started, method, session, request_id)
                 started = go_on(started, event)
+        begun: Begun = started
         if not repeatable:
-            return cast(Started[Response], started)
+            return begun
         # Such a request changes bookkeeping only, so its handler is not async.
         assert session is not None, "requests outside sessions are not repeatable"
         if isinstance(started, After):
             self._end(method, session, request_id, started.answer)
-            started = started.task()
+            begun = started = started.task()
         elif not isinstance(started, asyncio.Task):
             self._end(method, session, request_id, started)
-            return cast(Started[Response], started)
+            return begun
         if request_id:
             session.replies.remember(request_id, method, started)
-        return cast(Started[Response], started)
+        return begun
 
     def _ending(
         self, slices: Waits[Finished[Message]], method: str, session: ServerSession, request_id: int

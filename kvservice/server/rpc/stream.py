@@ -36,8 +36,8 @@ from kvservice.server.rpc.limits import (
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import session_pb2
-from kvservice.wire.encoded import Encoded
 from kvservice.wire.status import to_status
+from kvservice.wire.tensors import Encoded
 
 logger = logging.getLogger(__name__)
 

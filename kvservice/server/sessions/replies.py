@@ -28,6 +28,8 @@ MAX_REPLY_BYTES: Final = 4 << 20
 # The estimated size of a message without its numbers, and the size of a number.
 _OVERHEAD_BYTES: Final = 64
 _NUMBER_BYTES: Final = 8
+# The exact size of a reply matters from here on: as many of them as are remembered are within the limit.
+_SMALL_BYTES: Final = 32 << 10
 
 
 class Replies:
@@ -70,8 +72,11 @@ class Replies:
     def keep(self, request_id: int, method: str, reply: Message) -> None:
         """Remember a request that was executed, and its reply, in kept memory too. It counts there with the operation
         that the request ran; `settle` follows when that has ended."""
-        num_bytes = memory_bytes(reply)
-        self._ring.put(request_id, method, reply.SerializeToString() if num_bytes <= RING_BYTES else None)
+        data = reply.SerializeToString()
+        num_bytes = _OVERHEAD_BYTES + _NUMBER_BYTES * len(data)  # at most: a number has at least one byte there
+        if num_bytes > _SMALL_BYTES:
+            num_bytes = memory_bytes(reply)
+        self._ring.put(request_id, method, data if num_bytes <= RING_BYTES else None)
         self._enter(request_id, method, None)
         self._store(request_id, reply, num_bytes)
 
@@ -219,7 +224,9 @@ class ReplyRing:
         for row in sorted(entries.tolist()):
             if row[NUMBER]:
                 self._number = row[NUMBER]
-                self._add(row[NUMBER] % MAX_REPLIES, row[START], row[SIZE])
+                if row[SIZE] not in (0, _FORGOTTEN):
+                    self._end = row[START] + row[SIZE]
+                    self._live.append((row[NUMBER] % MAX_REPLIES, row[START], self._end))
 
     def __iter__(self) -> Iterator[KeptReply]:
         """Iterate over the requests, the oldest first."""
@@ -234,46 +241,38 @@ class ReplyRing:
         """Store a request and its reply, until its operation is undone or `settle` is called. The oldest request is
         forgotten, and so are the oldest replies for which there is no room. The request is stored without a reply if
         `reply` is None or larger than the ring."""
-        entries = self._entries
+        entries, live = self._entries, self._live
         number = self._number = self._number + 1
         slot = number % MAX_REPLIES
         at = slot * _NUM_COLUMNS
         self._pending[0] = self._first_place + slot + 1
         entries[at] = 0
-        if self._live and self._live[0][0] == slot:
-            self._live.popleft()
+        if live and live[0][0] == slot:
+            live.popleft()
         start, size = 0, _FORGOTTEN
-        if reply is not None and len(reply) <= self._num_bytes:
-            size = len(reply)
-            start = self._make_room(size)
-            self._ring[start : start + size] = reply
+        if reply == b"":
+            size = 0
+        elif reply is not None and len(reply) <= self._num_bytes:
+            start, size = self._end, len(reply)
+            if start + size > self._num_bytes:
+                self._forget(start, self._num_bytes)  # what is there is older than what is at the start
+                start = 0
+            self._end = start + size
+            self._forget(start, self._end)
+            self._ring[start : self._end] = reply
+            live.append((slot, start, self._end))
         entries[at + REQUEST_ID] = request_id
         entries[at + METHOD] = _METHOD_NUMBERS[method]
         entries[at + START] = start
         entries[at + SIZE] = size
         entries[at] = number
-        self._add(slot, start, size)
 
     def settle(self) -> None:
         """Say that the operation of the latest request has ended."""
         self._pending[0] = 0
-
-    def _make_room(self, size: int) -> int:
-        """Return the start of a free range of the ring. The replies that it covers are forgotten first."""
-        start = self._end
-        if start + size > self._num_bytes:
-            self._forget(start, self._num_bytes)  # what is there is older than what is at the start
-            start = 0
-        self._forget(start, start + size)
-        return start
 
     def _forget(self, start: int, end: int) -> None:
         """Forget the oldest replies as long as they are in this range."""
         live = self._live
         while live and live[0][1] < end and start < live[0][2]:
             self._entries[live.popleft()[0] * _NUM_COLUMNS + SIZE] = _FORGOTTEN
-
-    def _add(self, slot: int, start: int, size: int) -> None:
-        if size not in (0, _FORGOTTEN):
-            self._live.append((slot, start, start + size))
-            self._end = start + size

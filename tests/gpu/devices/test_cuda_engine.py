@@ -123,7 +123,7 @@ def test_batch_invariance_is_bit_by_bit() -> None:
             rig.engine.manager.allocate(
                 rig.space, [AllocationRequest(n, [n] * (300 if n == 0 else 9 * n)) for n in range(others + 1)]
             )
-            step = rig.engine.open_step(rig.space, np.arange(others + 1), None)
+            step = rig.engine.manager.open_step(rig.space, np.arange(others + 1), None)
             count = len(step.slot_mapping)
             tensors = [rig.normal(300, heads, 128) for heads in (8, 2, 2)]
             more = [rig.normal(count - 300, heads, 128) for heads in (8, 2, 2)]
@@ -155,7 +155,8 @@ def test_forks_of_a_long_prompt() -> None:
             rig.engine.manager.fork(rig.space, np.zeros(num_forks - 1, np.int64), np.arange(1, num_forks))
             ids = np.arange(num_forks)
             for _ in range(2):
-                step = rig.engine.append(rig.space, ids, ids, None, None, 0)
+                step = rig.engine.manager.append(rig.space, ids, ids)
+                rig.engine.copy_on_write(step)
                 tensors = [rig.normal(num_forks, count, 128) for count in heads]
                 outputs.append(rig.attend(step, 0, *tensors).astype(np.float32))
             if device == "cuda":
