@@ -312,7 +312,6 @@ class AsyncKVClient:
         )
 
         async def opening() -> AsyncSession:
-            await self._ask_for_info(timeout_s)
             opened = await self._open_session(request, timeout_s, patiently=True)
             return await self._attach(opened.session_token, timeout_s, resumed=False)
 
@@ -326,25 +325,23 @@ class AsyncKVClient:
     async def resume(self, token: bytes, *, timeout_s: float | None = None) -> AsyncIterator[AsyncSession]:
         """Resume a session for the duration of the block; see KVClient.resume."""
 
-        async def opening() -> AsyncSession:
-            await self._ask_for_info(timeout_s)
-            return await self._attach(token, timeout_s, resumed=True)
-
-        session = await self._opened(opening(), lambda session: session.context.connection.close())
+        opening = self._attach(token, timeout_s, resumed=True)
+        session = await self._opened(opening, lambda session: session.context.connection.close())
         try:
             yield session
         finally:
             await self._to_the_end(session.close())
 
-    async def _ask_for_info(self, timeout_s: float | None) -> None:
-        if self._info is None:
-            self._info = from_message(PoolInfo, await self._get_info(timeout_s))
-
     async def _attach(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> AsyncSession:
+        async def ask_info() -> PoolInfo:
+            if self._info is None:
+                self._info = from_message(PoolInfo, await self._get_info(timeout_s))
+            return self._info
+
         connection = self._core.new_connection(TaskWaiting(), self._open_stream, token, timeout_s)
         return await self._core.open_session(
             AsyncSession,
-            self.info,
+            ask_info,
             connection,
             token,
             AsyncStep,

@@ -345,7 +345,6 @@ class KVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        self._ask_for_info(timeout_s)
         opened = finish(self._open_session(request, timeout_s, patiently=True))
         return self._attached(opened.session_token, timeout_s, resumed=False)
 
@@ -353,17 +352,17 @@ class KVClient:
         """Resume a session. `describe()` lists its sequences. The daemon ends a stream that is still attached to the
         session. If resuming fails, for example because no lane is free, the session keeps its sequences and stays
         detached."""
-        self._ask_for_info(timeout_s)
         return self._attached(token, timeout_s, resumed=True)
 
-    def _ask_for_info(self, timeout_s: float | None) -> None:
-        if self._info is None:
-            self._info = from_message(PoolInfo, finish(self._get_info(timeout_s)))
-
     def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
+        async def ask_info() -> PoolInfo:
+            if self._info is None:
+                self._info = from_message(PoolInfo, await self._get_info(timeout_s))
+            return self._info
+
         connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
         opening = self._core.open_session(
-            _Core, self.info, connection, token, Step, _make_scheduler, self._close_session, resumed=resumed
+            _Core, ask_info, connection, token, Step, _make_scheduler, self._close_session, resumed=resumed
         )
         return Session(finish(opening))
 

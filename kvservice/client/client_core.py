@@ -321,7 +321,7 @@ class ClientCore:
     async def open_session(
         self,
         kind: type[SessionT],
-        info: PoolInfo,
+        ask_info: Callable[[], Awaitable[PoolInfo]],
         connection: SessionConnection,
         token: bytes,
         make_step: Callable[..., Any],
@@ -332,9 +332,10 @@ class ClientCore:
     ) -> SessionT:
         """Attach a session, after waiting for a daemon that is away, and open its transport. If that fails, a new
         session is closed; a resumed one is kept, so that a client with its token can resume it."""
-        wait_s = RESTORE_WAIT_S if resumed else max(info.session_grace_s, 1.0)
         context: Context | None = None
         try:
+            info = await ask_info()
+            wait_s = RESTORE_WAIT_S if resumed else max(info.session_grace_s, 1.0)
             session_id = await once_more(
                 connection.waiting,
                 lambda: connection.connect(wait_s),

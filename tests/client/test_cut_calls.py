@@ -429,6 +429,31 @@ def test_a_session_whose_opening_is_cancelled_is_closed(address: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_a_session_ends_if_its_client_then_cannot_ask_for_the_pool(address: str, face: Face) -> None:
+    """A client that has not waited for the daemon asks when the session is open."""
+    kind: Any = KVClient if face == "blocking" else AsyncKVClient
+
+    async def failing(*_: object) -> None:
+        raise CallTimeoutError("late")
+
+    async def scenario() -> None:
+        client = kind(address, connect_timeout_s=None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "_get_info", failing)
+            if face == "blocking":
+                with client, pytest.raises(CallTimeoutError):
+                    client.session()
+            else:
+                async with client:
+                    with pytest.raises(CallTimeoutError):
+                        await client.session().__aenter__()
+
+    asyncio.run(scenario())
+    with KVClient(address) as watcher:
+        assert watcher.stats().sessions == 0
+
+
 def test_opening_and_closing_are_cancelled_at_any_moment(address: str) -> None:
     """Of sessions, and of stores. Twice: what tidies up is not cut short by the second time."""
 
