@@ -246,7 +246,7 @@ def top(
         raise click.UsageError("--json needs --once")
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: --once prints one snapshot")
-    from kvservice.health import address_of
+    from kvservice.health import address_of, door_of
     from kvservice.top import SORT_KEYS, TopOptions, run
 
     if sort not in SORT_KEYS:
@@ -255,7 +255,7 @@ def top(
     if not where:
         raise click.UsageError("--address is needed: the configuration opens no gRPC address")
     try:
-        run(TopOptions(where, interval, once, as_json, sort, search, presented.at(where)))
+        run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
         raise click.ClickException(f"no answer from {where}: {error}") from None
 

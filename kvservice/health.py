@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any, Final, NamedTuple
 
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.config import ServeConfig
 from kvservice.environment import prepare_grpc
-from kvservice.keeper import ControlSocketError, control_path
+from kvservice.keeper import ControlSocketError, control_path, door_path
 from kvservice.keeper import ask as ask_keeper
 
 prepare_grpc()
@@ -19,6 +21,7 @@ from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
 from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON  # noqa: E402
 
 KEEPER_S: Final = 2.0
+_DOOR_S: Final = 1.0
 # A daemon that listens on all interfaces is checked over loopback.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -32,6 +35,33 @@ def address_of(config: ServeConfig) -> str:
         return f"unix:{config.unix_socket}"
     host, _, port = config.tcp_address.rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}" if host else ""
+
+
+def door_of(address: str, timeout_s: float = _DOOR_S) -> str:
+    """Return the operator's door of the daemon at a unix address, which has connections when clients hold all others.
+
+    It is `address` itself over TCP, and if this user may not connect to the door, or the daemon takes no connection
+    there.
+    """
+    kind, _, path = address.partition(":")
+    path = path.removeprefix("//")
+    door = door_path(path) if kind == "unix" else ""
+    if not door:
+        return address
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(min(timeout_s, _DOOR_S))
+        try:
+            # Where others can write to the folder, one could have put the door there.
+            if os.lstat(door).st_uid != os.lstat(path).st_uid:
+                return address
+            probe.connect(door)
+            # gRPC's server is the first to send, and closes a connection over its limit.
+            is_taken = bool(probe.recv(1))
+        except TimeoutError:  # the daemon is there and busy
+            is_taken = True
+        except OSError:
+            is_taken = False
+    return f"unix:{door}" if is_taken else address
 
 
 def check(address: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> bool:
@@ -57,7 +87,8 @@ def reason_not_serving(address: str, timeout_s: float, credentials: ClientCreden
 
 
 def ask(address: str, timeout_s: float, credentials: ClientCredentials) -> HealthAnswer:
-    with open_channel(address, credentials, ()) as channel:
+    """Ask the daemon, at the operator's door if it is open."""
+    with open_channel(door_of(address, timeout_s), credentials, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the published stubs declare no methods
         try:
             request, headers = health_pb2.HealthCheckRequest(), credentials.headers()

@@ -37,7 +37,7 @@ class Daemon:
 
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
         given = options.pop("unix_socket", None)
-        sockets = [] if given is None else [Path(f"{given}{suffix}") for suffix in ("", ".fds", ".keeper")]
+        sockets = [] if given is None else [Path(f"{given}{suffix}") for suffix in ("", ".fds", ".own", ".keeper")]
         self._folder = OwnedFolder("kvservice-", _parent(), sockets)
         self._socket = sockets[0] if sockets else self._folder.path / "kvservice.sock"
         self._options = {"tcp_address": "", "http_address": "", "log_level": "warning", "keeper": False} | options

@@ -4,7 +4,7 @@ The protocol is systemd's (sd_notify, the file descriptor store), so that system
 use the standard library only: a keeper is small, and has little that could crash.
 
     Keeper, with Ending, KeeperSettings, Log, Notification      its decisions, its settings and inputs
-    become_keeper, control_path                                 a process becomes a keeper; where its socket is
+    become_keeper, control_path, door_path                      a process becomes a keeper; where its sockets are
     ask, ControlSocketError                                     a command for a keeper
     Notifier, Standby, taken_descriptors                        the daemon's side
     report_version, report_failure                              what a process that starts says of itself
@@ -24,7 +24,7 @@ from kvservice.keeper.notify import (
     taken_descriptors,
 )
 from kvservice.keeper.restarts import Ending
-from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, KeeperSettings, become_keeper, control_path
+from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, KeeperSettings, become_keeper, control_path, door_path
 from kvservice.keeper.standby import Standby
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "ask",
     "become_keeper",
     "control_path",
+    "door_path",
     "report_failure",
     "report_version",
     "taken_descriptors",

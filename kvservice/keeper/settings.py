@@ -37,7 +37,17 @@ class KeeperSettings:
 
 def control_path(unix_socket: str) -> str:
     """Return the path of the control socket beside the daemon's unix socket, or empty if there can be none."""
-    path = f"{unix_socket}.keeper"
+    return _beside(unix_socket, "keeper")
+
+
+def door_path(unix_socket: str) -> str:
+    """Return the path of the operator's door, the daemon's second gRPC socket, beside its unix socket, or empty if
+    there can be none."""
+    return _beside(unix_socket, "own")
+
+
+def _beside(unix_socket: str, ending: str) -> str:
+    path = f"{unix_socket}.{ending}"
     return path if unix_socket and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES else ""
 
 

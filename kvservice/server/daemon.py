@@ -24,6 +24,7 @@ from kvservice.devices import prepare_device
 from kvservice.errors import KVServiceError, RestartingError
 from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
 from kvservice.keeper.private_paths import remove_own
+from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, door_path
 from kvservice.keeper.standby import Standby
 from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, RestartReport, count_restart
@@ -40,12 +41,13 @@ from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
 from kvservice.server.rpc.contract import METHODS, SERVICES
 from kvservice.server.rpc.dispatch import Dispatcher
-from kvservice.server.rpc.limits import Slots, max_rpcs, server_options, task_factory
+from kvservice.server.rpc.limits import DOOR_CONNECTIONS, Slots, max_rpcs, server_options, task_factory
 from kvservice.server.rpc.listening import (
     ConfigError,
     KeptSockets,
     check_addresses,
     check_free,
+    listen_door,
     listen_http,
     listen_tcp,
     listen_unix,
@@ -67,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
 EXIT_REFUSED = 1
+# The key of the operator's door among the addresses.
+DOOR: Final = "door"
 # The time between attempts to listen on an address that this process could not have.
 LISTEN_AGAIN_S: Final = 1.0
 # The time that a daemon which hands over waits for the next layer of a step.
@@ -109,7 +113,14 @@ class KVServer:
         self._slots: list[Slots] = []
         # The paths of the unix sockets.
         self._paths: dict[str, os.stat_result] = {}
-        # Why an address is not open, by option.
+        # The operator's door is no option: its path follows from the unix socket's.
+        self._addresses = {
+            "unix_socket": config.unix_socket,
+            DOOR: door_path(config.unix_socket),
+            "tcp_address": config.tcp_address,
+            "http_address": config.http_address,
+        }
+        # Why an address is not open, by its key in `_addresses`.
         self._not_open: dict[str, ConfigError] = {}
         self._stop = asyncio.Event()
 
@@ -276,14 +287,17 @@ class KVServer:
 
     def _listen(self, cleanup: contextlib.ExitStack) -> None:
         """Open the addresses. One that a later process of the daemon cannot have is tried again, because the state is
-        worth more. Raises ConfigError in the first process."""
+        worth more; the operator's door always is. Raises ConfigError in the first process."""
         cleanup.callback(self._leave_paths)
-        for option in ("unix_socket", "tcp_address", "http_address"):
-            if getattr(self._config, option):
+        if self._config.unix_socket and not self._addresses[DOOR]:
+            message = "%s.own has over %d bytes, too many for a socket: there is no door for the operator alone"
+            logger.warning(message, self._config.unix_socket, MAX_SOCKET_PATH_BYTES)
+        for option, address in self._addresses.items():
+            if address:
                 try:
                     self._open(option, cleanup)
                 except ConfigError as error:
-                    if not self._follows_another:
+                    if not self._follows_another and option != DOOR:
                         raise
                     self._not_open[option] = error
                     logger.error("%s; it is tried again each %g s", error, LISTEN_AGAIN_S)
@@ -302,13 +316,17 @@ class KVServer:
         num_slots = len(self._slots)
         try:
             if option == "unix_socket":
-                server = self._server(LocalCallers())
+                server = self._server(LocalCallers(), config.connection_limit)
                 bound = listen_unix(server, config, self.sessions.fd_server, kept, cleanup)
                 self._connections.add_unix(config.unix_socket, bound)
                 paths = filter(None, (config.unix_socket, config.fd_socket))
-                self._paths = {path: os.lstat(path) for path in paths}
+                self._paths |= {path: os.lstat(path) for path in paths}
+            elif option == DOOR:
+                server = self._server(LocalCallers(), DOOR_CONNECTIONS)
+                listen_door(server, self._addresses[DOOR])
+                self._paths[self._addresses[DOOR]] = os.lstat(self._addresses[DOOR])
             else:
-                server = self._server(self._remote_callers)
+                server = self._server(self._remote_callers, config.connection_limit)
                 credentials = self.credentials.for_server()
                 self._connections.add_tcp(listen_tcp(server, config.tcp_address, credentials, kept, cleanup))
         except ConfigError:
@@ -330,7 +348,7 @@ class KVServer:
                         for server in self._servers[num_servers:]:
                             await server.start()
                             stalled.append(asyncio.create_task(self._slots[-1].end_stalled()))
-                        logger.warning("%s is open now: %s", option, getattr(self._config, option))
+                        logger.warning("%s is open now: %s", option, self._addresses[option])
             await self.sessions.fd_server.serve()
         finally:
             for task in stalled:
@@ -350,13 +368,13 @@ class KVServer:
         address = with_port(self._config.http_address, listening.getsockname()[1])
         logger.info("the page and /metrics are at %s://%s/", "https" if self._config.tls_cert else "http", address)
 
-    def _server(self, callers: Callers) -> grpc.aio.Server:
+    def _server(self, callers: Callers, max_connections: int) -> grpc.aio.Server:
         config = self._config
         slots = Slots(config)
         self._slots.append(slots)
         server = grpc.aio.server(
             interceptors=callers.interceptors,
-            options=server_options(config, is_reserved=self._kept_sockets.is_kept),
+            options=server_options(config, max_connections, is_reserved=self._kept_sockets.is_kept),
             maximum_concurrent_rpcs=max_rpcs(config),
         )
         limits = config.request_limits

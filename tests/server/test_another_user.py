@@ -111,6 +111,13 @@ sys.stdin.read()
 """
 
 
+# Asks for the daemon's health: the operator's door is closed to this user.
+HEALTH = """
+from kvservice.health import check, door_of
+print(json.dumps([door_of(sys.argv[1]) == sys.argv[1], check(sys.argv[1], timeout_s=60)]))
+"""
+
+
 @pytest.fixture(scope="module")
 def auto() -> Iterator[Daemon]:
     with open_to_all() as running:
@@ -154,6 +161,10 @@ def test_a_stranger_gets_no_memory_and_a_log_line_that_says_so(auto: Daemon) -> 
     maps = Path(f"/proc/{auto.process.pid}/maps").read_text()
     assert "kvservice-lane" not in maps
     assert "kvservice-region" not in maps
+
+
+def test_another_user_asks_for_health_at_the_usual_socket(auto: Daemon) -> None:
+    assert json.loads(run_as(UID, HEALTH, auto.address)) == [True, True]
 
 
 def test_the_daemons_user_has_a_lane_beside_it(auto: Daemon) -> None:

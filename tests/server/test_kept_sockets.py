@@ -295,11 +295,11 @@ def test_a_killed_daemon_and_an_upgraded_one_keep_the_sockets_and_a_stopped_one_
     addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
     path = tmp_path / "k.sock"
     with Daemon(**SMALL_POOL | addresses, keeper=True, unix_socket=path) as daemon, contextlib.ExitStack() as beside:
-        assert {file.name for file in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.keeper"}
+        assert {file.name for file in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.own", "k.sock.keeper"}
         ((http_port, grpc_port),) = ports_of(daemon)
         first = daemon.daemon_pid()
         hijacker = beside.enter_context(hijacking(int(grpc_port))) if os.geteuid() == 0 else None
-        watched = beside.enter_context(watching(path, tmp_path / "k.sock.fds"))
+        watched = beside.enter_context(watching(*(tmp_path / name for name in ("k.sock", "k.sock.fds", "k.sock.own"))))
         # The observer answers HTTP. A stopped daemon starts no other one.
         os.kill(first, signal.SIGSTOP)
         for observer in children(first):

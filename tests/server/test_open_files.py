@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = SMALL_POOL | {
     "http_address": "",
 }
 # What a small daemon with a unix socket and a TCP address needs.
-TOTAL = 128 + 20 + 64 + 12 + 24
+TOTAL = 128 + 20 + 64 + 16 + 12 + 24
 
 
 def starting(limit: int, options: dict[str, Any]) -> subprocess.Popen[str]:
@@ -52,7 +52,7 @@ def test_what_a_configuration_needs_is_said_in_one_line(tmp_path: Path) -> None:
     no directory for its socket."""
     socket, nowhere = tmp_path / "socket", tmp_path / "nowhere" / "socket"
     both = {"unix_socket": socket, "tcp_address": "127.0.0.1:0"}
-    connections, shared = 128 + 20 + 64, {"max_lanes": 12, "max_regions": 24}
+    connections, shared = 128 + 20 + 64 + 16, {"max_lanes": 12, "max_regions": 24}
     store = {"store_gib": 1 / 64}
     rows: list[tuple[int, dict[str, Any], dict[str, int]]] = [
         (24, both | store | {"share_pool": "read", "max_pool_mappings": 5, "share_store": "read"},

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
+import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,12 +21,19 @@ import pytest
 from each_row import each_row
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from http2_pings import PingingClient
 from http2_requests import HEADERS, RST_STREAM, opening_without_a_window, request, until_frame
+from kept_daemon import next_process
 from raw_wire import SERVICES
 from small_pool import SMALL_POOL
+from top_screen import top
+from waiting import PATIENCE_S, until
 
+from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
+from kvservice.health import ask, check, door_of
+from kvservice.keeper import MAX_SOCKET_PATH_BYTES
 from kvservice.launch import Daemon
 from kvservice.server.rpc.limits import (
     MAX_UNATTACHED,
@@ -34,7 +46,7 @@ from kvservice.server.rpc.limits import (
     max_rpcs_of_connection,
     task_factory,
 )
-from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 CONFIG = ServeConfig(max_sessions=3, max_event_streams=2)
 LIMITS = kind_limits(CONFIG)
@@ -324,6 +336,90 @@ def test_connections_are_bounded() -> None:
 
     with Daemon(**SMALL_POOL, max_connections=2) as daemon:
         asyncio.run(scenario(daemon.address))
+
+
+def test_clients_that_hold_everything_do_not_keep_the_operator_out(tmp_path: Path) -> None:
+    """The operator's door has limits of its own. It is there again in the next process."""
+    path, door = tmp_path / "k.sock", tmp_path / "k.sock.own"
+    door.write_text("of somebody else")
+    options = SMALL_POOL | {"max_connections": 3, "max_event_streams": 2, "unix_socket_mode": "0666"}
+
+    async def hold_streams(stack: contextlib.AsyncExitStack) -> None:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"unix:{path}"))
+        stub: Any = session_pb2_grpc.SessionServiceStub(channel)
+        idle = [stub.Connect() for _ in range(MAX_UNATTACHED + 1)]
+        for stream in idle:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await stream.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
+        assert sum(map(is_error, await asyncio.gather(*map(first, idle)))) == 1
+        events: Any = events_pb2_grpc.EventServiceStub(channel)
+        told = [events.Subscribe(events_pb2.SubscribeRequest(start_number=1)) for _ in range(3)]
+        done, _ = await asyncio.wait([asyncio.create_task(stream.code()) for stream in told], timeout=PATIENCE_S,
+                                     return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        assert {task.result() for task in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+    async def served_at_the_door() -> None:
+        async with grpc.aio.insecure_channel(f"unix:{door}") as channel:
+            stream: Any = session_pb2_grpc.SessionServiceStub(channel).Connect()
+            await stream.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
+            assert (await stream.read()).call_id == 1
+
+    async def attack(daemon: Daemon) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await hold_streams(stack)
+            for _ in range(2):
+                assert stack.enter_context(PingingClient(path)).ping() == b""
+            assert is_refused(path)
+            assert ask(daemon.address, PATIENCE_S, NO_CREDENTIALS) == ("", "")
+            snapshot = await asyncio.to_thread(top, "--once", "--json", "--address", daemon.address)
+            assert json.loads(snapshot.stdout)["pool"]["num_blocks"] == SMALL_POOL["num_blocks"]
+            await served_at_the_door()
+
+    with Daemon(**options, keeper=True, unix_socket=path) as daemon, contextlib.ExitStack() as stack:
+        reason = f"cannot listen on {door}: it exists and is not a socket"
+        assert reason in ask(daemon.address, PATIENCE_S, NO_CREDENTIALS).note
+        assert reason in daemon.log.read_text()
+        door.unlink()
+        until(lambda: door.is_socket() and door_of(daemon.address) == f"unix:{door}")
+        assert stat.S_IMODE(door.stat().st_mode) == 0o600
+        asyncio.run(attack(daemon))
+        next_process(daemon, signal.SIGKILL)
+        until(lambda: door_of(daemon.address) == f"unix:{door}")
+        assert stat.S_IMODE(door.stat().st_mode) == 0o600
+        held: list[PingingClient] = []
+        until(lambda: add_served(held, stack, door) == 16)
+        assert is_refused(door)
+        assert door_of(daemon.address) == daemon.address, "the usual address is asked instead"
+        assert check(daemon.address, timeout_s=PATIENCE_S)
+        daemon.stop()
+        assert not door.exists()
+
+
+def is_refused(path: Path) -> bool:
+    """Return whether the daemon closes a connection to the unix socket at once."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(PATIENCE_S)
+        client.connect(str(path))
+        return client.recv(1) == b""
+
+
+def add_served(held: list[PingingClient], stack: contextlib.ExitStack, path: Path) -> int:
+    """Connect once more, and return how many connections the daemon serves. It may still have older ones that it has
+    not found closed."""
+    client = stack.enter_context(PingingClient(path))
+    with contextlib.suppress(AssertionError, ConnectionError):
+        assert client.ping() == b""
+        held.append(client)
+    return len(held)
+
+
+def test_a_path_too_long_for_the_door_costs_the_door_alone(tmp_path: Path) -> None:
+    path = tmp_path / ("k" * (MAX_SOCKET_PATH_BYTES - 3 - len(os.fsencode(tmp_path)) - 1))
+    options = SMALL_POOL | {"allow_client_shm": "off", "share_pool": "off", "store_gib": 0}  # no fd-passing socket
+    with Daemon(**options, unix_socket=path) as daemon:
+        assert check(daemon.address, timeout_s=PATIENCE_S)
+        assert [*tmp_path.iterdir()] == [path]
+        assert f"{path}.own has over {MAX_SOCKET_PATH_BYTES} bytes" in daemon.log.read_text()
 
 
 def resident_mib(daemon: Daemon) -> int:

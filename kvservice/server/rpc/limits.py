@@ -266,6 +266,9 @@ def task_factory(
 # while its response waits for a client that does not read. This bounds the memory that clients make the daemon hold.
 # Each kind has its own slots, so one kind cannot use up those of another. An RPC that its client stalls is cancelled.
 # gRPC itself limits the connections and the RPCs per connection; see server_options.
+#
+# The operator's door is a port like the others. Its limits are its own, so that a health check passes there while
+# clients hold all connections and streams of the other ports.
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Kind: TypeAlias = Literal["session stream", "event stream", "health watch", "reflection", "session call", "other call"]
@@ -280,6 +283,8 @@ UNATTACHED_S: Final = 30.0
 _PEERS: Final = 4
 # Extra RPCs beyond the limits, so that they can be refused with a status.
 _REFUSING: Final = 64
+# The limit on connections to the operator's door.
+DOOR_CONNECTIONS: Final = 16
 # Streams that belong to no session. They end when their caller's token is removed.
 _SESSIONLESS: Final[tuple[Kind, ...]] = ("event stream", "health watch", "reflection")
 
@@ -499,7 +504,7 @@ CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options(config: ServeConfig, *, is_reserved: bool = False) -> list[tuple[str, int]]:
+def server_options(config: ServeConfig, max_connections: int, *, is_reserved: bool = False) -> list[tuple[str, int]]:
     """Return all channel arguments of a server of the daemon. `is_reserved`: the daemon holds another socket that is
     bound to the server's port (kvservice.server.rpc.listening)."""
     # The limit on RPCs that have arrived but that the event loop has not accepted yet; further RPCs are cancelled. Each
@@ -508,7 +513,7 @@ def server_options(config: ServeConfig, *, is_reserved: bool = False) -> list[tu
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.max_allowed_incoming_connections", config.connection_limit),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_rpcs_of_connection(config)),
         ("grpc.server.max_pending_requests", waiting),
         ("grpc.server.max_pending_requests_hard_limit", waiting),

@@ -21,6 +21,7 @@ from kvservice.keeper.private_paths import beside, check_unused, listen_at, put_
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
+from kvservice.server.rpc.limits import DOOR_CONNECTIONS
 from kvservice.server.tiering.store import MAX_WRITERS
 
 
@@ -97,6 +98,11 @@ def listen_unix(
         cleanup.callback(fd_server.close)
         fd_server.listen(fd_listener(Path(config.fd_socket), mode, kept))
     return _bind_unix(server, config.unix_socket, mode)
+
+
+def listen_door(server: grpc.aio.Server, path: str) -> None:
+    """Bind the operator's door, to which only the daemon's own user and root can connect. Raises ConfigError."""
+    _bind_unix(server, path, 0o600)
 
 
 def listen_tcp(
@@ -376,6 +382,8 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
     needed = {"max_connections": _BASE + config.connection_limit * addresses}
     if config.fd_socket:
         needed["max_connections"] += _HANDOVER
+    if config.unix_socket:
+        needed["max_connections"] += DOOR_CONNECTIONS
     if config.allow_client_shm != "off":
         needed["max_lanes"] = _OF_LANE * config.max_lanes
         needed["max_regions"] = _OF_REGION * config.max_regions * config.max_sessions
