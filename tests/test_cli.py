@@ -46,8 +46,10 @@ def test_serve_help_explains_every_option() -> None:
 
 
 def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_word(tmp_path: Path) -> None:
+    """Also where the tests were started with the signal ignored."""
     (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "kvservice", "health"],
         env=os.environ | {"PYTHONPATH": path},
@@ -55,10 +57,11 @@ def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_word(tmp_p
         stderr=subprocess.PIPE,
         text=True,
     ) as command:
+        signal.signal(signal.SIGINT, former)
         assert command.stdout is not None
         assert command.stdout.readline() == "importing\n"
         command.send_signal(signal.SIGINT)
-        assert command.communicate() == ("", "")
+        assert command.communicate(timeout=60) == ("", "")
     assert command.returncode == -signal.SIGINT
 
 

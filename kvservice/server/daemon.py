@@ -289,9 +289,6 @@ class KVServer:
         """Open the addresses. One that a later process of the daemon cannot have is tried again, because the state is
         worth more; the operator's door always is. Raises ConfigError in the first process."""
         cleanup.callback(self._leave_paths)
-        if self._config.unix_socket and not self._addresses[DOOR]:
-            message = "%s.own has over %d bytes, too many for a socket: there is no door for the operator alone"
-            logger.warning(message, self._config.unix_socket, MAX_SOCKET_PATH_BYTES)
         for option, address in self._addresses.items():
             if address:
                 try:
@@ -301,6 +298,9 @@ class KVServer:
                         raise
                     self._not_open[option] = error
                     logger.error("%s; it is tried again each %g s", error, LISTEN_AGAIN_S)
+        if self._config.unix_socket and not self._addresses[DOOR]:
+            message = "%s.own has over %d bytes, too many for a socket: there is no door for the operator alone"
+            logger.warning(message, self._config.unix_socket, MAX_SOCKET_PATH_BYTES)
 
     @property
     def _follows_another(self) -> bool:

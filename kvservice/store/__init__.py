@@ -19,6 +19,7 @@ index        KeyIndex: what the native class does
 from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
+from kvservice.store.misses import GhostKeys
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
 from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
@@ -36,6 +37,7 @@ __all__ = [
     "WORD_BYTES",
     "BlockStore",
     "EngineFigures",
+    "GhostKeys",
     "KeyIndex",
     "LeaseClock",
     "ModelFigures",

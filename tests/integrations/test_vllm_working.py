@@ -16,7 +16,6 @@ from vllm_requests import FakeOutput
 from waiting import until
 
 from kvservice.errors import InternalError
-from kvservice.integrations.vllm import working
 from kvservice.integrations.vllm.steps import ConnectorStep, StepLoad
 from kvservice.integrations.vllm.working import KEEP_STEPS
 
@@ -163,7 +162,7 @@ def test_all_saves_of_a_step_are_one_call(rig: Rig) -> None:
 
 def test_saves_of_steps_that_follow_soon_are_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first goes at once. Nothing is computed in the last step: nobody has to be spared then."""
-    monkeypatch.setattr(working, "SAVE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("kvservice.integrations.vllm.working.SAVE_INTERVAL_S", 3600.0)
     rig.save(1)
     until(lambda: rig.store.calls == ["put"])
     rig.save(2)
@@ -175,7 +174,7 @@ def test_saves_of_steps_that_follow_soon_are_one_call(rig: Rig, monkeypatch: pyt
 
 
 def test_a_save_that_has_not_begun_is_given_up_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "SAVE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("kvservice.integrations.vllm.working.SAVE_INTERVAL_S", 3600.0)
     rig.save(1)
     until(lambda: rig.store.calls == ["put"])
     number = rig.save(2)

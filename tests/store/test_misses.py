@@ -7,8 +7,7 @@ import random
 
 from blocks_rig import BLOCKS_PER_SLAB, Rig, identity, keys
 
-from kvservice.store.misses import GhostKeys
-from kvservice.store.namespaces import StoredNamespace
+from kvservice.store import GhostKeys, StoredNamespace
 
 REASONS = ("evicted", "not_whole", "other_namespace", "never_stored")
 ROOM = 4 * BLOCKS_PER_SLAB
