@@ -130,7 +130,8 @@ class Sender:
     def _bytes(self, request: Message | bytes) -> bytes:
         if isinstance(request, bytes):
             return request
-        if "session_token" in request.DESCRIPTOR.fields_by_name and not request.session_token:  # type: ignore[attr-defined]
+        is_open = isinstance(request, session_pb2.OpenRequest)  # its token is that of a new session
+        if "session_token" in request.DESCRIPTOR.fields_by_name and not (is_open or request.session_token):  # type: ignore[attr-defined]
             request.session_token = self.token  # type: ignore[attr-defined]
         return request.SerializeToString()
 
