@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kThreads)
   values[block] = value;
 }
 
-// What one launch moves: of each of `num_blocks` blocks the vectors from `first` on, which lie one after the other in
-// the stage.
+// One launch moves the vectors from `first` on of each of `num_blocks` blocks, which lie one after the other in the
+// stage.
 struct Staged {
   uint4* memory;
   int64_t first;

@@ -21,7 +21,7 @@ from kvservice.bench.vllm_workloads import WORKLOADS, Output, Sizes, prompt_of, 
 # A connector may save during later steps than the one that computed the blocks: small requests after pauses.
 SETTLE_PAUSES_S = (0.05, 0.05, 0.05)
 FORGET_S = 10.0
-# What vLLM calls of a connector on the thread that schedules and computes.
+# vLLM calls these methods of a connector on the thread that schedules and computes.
 CALLS = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
     *("update_connector_output", "request_finished", "request_finished_all_groups", "take_events"),

@@ -231,7 +231,7 @@ class AsyncKVClient:
         self._connect_timeout_s = (
             None if connect_timeout_s is None else wait_time(connect_timeout_s, "connect_timeout_s")
         )
-        # What goes on after its caller was cancelled.
+        # These tasks go on after their callers were cancelled.
         self._ending: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:

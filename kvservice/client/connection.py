@@ -247,7 +247,7 @@ class SessionConnection:
         self.holder = secrets.randbelow((1 << 64) - 1) + 1
         # The ids of requests, see `next_request_id`.
         self.request_ids = itertools.count(secrets.randbits(62) + 1)
-        # What `send` waits for, as long as it exists, and where it settles calls that are cut short.
+        # `send` waits for these kernels as long as they exist, and gives calls that are cut short to this guard.
         self.kernels: weakref.WeakSet[Kernels] = weakref.WeakSet()
         self.cut: CallGuard | None = None
         self._state_lock = threading.Lock()  # several threads may notice a break

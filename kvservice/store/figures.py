@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class EngineFigures(NamedTuple):
-    """What an engine reports of itself: requests with loads in flight, then counters since its start: tokens that it
-    looked up and found, and blocks."""
+    """An engine reports these of itself: how many requests have loads in flight, and as counters since its start the
+    tokens that it looked up and found, and blocks."""
 
     loads_in_flight: int = 0
     prompt_tokens: int = 0

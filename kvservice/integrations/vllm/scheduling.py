@@ -52,7 +52,7 @@ SHARED = 5
 HOLD_S, DELAY_S = 30.0, 1.0
 
 
-# Those of TransferCounters that the daemon shows to operators.
+# The daemon shows these of TransferCounters to operators.
 _COUNTED = ("blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
 
 NameOf = Callable[[Any, int], Any]
