@@ -11,45 +11,52 @@ one place in it, which a later one takes over: after 700,000 more blocks have le
 never stored. That a block counts as evicted which was never stored has a probability of 2^-32. The table does not
 outlive the daemon's process.
 
-A look-up that misses takes 5 µs of the daemon's time longer, and 20 µs with 32 other namespaces to search; the report
-of a client with 256 missing keys takes 0.6 ms, and a block that leaves 0.5 µs.
+To hash takes 15 µs a call, and 0.14 µs for each of many keys; to search 32 other namespaces for a missing key, 15 µs
+more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+import secrets
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.namespaces import StoredNamespace
 
 # The namespaces that are searched for a missing key at most, those that were opened or left last.
 MAX_SEARCHED: Final = 32
-_NUM_PLACES: Final = 1 << 20
+_PLACE_BITS: Final = 20
+_NUM_PLACES: Final = 1 << _PLACE_BITS
+_WORD: Final = (1 << 64) - 1
 
 
 class GhostKeys:
     """The keys that have left the store, as hashes."""
 
     def __init__(self) -> None:
-        # A memoryview: its elements take a quarter of the time of an array's.
-        self._tags: Any = np.zeros(_NUM_PLACES, np.uint32).data
+        self._tags = np.zeros(_NUM_PLACES, np.uint32)
+        # Odd numbers that no client knows, one for each word of a key.
+        self._factors = np.frombuffer(secrets.token_bytes(KEY_BYTES), np.uint64) | np.uint64(1)
 
     def add(self, namespace: StoredNamespace, keys: bytes) -> None:
-        for place, tag in self._hashes(namespace, keys):
-            self._tags[place] = tag
+        places, tags = self._hashes(namespace, keys)
+        self._tags[places] = tags
 
     def have(self, namespace: StoredNamespace, keys: bytes) -> list[bool]:
         """Return a flag for each key."""
-        return [self._tags[place] == tag for place, tag in self._hashes(namespace, keys)]
+        places, tags = self._hashes(namespace, keys)
+        flags: list[bool] = (self._tags[places] == tags).tolist()
+        return flags
 
-    @staticmethod
-    def _hashes(namespace: StoredNamespace, keys: bytes) -> Iterator[tuple[int, int]]:
-        """Yield the place and the tag of each key: two parts of its hash."""
+    def _hashes(self, namespace: StoredNamespace, keys: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """Return the place and the tag of each key: two parts of its hash."""
         # The identity names the namespace, so that one that gives way and comes back knows its blocks.
-        name = hash(namespace.identity)
-        for start in range(0, len(keys), KEY_BYTES):
-            mixed = hash((name, keys[start : start + KEY_BYTES]))
-            yield mixed % _NUM_PLACES, mixed >> 32 & 0xFFFFFFFF or 1  # 0 stands for an empty place
+        name = np.uint64(hash(namespace.identity) & _WORD)
+        words = np.frombuffer(keys, np.uint64).reshape(-1, len(self._factors))
+        mixed = ((words ^ name) * self._factors).sum(axis=1, dtype=np.uint64)
+        mixed = (mixed ^ mixed >> np.uint64(32)) * self._factors[0]
+        tags = (mixed >> np.uint64(12)).astype(np.uint32)
+        return mixed >> np.uint64(64 - _PLACE_BITS), np.maximum(tags, np.uint32(1))  # 0 stands for an empty place
