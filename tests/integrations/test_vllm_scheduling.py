@@ -32,8 +32,10 @@ def engine(vllm_connector: Any) -> Iterator[OpenEngine]:
     """Return an engine whose workers have these stores, and as many blocks. `config`: changes of its configuration."""
     with ExitStack() as stack:
 
-        def make(*stores: FakeStore, num_blocks: int = NUM_BLOCKS, **config: Any) -> Engine:
-            made = Engine(vllm_connector, *stores, config=connector_config(**config), num_blocks=num_blocks)
+        def make(*stores: FakeStore, num_blocks: int = NUM_BLOCKS, replicas: int = 1, **config: Any) -> Engine:
+            made = Engine(
+                vllm_connector, *stores, config=connector_config(**config), num_blocks=num_blocks, replicas=replicas
+            )
             stack.callback(made.close)
             return made
 
@@ -497,6 +499,30 @@ def test_blocks_are_held_until_all_workers_have_saved_them(engine: OpenEngine) -
     assert made.pool.used == set()
     assert not made.scheduler.has_pending_block_frees()
     assert [len(store.values) for store in stores] == [4, 4]
+
+
+def test_ranks_with_the_same_blocks_keep_one_copy_which_all_load(engine: OpenEngine) -> None:
+    """As with MLA. The step that loads needs the memory of both workers mapped."""
+    values: dict[bytes, bytes] = {}
+    stores = FakeStore(values), FakeStore(values)
+    made, message = held(engine, *stores, replicas=2)
+    made.compute(message)
+    made.settle()
+    assert made.pool.used == set()
+    assert ["put" in store.calls for store in stores] == [True, False]
+    assert (len(values), made.counted["blocks_saved"]) == (4, 4)
+    request = FakeRequest("b", TOKENS)
+    for remapped, in_step in ((False, True), (True, False)):
+        if remapped:
+            stores[1].is_mapped = False
+            made.compute(made.step())  # the worker tells it
+        assert made.asked_for(request) == (16, not in_step)
+        made.allocated(request, [6, 7, 8, 9, 10], 16)
+        message = made.step()
+        assert bool(message.step.step_loads) == in_step
+        made.compute(message)
+        made.scheduler.request_finished(request, [6, 7, 8, 9, 10])
+    assert ["read" in store.calls for store in stores] == [True, True]
 
 
 def test_blocks_come_back_if_they_cannot_be_saved(engine: OpenEngine) -> None:

@@ -41,16 +41,21 @@ def test_a_version_that_is_not_tested_is_named_once(
                 assert warnings_of(vllm_connector, caplog, Role.WORKER) == "", "the scheduler says it"
 
 
-def test_a_fault_of_the_version_is_named_with_its_remedy(
-    vllm_connector: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remedy = "--no-async-scheduling"
-    assert remedy not in warnings_of(vllm_connector, caplog, ahead=True), "this version looks first"
-    scheduler = sys.modules["vllm.v1.core.sched.scheduler"].Scheduler
-    monkeypatch.delattr(scheduler, "_request_blocks_can_be_freed")
-    assert remedy in warnings_of(vllm_connector, caplog, ahead=True)
-    assert remedy not in warnings_of(vllm_connector, caplog, ahead=False)
-    assert remedy not in warnings_of(vllm_connector, caplog, ahead=True, consumer=False)
+def test_vllm_gives_blocks_back_at_once_though_the_connector_loads(vllm_connector: Any) -> None:
+    """vLLM's scheduler makes the connector, asks whether it loads, and gives it the pool of blocks afterwards."""
+    with each_row() as row:
+        for role in ({}, {"producer": False}, {"consumer": False}):
+            with row(str(role)):
+                config = connector_config(**role)
+                transfer = config.kv_transfer_config
+                before, loads = transfer.kv_role, transfer.is_kv_consumer
+                connector = vllm_connector(config, Role.SCHEDULER, cache_config())
+                assert not transfer.is_kv_consumer
+                connector.bind_gpu_block_pool(FakePool(8))
+                assert (transfer.kv_role, transfer.is_kv_consumer) == (before, loads)
+                connector.shutdown()
+                vllm_connector(config, Role.WORKER, cache_config()).shutdown()
+                assert transfer.kv_role == before
 
 
 def test_found_tokens_are_those_of_the_host_where_vllm_asks() -> None:

@@ -7,6 +7,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,21 @@ NUM_BLOCKS = 8
 
 
 class FullAttentionSpec: ...
+
+
+@dataclass
+class FakeTransferConfig:
+    kv_connector_extra_config: dict[str, Any]
+    kv_role: str
+    kv_load_failure_policy: str = "recompute"
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.kv_role in ("kv_both", "kv_consumer")
+
+    @property
+    def is_kv_producer(self) -> bool:
+        return self.kv_role in ("kv_both", "kv_producer")
 
 
 def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
@@ -52,12 +68,12 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
         "load_format": "auto",
     } | changes
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
+        kv_transfer_config=FakeTransferConfig(
             # Tests must not depend on the speed of the machine.
             kv_connector_extra_config={"address": address, "lookup_timeout_s": 60} | values["extra"],
-            is_kv_consumer=values["consumer"],
-            is_kv_producer=values["producer"],
-            kv_load_failure_policy="recompute",
+            kv_role={(True, True): "kv_both", (True, False): "kv_consumer", (False, True): "kv_producer"}[
+                values["consumer"], values["producer"]
+            ],
         ),
         cache_config=SimpleNamespace(
             prefix_caching_hash_algo=values["algorithm"],
@@ -86,11 +102,11 @@ def connector_config(address: str = "unix:///none", **changes: Any) -> Any:
     )
 
 
-def cache_config(*specs: object, num_blocks: int = NUM_BLOCKS) -> Any:
-    """Return a KVCacheConfig with a group for each spec."""
+def cache_config(*specs: object, num_blocks: int = NUM_BLOCKS, replicas: int = 1) -> Any:
+    """Return a KVCacheConfig with a group for each spec. So many ranks have the same blocks."""
     specs = specs or (FullAttentionSpec(),)
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{n}"]) for n, spec in enumerate(specs)]
-    return SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks)
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks, kv_tp_replicas=replicas)
 
 
 @contextlib.contextmanager
@@ -166,9 +182,10 @@ class Engine:
         num_blocks: int = NUM_BLOCKS,
         pool_blocks: int = 100 * NUM_BLOCKS,
         specs: Sequence[object] = (),
+        replicas: int = 1,
     ) -> None:
         self.stores = [store for store in stores if store is not None]
-        self.asked = [FakeStore(store.values) for store in self.stores]
+        self.asked = [FakeStore(store.values) for store in self.stores[::replicas]]
         config = connector_config() if config is None else config
         groups = connector.groups.tensor
         self.layers = {"layer": blocks_of(values, num_blocks)} if layers is None else layers
@@ -176,7 +193,7 @@ class Engine:
         self.workers = []
         for rank, store in enumerate(stores):
             groups.rank_in_group, groups.world_size = rank, len(stores)
-            worker = connector(config, Role.WORKER, cache_config(*specs, num_blocks=num_blocks))
+            worker = connector(config, Role.WORKER, cache_config(*specs, num_blocks=num_blocks, replicas=replicas))
             with contextlib.nullcontext() if store is None else stores_of(lambda _, store=store: store):  # type: ignore[misc]
                 worker.register_kv_caches(self.layers)
             self.workers.append(worker)

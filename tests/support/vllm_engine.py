@@ -88,6 +88,7 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
         "cached": [output.num_cached_tokens for output in ordered],
         "first_token_s": [first_s[output.request_id] for output in ordered],
         "preemptions": len(preempted),
+        "frees_late": engine.engine_core.engine_core.scheduler.defer_block_free,
         "steps_s": steps,
     }
 

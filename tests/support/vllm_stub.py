@@ -104,8 +104,6 @@ def stub_vllm(without: Collection[str] = ()) -> Iterator[Any]:
             "DEFAULT_NONE_HASH_SEED": 0,
             "make_block_hash_with_group_id": name_of_block,
         },
-        "vllm.v1.core.sched": {},
-        "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), {"_request_blocks_can_be_freed": None})},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(HOST="host")},
     }

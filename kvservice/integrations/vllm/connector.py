@@ -54,8 +54,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerNamespace(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Tells the scheduler where a worker keeps its blocks, and which memory of the store it maps."""
+    """Tells the scheduler where the worker with a rank keeps its blocks, and which memory of the store it maps."""
 
+    rank: Rank
     namespace: StoreNamespace
     memory: MemoryId | None
 
@@ -111,8 +112,8 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             )
         )
         if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_is_made = versions.frees_at_once(transfer)
             versions.warn_of_version(vllm.__version__)
-            versions.warn_of_faults(vllm_config)
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
                     'kv_load_failure_policy is "%s": requests fail if the daemon ends while they load blocks. Set it '
@@ -136,14 +137,15 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             self._open(self._namespace, "vllm worker", self._options.transfer_timeout_s),
             copier,
             layout.block_bytes,
-            rank=_rank(self._namespace),
+            rank=(get_pp_group().rank_in_group, get_tp_group().rank_in_group),
+            blocks_of=_rank(self._namespace),
             recomputes=self._recomputes,
         )
 
     def get_handshake_metadata(self) -> WorkerNamespace | None:
         if self._namespace is None or self._worker is None:
             return None
-        return WorkerNamespace(self._namespace, self._worker.memory)
+        return WorkerNamespace(self._worker.rank, self._namespace, self._worker.memory)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if self._worker is not None:
@@ -196,34 +198,31 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler_is_made()
         self._scheduler.bind(gpu_block_pool, versions.name_of_block)
         versions.before_reset(gpu_block_pool, self._scheduler.free_held)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        finders, report = [], WorkerReport()
+        finders: dict[Rank, StoreFinder] = {}
+        blocks_of: dict[Rank, Rank] = {}
+        block_bytes, report = 0, WorkerReport()
         for _, worker in sorted(metadata.items()):
             assert isinstance(worker, WorkerNamespace)
             namespace = worker.namespace
-            compute = ComputeTime.of(
-                self._options.prefill_tokens_per_s,
-                self._vllm_config.cache_config.block_size,
-                namespace.block_bytes,
-                len(metadata),
-            )
-            store, background = (
-                self._open(namespace, part, self._options.transfer_timeout_s)
-                for part in ("vllm scheduler", "vllm background")
-            )
-            finders.append(StoreFinder(_rank(namespace), store, background, compute))
-            report.memories[_rank(namespace)] = worker.memory
-        self._lookup = StoreLookup(finders, self._options.lookup_timeout_s, self._options.transfer_timeout_s)
-        if versions.tells_events(self._vllm_config) and self._groups.leading and finders:
-            self._events = StoreEvents(lambda: None if self._scheduler.has_own_keys else finders[0].memory)
-        self._scheduler.use(
-            self._lookup, {_rank(worker.namespace): worker.namespace.block_bytes for worker in metadata.values()}
+            rank = blocks_of[worker.rank] = _rank(namespace)
+            report.memories[worker.rank] = worker.memory
+            block_bytes = max(block_bytes, namespace.block_bytes)
+            if rank not in finders:
+                finders[rank] = self._finder(namespace, len(metadata))
+        self._lookup = StoreLookup(
+            list(finders.values()), self._options.lookup_timeout_s, self._options.transfer_timeout_s
         )
+        if versions.tells_events(self._vllm_config) and self._groups.leading and finders:
+            first = next(iter(finders.values()))
+            self._events = StoreEvents(lambda: None if self._scheduler.has_own_keys else first.memory)
+        self._scheduler.use(self._lookup, blocks_of, block_bytes)
         self._scheduler.received(report, (), frozenset())
 
     def on_new_request(self, request: Any) -> None:
@@ -310,6 +309,19 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             namespace, tenant=self._options.tenant, name=session_name(part, namespace), timeout_s=timeout_s
         )
 
+    def _finder(self, namespace: StoreNamespace, num_workers: int) -> StoreFinder:
+        compute = ComputeTime.of(
+            self._options.prefill_tokens_per_s,
+            self._vllm_config.cache_config.block_size,
+            namespace.block_bytes,
+            num_workers,
+        )
+        store, background = (
+            self._open(namespace, part, self._options.transfer_timeout_s)
+            for part in ("vllm scheduler", "vllm background")
+        )
+        return StoreFinder(_rank(namespace), store, background, compute)
+
     def _make_namespace(self, layout: BlockLayout, kv_caches: Mapping[str, torch.Tensor]) -> StoreNamespace:
         device = next(iter(kv_caches.values())).device
         invariant = ", batch-invariant" if versions.is_batch_invariant() else ""
@@ -320,6 +332,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
             layers=list(kv_caches),
             groups=self._groups_of_layers(),
             weights=self._options.weights,
+            replicas=versions.num_replicas(self._kv_cache_config),
             tensor_parallel=get_tp_group(),
             pipeline_parallel=get_pp_group(),
         )

@@ -36,13 +36,15 @@ def worker_namespace(
     layers: Sequence[str],
     groups: str,
     weights: str,
+    replicas: int,
     tensor_parallel: Any,
     pipeline_parallel: Any,
 ) -> StoreNamespace:
     """Return where a worker keeps its blocks. `engine`: everything outside of the configuration that decides how bytes
     are ordered; `layers`: the names of the worker's layers; `groups`: which of them share blocks, "" if all do;
-    `weights`: their identity, "" to find it; the groups of ranks are vLLM's. Raises InvalidArgumentError as
-    `weights_identity` does."""
+    `weights`: their identity, "" to find it; `replicas`: how many ranks, one after the other, have the same blocks,
+    which are those of the first; the groups of ranks are vLLM's. Raises InvalidArgumentError as `weights_identity`
+    does."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return StoreNamespace(
         model=short(model.model),
@@ -53,7 +55,7 @@ def worker_namespace(
             f"{layout.description}",
         ),
         block_bytes=layout.block_bytes,
-        tp_rank=tensor_parallel.rank_in_group,
+        tp_rank=tensor_parallel.rank_in_group // replicas * replicas,
         tp_size=tensor_parallel.world_size,
         pp_rank=pipeline_parallel.rank_in_group,
         pp_size=pipeline_parallel.world_size,

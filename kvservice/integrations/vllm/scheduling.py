@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -111,6 +111,18 @@ class _FullBlock(NamedTuple):
     group: int
 
 
+class _Offer(NamedTuple):
+    """Full blocks of a request, in lists of their parts: a step may offer hundreds."""
+
+    keys: Sequence[bytes]
+    block_ids: Sequence[int]
+    hashes: Sequence[bytes]
+    groups: Sequence[int]
+
+    def blocks(self) -> Iterator[_FullBlock]:
+        return map(_FullBlock._make, zip(*self, strict=True))
+
+
 @dataclass(frozen=True)
 class _Answer:
     """The answer to vLLM about a request of which it has `num_local` blocks itself."""
@@ -136,6 +148,9 @@ class HeldBlocks:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._held
+
+    def has_none(self, block_ids: Iterable[int]) -> bool:
+        return self._held.isdisjoint(block_ids)
 
     def is_cached(self, block_id: int, block_hash: bytes, group: int) -> bool:
         """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
@@ -196,7 +211,7 @@ class ConnectorScheduler:
         self._block_size = options.groups.block_size
         self._lookup: StoreLookup | None = None
         self._held: HeldBlocks | None = None
-        self._num_workers = 0
+        self._blocks_of: dict[Rank, Rank] = {}
         self._block_bytes = 0
         self._memories: dict[Rank, MemoryId | None] = {}
         self._requests: dict[str, _Tracked] = {}
@@ -225,10 +240,10 @@ class ConnectorScheduler:
         self._figures: Counter[str] = Counter()
         self._num_ended: dict[int, int] = {}
 
-    def use(self, lookup: StoreLookup, block_bytes: Mapping[Rank, int]) -> None:
-        """Ask this from now on. `block_bytes` are those of each worker."""
-        self._lookup, self._num_workers = lookup, len(block_bytes)
-        self._block_bytes = max(block_bytes.values(), default=0)
+    def use(self, lookup: StoreLookup, blocks_of: Mapping[Rank, Rank], block_bytes: int) -> None:
+        """Ask this from now on. `blocks_of`: for each worker the rank of the finder that finds its blocks, which have
+        at most `block_bytes`."""
+        self._lookup, self._blocks_of, self._block_bytes = lookup, dict(blocks_of), block_bytes
 
     def bind(self, pool: Any, name_of: NameOf) -> None:
         """Hold blocks of this pool, see HeldBlocks. Without one, nothing is saved."""
@@ -350,13 +365,13 @@ class ConnectorScheduler:
             loading = self._loading.get(number)
             if loading is not None:
                 loading.num_ended += count
-                if loading.num_ended >= self._num_workers:
+                if loading.num_ended >= len(self._blocks_of):
                     if self._options.checks_loads and self._lookup is not None and not self._lookup.lasts(number):
                         raise wrong_load()
                     self._end_step_load(number)
         for number, count in report.saves.items():
             self._num_ended[number] = self._num_ended.get(number, 0) + count
-            if self._num_ended[number] >= self._num_workers:
+            if self._num_ended[number] >= len(self._blocks_of):
                 del self._num_ended[number]
                 self._abandoned.discard(number)
                 if self._held is not None:
@@ -377,8 +392,9 @@ class ConnectorScheduler:
             most = min(most, self._options.max_beside_bytes)
         leased = self._lookup.places(request_id, num_blocks) if num_blocks else None
         return leased is not None and all(
-            self._memories.get(rank) == part.memory and self._step_bytes + part.num_blocks * self._block_bytes <= most
-            for rank, part in leased.items()
+            self._memories.get(worker) == leased[rank].memory
+            and self._step_bytes + leased[rank].num_blocks * self._block_bytes <= most
+            for worker, rank in self._blocks_of.items()
         )
 
     def _others_compute(self, request_id: str = "") -> bool:
@@ -404,7 +420,8 @@ class ConnectorScheduler:
         for request_id, num_computed_tokens in self._note_blocks(output):
             tracked = self._requests[request_id]
             num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-            offers += self._offer(tracked, num_tokens, is_last=False)
+            if (offer := self._offer(tracked, num_tokens, is_last=False)) is not None:
+                offers.append(offer)
             if not self._options.save_decode and self._num_prompt_blocks(tracked) <= tracked.num_offered:
                 self._unsaved.discard(request_id)
         self._hold(offers)
@@ -445,7 +462,8 @@ class ConnectorScheduler:
                 # The last token has no K/V.
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
-                self._hold(self._offer(tracked, num_tokens, is_last=True))
+                offer = self._offer(tracked, num_tokens, is_last=True)
+                self._hold(() if offer is None else (offer,))
             self._lookup.touch(self._needed_keys(request, 0, tracked.num_offered * self._block_size))
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
@@ -533,7 +551,7 @@ class ConnectorScheduler:
     def _num_prompt_blocks(self, tracked: _Tracked) -> int:
         return int(tracked.request.num_prompt_tokens) // self._block_size
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> list[_FullBlock]:
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> _Offer | None:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
         vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
         blocks are being filled that it computes with: its own would be wrong if these were. If it ends, it is known
@@ -544,36 +562,33 @@ class ConnectorScheduler:
         if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
             stop = num_full
         if stop <= tracked.num_offered:
-            return []
+            return None
         tables = tracked.block_ids if self._filling else ()
         filling = {self._filling[block] for ids in tables for block in ids[:num_full] if block in self._filling}
         if filling and not is_last:
-            return []
+            return None
         first = tracked.num_offered
         keys = self._keys(tracked.request, first, stop)
         tracked.num_offered += len(keys) // len(self._groups)
-        blocks = self._full_blocks(tracked, first, keys)
+        offer = self._full_blocks(tracked, first, keys)
         if not filling:
-            return blocks
-        self._unsure.append((filling, blocks))
-        return []
+            return offer
+        self._unsure.append((filling, list(offer.blocks())))
+        return None
 
-    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> list[_FullBlock]:
+    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> _Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
         hashes = tracked.request.block_hashes
-        if self._groups.leading:
-            ids = tracked.block_ids[0]
+        if self._groups.leading and not tracked.loaded:
             stop = first + len(keys)
-            found = list(map(_FullBlock._make, zip(keys, ids[first:stop], hashes[first:stop], itertools.repeat(0))))
-            if tracked.loaded:
-                found = [block for n, block in enumerate(found, first) if n not in tracked.loaded]
-            return found
+            return _Offer(keys, tracked.block_ids[0][first:stop], hashes[first:stop], [0] * len(keys))
         every = ((block, group) for block in itertools.count(first) for group in range(len(self._groups)))
-        return [
+        found = [
             _FullBlock(key, block_id, hashes[block], group)
             for key, (block, group) in zip(keys, every, strict=False)
             if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
         ]
+        return _Offer(*zip(*found, strict=True)) if found else _Offer((), (), (), ())
 
     def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
         """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
@@ -583,26 +598,38 @@ class ConnectorScheduler:
         block_hash = tracked.request.block_hashes[block]
         return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
 
-    def _hold(self, offers: Sequence[_FullBlock]) -> None:
+    def _hold(self, offers: Sequence[_Offer]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
         first those that wait for it, then these. The others wait."""
         held = self._held
         if held is None or not held.most:
-            self._num_skipped += len(offers)
+            self._num_skipped += sum(len(offer.keys) for offer in offers)
             return
         if not offers and not self._waiting:
             return
         room = held.room
-        chosen = self._waited(room)
-        rest = {offer.key: offer for offer in offers if offer.block_id not in held and offer.key not in chosen}
-        num_fitting = max(room - len(chosen), 0)
-        chosen |= {offer.key: offer.block_id for offer in itertools.islice(rest.values(), num_fitting)}
-        for offer in itertools.islice(rest.values(), num_fitting, None):
-            self._waiting[offer.block_id] = offer
-        if chosen:
+        keys = [key for offer in offers for key in offer.keys]
+        block_ids = [block_id for offer in offers for block_id in offer.block_ids]
+        if self._waiting or len(keys) > room or len(set(keys)) < len(keys) or not held.has_none(block_ids):
+            chosen = self._chosen(offers, room)
+            keys, block_ids = list(chosen), list(chosen.values())
+        if keys:
             self._number += 1
-            held.hold(self._number, tuple(chosen.values()))
-            self._saves.append(BlockSave(self._number, tuple(chosen), tuple(chosen.values())))
+            held.hold(self._number, block_ids)
+            self._saves.append(BlockSave(self._number, tuple(keys), tuple(block_ids)))
+
+    def _chosen(self, offers: Sequence[_Offer], room: int) -> dict[bytes, int]:
+        """Return keys and blocks for which there is room, each once, without those that are held. The others wait."""
+        held = self._held
+        assert held is not None
+        chosen = self._waited(room)
+        blocks = (block for offer in offers for block in offer.blocks())
+        rest = {block.key: block for block in blocks if block.block_id not in held and block.key not in chosen}
+        num_fitting = max(room - len(chosen), 0)
+        chosen |= {block.key: block.block_id for block in itertools.islice(rest.values(), num_fitting)}
+        for block in itertools.islice(rest.values(), num_fitting, None):
+            self._waiting[block.block_id] = block
+        return chosen
 
     def _waited(self, room: int) -> dict[bytes, int]:
         """Return keys and blocks that no longer wait, at most `room`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,11 +122,11 @@ class TransferCounters:
     """Seconds spent saving."""
 
     def as_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @property
     def empty(self) -> bool:
-        return not any(self.as_dict().values())
+        return not any(vars(self).values())
 
 
 def wrong_load() -> InternalError:

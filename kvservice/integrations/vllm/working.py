@@ -93,11 +93,20 @@ class ConnectorWorker:
     them again. A save that fails is a miss later."""
 
     def __init__(
-        self, store: Any, copier: BlockCopier, block_bytes: int, *, rank: Rank = (0, 0), recomputes: bool = True
+        self,
+        store: Any,
+        copier: BlockCopier,
+        block_bytes: int,
+        *,
+        rank: Rank = (0, 0),
+        blocks_of: Rank | None = None,
+        recomputes: bool = True,
     ) -> None:
-        """`store`: a store of the client for this worker's namespace. `recomputes`: vLLM computes blocks again that a
-        step has loaded wrongly; otherwise that is an error, so that nothing wrong becomes a token."""
-        self._store, self._copier, self._rank, self._recomputes = store, copier, rank, recomputes
+        """`store`: a store of the client for this worker's namespace. `blocks_of`: the rank whose worker saves these
+        blocks, if that is another one with the same blocks. `recomputes`: vLLM computes blocks again that a step has
+        loaded wrongly; otherwise that is an error, so that nothing wrong becomes a token."""
+        self._store, self._copier, self._recomputes = store, copier, recomputes
+        self.rank, self._blocks_of = rank, blocks_of or rank
         self._block_bytes = block_bytes
         self._at_once = max(1, copier.call_bytes // block_bytes)
         lock = threading.RLock()
@@ -149,13 +158,13 @@ class ConnectorWorker:
         """Launch the loads of the step, and let a thread start the others."""
         by_memory: dict[MemoryId, list[StepLoad]] = {}
         for load in step.step_loads:
-            by_memory.setdefault(load.leased[self._rank].memory, []).append(load)
+            by_memory.setdefault(load.leased[self._blocks_of].memory, []).append(load)
         for identity, loads in by_memory.items():
             began, reading = time.monotonic(), None
             leased = LeasedBlocks(
                 identity,
-                b"".join(load.leased[self._rank].offsets for load in loads),
-                b"".join(load.leased[self._rank].versions for load in loads),
+                b"".join(load.leased[self._blocks_of].offsets for load in loads),
+                b"".join(load.leased[self._blocks_of].versions for load in loads),
             )
             try:
                 if (kept := self._memories.get(identity)) is not None:
@@ -172,6 +181,10 @@ class ConnectorWorker:
         with self._lock:
             self._counters.blocks_skipped += step.num_skipped
         if not step.saves:
+            return
+        if self.rank != self._blocks_of:
+            with self._lock:
+                self._report.saves.update(save.number for save in step.saves)
             return
         mark = self._copier.mark()
         with self._lock:
@@ -208,7 +221,7 @@ class ConnectorWorker:
             report, self._report = self._report, WorkerReport()
         if self._reported != (self.memory,):
             self._reported = (self.memory,)
-            report.memories[self._rank] = self.memory
+            report.memories[self.rank] = self.memory
         return None if report.empty else report
 
     def take_counters(self) -> TransferCounters:
@@ -283,7 +296,7 @@ class ConnectorWorker:
 
     def _load(self, work: _Load) -> None:
         load, work.began = work.load, time.monotonic()
-        leased = None if load.leased is None or self._copier.verifies else load.leased[self._rank]
+        leased = None if load.leased is None or self._copier.verifies else load.leased[self._blocks_of]
         with self._lock:
             kept = None if leased is None else self._memories.get(leased.memory)
         parts = self._parts(load.keys)
