@@ -42,6 +42,8 @@ LONG = (
     "lane/test_fuzz.py",
     "store/test_fuzz.py",
     "tiers/test_disk_fuzz.py",
+    "tiers/test_mooncake_daemons.py",
+    "top/test_app.py",
     "vllm/test_real_vllm.py",
 )
 # Each worker process loads torch and starts its own daemons.

@@ -31,6 +31,7 @@ from causal_lms import (
     supported_types,
 )
 from each_row import each_row
+from todays_part import ENTRIES
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvservice.client import KVClient, Session, Step
@@ -269,7 +270,7 @@ def test_types_of_each_code_path_are_equal_or_refused(subjects: Subjects) -> Non
 
 @pytest.mark.slow
 def test_every_type_is_equal_or_refused(subjects: Subjects) -> None:
-    assert_types_as_in_the_table(subjects, CASES)
+    assert_types_as_in_the_table(subjects, CASES[ENTRIES])
 
 
 def assert_equal_with_defaults(subjects: Subjects, cases: Iterable[Case]) -> int:
@@ -303,7 +304,7 @@ def test_a_type_that_uses_no_cache_by_default_is_refused_with_what_to_do(subject
 
 @pytest.mark.slow
 def test_every_type_with_its_own_defaults(subjects: Subjects) -> None:
-    types = [case for case in EQUAL if case.name not in TABLE["variants"]]
+    types = [case for case in EQUAL if case.name not in TABLE["variants"]][ENTRIES]
     assert assert_equal_with_defaults(subjects, types) > 0.85 * len(types)
 
 

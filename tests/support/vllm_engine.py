@@ -1,11 +1,11 @@
-"""An engine of vLLM in a process of its own, driven by JSON lines.
+"""An engine of vLLM in a process of its own, driven by messages. vllm_processes.py imports this module once, and forks
+its engines from there.
 
-The argument holds the options of `LLM`. A line on the standard input is a command, and its answer is a line on the
-standard output that begins with MARK:
+A message is a command, and is answered:
 
     {"prompts": [[1, 2], ...], "max_tokens": 8, "pause_at": 5}    generate. At step 5, and when the connector has saved
-                                                                  everything, it answers "paused" and waits for a line.
-                                                                  The answer has, for each prompt, `tokens` and
+                                                                  everything, it answers "paused" and waits for a
+                                                                  message. The answer has, for each prompt, `tokens` and
                                                                   `cached` (the number of tokens that were not computed)
     {..., "lora": "/path/of/adapter"}                             the same with an adapter
     {..., "embeds": "/path/of/tensor"}                            the same with embeddings instead of a prompt
@@ -14,41 +14,37 @@ standard output that begins with MARK:
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 import zlib
+from multiprocessing.connection import Connection
 from typing import Any
 
-MARK = "@@"
+import torch
+import vllm.v1.worker.cpu_worker  # noqa: F401  engines import it
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.scheduler import Scheduler
 
-
-def answer(value: Any) -> None:
-    print(MARK + json.dumps(value), flush=True)
+# To look at a class of models that is not loaded, vLLM starts a process that imports all of it.
+for kind in ("Llama", "Gemma3", "GptOss", "GraniteMoeHybrid", "Qwen3Next"):
+    name = f"{kind}ForCausalLM"
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def inputs(command: dict[str, Any]) -> list[Any]:
     """Return the prompts of a command as vLLM takes them."""
     if "embeds" not in command:
         return [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
-    import torch
-
     return [{"prompt_embeds": torch.load(command["embeds"])}]
 
 
 def adapter(path: str | None) -> Any:
-    if path is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest("adapter", 1 + zlib.crc32(path.encode()) % 1000, path)
+    return None if path is None else LoRARequest("adapter", 1 + zlib.crc32(path.encode()) % 1000, path)
 
 
 def settle() -> None:
     """Wait until the connector has saved everything that it was given."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
     if has_kv_transfer_group() and (worker := get_kv_transfer_group()._worker) is not None:
         assert worker.settle(60)
 
@@ -60,9 +56,7 @@ def drain(engine: Any) -> None:
         engine.step()
 
 
-def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict[str, Any]:
-    from vllm import SamplingParams
-
+def generate(engine: Any, command: dict[str, Any], preempted: list[str], pipe: Connection) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
     for number, prompt in enumerate(inputs(command)):
         engine.add_request(str(number), prompt, sampling, lora_request=adapter(command.get("lora")))
@@ -74,8 +68,8 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
     while engine.has_unfinished_requests():
         if len(steps) == command.get("pause_at"):
             settle()
-            answer("paused")
-            sys.stdin.readline()
+            pipe.send("paused")
+            pipe.recv()
         start = time.monotonic()
         for output in engine.step():
             outputs[output.request_id] = output
@@ -93,11 +87,8 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
     }
 
 
-def main() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.v1.core.sched.scheduler import Scheduler
-
+def run(options: dict[str, Any], pipe: Connection) -> None:
+    """Answer commands until nobody sends any. `options` are those of `LLM`."""
     preempted: list[str] = []
     preempt = Scheduler._preempt_request
 
@@ -106,15 +97,14 @@ def main() -> None:
         preempt(self, request, *args, **kwargs)
 
     Scheduler._preempt_request = counted
-    llm = LLM(**json.loads(sys.argv[1]))
-    answer("ready")
-    for line in sys.stdin:
-        command = json.loads(line)
+    llm = LLM(**options)
+    pipe.send("ready")
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            return
         if "reset" in command:
-            answer(llm.reset_prefix_cache())
+            pipe.send(llm.reset_prefix_cache())
         else:
-            answer(generate(llm.llm_engine, command, preempted))
-
-
-if __name__ == "__main__":
-    main()
+            pipe.send(generate(llm.llm_engine, command, preempted, pipe))

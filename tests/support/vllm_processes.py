@@ -1,21 +1,28 @@
-"""Processes of vLLM: an engine that is driven step by step, and an OpenAI server."""
+"""Processes of vLLM: an engine that is driven step by step, and an OpenAI server.
+
+To import vLLM takes four times as long as to start a small engine. So one process imports it, and the others are forks.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import MARK
 
-HERE = Path(__file__).parent
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,8 +34,6 @@ ENVIRONMENT = {
     "KMP_BLOCKTIME": "0",
     # Older versions have no fixed seed without it.
     "PYTHONHASHSEED": "0",
-    # Both ends of a pipe are Python's; the log goes to a file.
-    "PYTHONUNBUFFERED": "1",
 }
 START_S = 280.0
 OPTIONS: dict[str, Any] = {
@@ -60,21 +65,62 @@ def source_of(path: str) -> str:
     return "" if found is None or found.origin is None else (Path(found.origin).parent / path).read_text()
 
 
+@functools.cache
+def forks() -> ForkServerContext:
+    """Start the process that imports vLLM."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm_engine", __name__])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}).items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    return context
+
+
+def start(log: Path, call: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    process = forks().Process(target=_run, args=(str(log), call, *arguments))
+    process.start()
+    return process
+
+
+def _run(log: str, call: Callable[..., None], *arguments: Any) -> None:
+    os.setsid()  # vLLM may end its process group
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    # On CPUs vLLM asks for processes that import it again.
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _=None: forking  # type: ignore[assignment]
+    call(*arguments)
+
+
+def _engine(options: dict[str, Any], pipe: Connection) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm_engine
+
+    vllm_engine.run(options, pipe)
+
+
+def _server(arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def end(process: ForkServerProcess) -> None:
+    process.join(60)
+    process.kill()
+    process.join()
+    process.close()
+
+
 class Engine:
     """See vllm_engine.py. A context manager."""
 
     def __init__(self, model: Path, log: Path, **options: Any) -> None:
         self._log = log
-        arguments = [
-            sys.executable,
-            "-P",
-            str(HERE / "vllm_engine.py"),
-            json.dumps(OPTIONS | {"model": str(model)} | options),
-        ]
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                arguments, env=os.environ | ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            )
+        self._pipe, other = forks().Pipe()
+        self._process = start(log, _engine, OPTIONS | {"model": str(model)} | options, other)
+        other.close()  # otherwise the end of the process would not be seen
 
     def __enter__(self) -> Engine:
         try:
@@ -85,20 +131,13 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+        self._pipe.close()
+        end(self._process)
 
     def begin(
         self, prompts: list[list[int]], max_tokens: int = 16, pause_at: int | None = None, **special: Any
     ) -> None:
-        self._send({"prompts": prompts, "max_tokens": max_tokens, "pause_at": pause_at} | special)
+        self._pipe.send({"prompts": prompts, "max_tokens": max_tokens, "pause_at": pause_at} | special)
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 16, **special: Any) -> Any:
         """`special`: an adapter, or embeddings; see vllm_engine.py."""
@@ -110,23 +149,17 @@ class Engine:
 
     def proceed(self) -> None:
         """Continue after a pause."""
-        self._send({})
+        self._pipe.send({})
 
     def reset(self) -> None:
-        self._send({"reset": True})
+        self._pipe.send({"reset": True})
         assert self._answer() is True
 
-    def _send(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if (text := line.decode(errors="replace")).startswith(MARK):
-                return json.loads(text.removeprefix(MARK))
-        pytest.fail(f"the engine ended:\n{self._log.read_text(errors='replace')[-4000:]}")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            pytest.fail(f"the engine ended:\n{self._log.read_text(errors='replace')[-4000:]}")
 
 
 class Server:
@@ -135,13 +168,9 @@ class Server:
     def __init__(self, model: Path, log: Path, port: int, transfer: dict[str, Any]) -> None:
         self._log, self._url, self._model = log, f"http://127.0.0.1:{port}", str(model)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "enforce_eager"]
-        arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
-        arguments += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", *flags]
-        arguments += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                arguments, env=os.environ | ENVIRONMENT, stdout=output, stderr=output, start_new_session=True
-            )
+        flags += [f"--model={model}", f"--port={port}", "--host=127.0.0.1", "--enforce-eager"]
+        flags += ["--enable-prompt-tokens-details", f"--kv-transfer-config={json.dumps(transfer)}"]
+        self._process = start(log, _server, flags)
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + START_S
@@ -149,20 +178,17 @@ class Server:
             try:
                 self.get("/health")
             except OSError:
-                if self._process.poll() is None and time.monotonic() < deadline:
+                if self._process.is_alive() and time.monotonic() < deadline:
                     time.sleep(0.2)
                     continue
+                text = self.log
                 self.__exit__()
-                pytest.fail(f"the server did not start:\n{self._log.read_text(errors='replace')[-4000:]}")
+                pytest.fail(f"the server did not start:\n{text[-4000:]}")
             return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
 
     @property
     def log(self) -> str:

@@ -11,9 +11,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 def test_every_engine_gives_the_same_tokens_and_finds_what_was_asked_before() -> None:
     workloads = ("chat", "found", "cycle")
     chosen = [argument for workload in workloads for argument in ("--workload", workload)]
-    results = measured("vllm", "--check", *chosen)
+    results = measured("vllm", "--check", "--connector", "kvservice", "--connector", "offloading", *chosen)
     assert results["engines"] == ["none", "kvservice"]
-    assert results["missing"].keys() == {"offloading", "simple"}
+    assert results["missing"].keys() == {"offloading"}
     assert results["equal"].keys() == set(workloads)
     for by_name in results["equal"].values():
         assert len({tuple(counts) for counts in by_name.values()}) == 1

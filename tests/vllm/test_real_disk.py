@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def assert_is_found(engine: Engine, port: int, expected: list[list[int]], num_re
         counted = [on_disk(figures, name) for name in ("lookup_hits_total", "values_read_total")]
         if found["cached"] == [NUM_BLOCKS * BLOCK_SIZE] and min(counted) >= num_read:
             return
+        time.sleep(0.1)
     pytest.fail(f"{found['cached']} tokens are found, {counted} blocks on the disk")
 
 

@@ -1,12 +1,13 @@
 """vLLM with its K/V blocks in a daemon's store: the same tokens as without, from blocks of another process.
 
-The processes of vLLM are shared, since each takes up to a minute to start."""
+The processes of vLLM are shared, since each takes seconds to start."""
 
 from __future__ import annotations
 
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,7 @@ def assert_is_used_again(engine: Engine, expected: list[list[int]]) -> None:
         engine.reset()
         if back["cached"] == [full_blocks(LONG[0])]:
             return
+        time.sleep(0.1)
     pytest.fail("the new daemon is never used")
 
 
