@@ -1,5 +1,5 @@
-"""A daemon with a store of 8 slabs, 2 of which are there until it gets SIGUSR1: the host seems to have no more memory. Its
-configuration is in its environment."""
+"""A daemon with a store of 8 slabs, 2 of which are there: the host seems to have no more memory until it gets SIGUSR1.
+Its configuration is in its environment."""
 
 from __future__ import annotations
 
