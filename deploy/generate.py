@@ -157,6 +157,7 @@ def _families() -> Iterator[Metric]:
         [session],
         {"acme": (0, 0, 0)},
         1,
+        1,
         {"llama": ModelFigures()},
         SchedulerReading(1, SchedulerFigures(), np.zeros((2, len(TOKEN_BUCKETS_S) + 1), np.int64), np.zeros(2)),
         (TierStats("disk", capacity_bytes=1), TierStats("mooncake")),

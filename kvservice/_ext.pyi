@@ -21,6 +21,11 @@ def copy_blocks(src_pool: Any, dst_pool: Any, src_ids: Any, dst_ids: Any) -> Non
 def address_of(array: Any) -> int | None:
     """Return the address of the first element, or None if the array is not C-contiguous."""
 
+def populate(address: int, num_bytes: int) -> int:
+    """Allocate the pages of memory that this process has mapped for writing, from a multiple of the page size on,
+    without the interpreter lock. Returns 0 or errno: EINVAL if the kernel cannot do that. Some of the pages are
+    allocated then."""
+
 def num_threads() -> int: ...
 def set_num_threads(count: Any) -> None: ...
 def cpu_isa() -> str: ...
@@ -237,6 +242,9 @@ class StoreIndex:
         """Open the namespaces of the process before, (number, block_bytes, quota_bytes) each, with their blocks. Slabs
         of other namespaces are freed. Returns the slots reserved, and those condemned; each of the latter has one
         lease. There are no other leases. To be called once, before any other call."""
+    def set_ready(self, num_bytes: int) -> None:
+        """Say how much of the memory is there: all at first. The slabs behind it are not given to a namespace; those
+        that have one stay. To be called after `recover`."""
     def open(self, block_bytes: int, quota_bytes: int) -> int:
         """Return the number of a new namespace. Numbers are never reused. It has at most
         quota_bytes // block_bytes blocks. Raises InvalidArgumentError if a block does not fit a slab."""

@@ -473,6 +473,20 @@ def bench_restart(num_blocks: int | None, gib: float | None, as_json: bool, **op
     _report(lambda: restart.run(settings), restart.render, as_json)
 
 
+@bench.command("start")
+@click.option("--store-gib", type=_Finite(0.1, 65_536), default=4.0, show_default=True, help="Size of the block store.")
+@_json_option
+def bench_start(store_gib: float, as_json: bool) -> None:
+    """Measure how long a daemon with a block store takes until it serves, and until all memory of the store is there.
+
+    It takes that memory of the host.
+    """
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import start
+
+    _report(lambda: start.run(start.StartOptions(store_gib)), start.render, as_json)
+
+
 @bench.command("vllm")
 @_device_option
 @click.option("--model", metavar="PATH", help="A model instead of a Llama with 3 billion weights without a meaning.")

@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "pool.layout": set(),
     # Memory files, which the daemon uses not only for the pool.
     "pool.available": {"errors"},
-    "pool.sealed": {"pool.available"},
+    "pool.sealed": {"_ext", "pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
     # Sessions on disk: bookkeeping as values, and the bytes of blocks from and to the device.
     "saved": {"blocks", "devices", "errors", "logs"},
@@ -163,6 +163,7 @@ ROOMS: dict[str, set[str]] = {
         "engines",
         "environment",
         "errors",
+        "health",
         "integrations",
         "keeper",
         "launch",

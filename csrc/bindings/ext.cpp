@@ -2,6 +2,10 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -15,6 +19,7 @@
 #include "bindings/disk.h"
 #include "bindings/exceptions.h"
 #include "bindings/lane.h"
+#include "bindings/packed.h"
 #include "bindings/store.h"
 #include "bindings/wire.h"
 #include "copy_blocks.h"
@@ -250,6 +255,21 @@ std::unique_ptr<CpuLaneExecutor> make_lane_executor(const py::object& pool, cons
   return std::make_unique<CpuLaneExecutor>(view, batch_invariant);
 }
 
+// Allocates the pages of memory of this process that is mapped for writing. Returns 0 or errno. Threads that change
+// mappings wait for a step, and page faults may wait for these. All steps are one call, because a thread of low
+// priority that had the interpreter lock in between could be kept from giving it back.
+int populate(const py::object& address, const py::object& num_bytes) {
+  constexpr int64_t kStepBytes = int64_t{2} << 20;
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which C libraries before 2.35 do not name
+  char* const begin = as_address(address, "address");
+  const int64_t size = as_int(num_bytes, "num_bytes");
+  const py::gil_scoped_release release;
+  for (int64_t at = 0; at < size; at += kStepBytes) {
+    if (madvise(begin + at, static_cast<size_t>(std::min(kStepBytes, size - at)), kPopulateWrite) != 0) return errno;
+  }
+  return 0;
+}
+
 // Returns the address of the first element, or None if the array is not C-contiguous. NumPy's own attributes take a
 // microsecond.
 py::object address_of(const py::array& array) {
@@ -278,6 +298,7 @@ PYBIND11_MODULE(_ext, m) {
   m.def("num_threads", &num_threads);
   m.def("cpu_isa", [] { return cpu_kernels().isa; });
   m.def("address_of", &address_of);
+  m.def("populate", &populate, py::arg("address"), py::arg("num_bytes"));
   define_blocks(m);
   define_lane(m);
   define_store(m);

@@ -272,6 +272,9 @@ void define_index(py::module_& m) {
       .def_static("kept_bytes", &kept_bytes, py::arg("num_bytes"), py::arg("slab_bytes"))
       .def_property_readonly("generation", &StoreIndex::generation)
       .def("recover", &recover, py::arg("namespaces"))
+      .def(
+          "set_ready", [](StoreIndex& index, const py::object& size) { index.set_ready(as_int(size, "num_bytes")); },
+          py::arg("num_bytes"))
       .def("open", &open, py::arg("block_bytes"), py::arg("quota_bytes"))
       .def(
           "close", [](StoreIndex& index, const py::object& number) { index.close(as_number(number)); }, space)

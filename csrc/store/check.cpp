@@ -79,6 +79,7 @@ void StoreIndex::check_counts() const {
     num_slabs += static_cast<size_t>(space->counts.slabs);
   }
   if (in_table != table_.size()) throw std::runtime_error("the store's table has a wrong number of keys");
+  for (size_t i = num_ready_; i < slabs_.size(); ++i) num_slabs += slabs_[i].owner == nullptr ? 1 : 0;
   if (num_slabs + free_slabs_.size() != slabs_.size()) throw std::runtime_error("a slab of the store is lost");
 }
 

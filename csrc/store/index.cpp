@@ -38,7 +38,8 @@ StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint
       hash_(derived(seed, 0), derived(seed, 1)),
       kept_(kept, checked_sizes(num_bytes, slab_bytes)),
       slots_(static_cast<size_t>(kept_.num_slots)),
-      slabs_(static_cast<size_t>(num_bytes / slab_bytes)) {
+      slabs_(static_cast<size_t>(num_bytes / slab_bytes)),
+      num_ready_(slabs_.size()) {
   require(reinterpret_cast<uintptr_t>(memory) % kRecordBytes == 0, "address", "is not a multiple of 64");
   require(reinterpret_cast<uintptr_t>(kept) % kPageBytes == 0, "kept", "is not a multiple of 4096");
   KeptHeader& header = *kept_.header;
@@ -56,6 +57,18 @@ StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint
   for (size_t i = slabs_.size(); i-- > 0;) {
     slabs_[i].number = static_cast<uint32_t>(i);
     slabs_[i].slots = &slots_[i << kept_.slot_bits];
+    free_slabs_.push_back(slabs_[i].number);
+  }
+}
+
+void StoreIndex::set_ready(int64_t num_bytes) {
+  require(num_bytes >= 0 && static_cast<size_t>(num_bytes / slab_bytes_) <= slabs_.size(), "num_bytes",
+          "is not in the memory");
+  num_ready_ = static_cast<size_t>(num_bytes / slab_bytes_);
+  free_slabs_.clear();
+  for (size_t i = num_ready_; i-- > 0;) {
+    if (slabs_[i].owner != nullptr) continue;
+    records(slabs_[i])->block_stride.store(kNoStride, std::memory_order_release);
     free_slabs_.push_back(slabs_[i].number);
   }
 }

@@ -92,6 +92,9 @@ class StoreIndex {
   static constexpr int64_t kMaxSlabs = int64_t{1} << 31;
 
   StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed, char* kept);
+  // Says how much of the memory is there: all at first. The slabs behind it are not given to a namespace; those that
+  // have one stay. Called after recover().
+  void set_ready(int64_t num_bytes);
   // The size of the kept memory: a multiple of kPageBytes. Only its parts in use are ever touched.
   static int64_t kept_bytes(int64_t num_bytes, int64_t slab_bytes);
   StoreIndex(const StoreIndex&) = delete;
@@ -208,7 +211,8 @@ class StoreIndex {
   SparseArray<Slot> slots_;  // at the same indices as kept_.slots
   uint64_t tick_ = 0;
   std::vector<Slab> slabs_;
-  std::vector<uint32_t> free_slabs_;          // the last one is used first
+  std::vector<uint32_t> free_slabs_;          // the last one is used first; all of them are ready
+  size_t num_ready_;                          // slabs from here on are not free, even if they have no namespace
   LinkedList<Slab, &Slab::idle_links> idle_;  // slabs of namespaces, without reserved or leased blocks
   KeyTable<Slot> table_;
   std::map<uint32_t, std::unique_ptr<Namespace>> namespaces_;

@@ -19,6 +19,8 @@ constexpr int64_t kKeyBytes = 32;
 constexpr int64_t kRecordBytes = 64;
 constexpr int64_t kPageBytes = 4096;
 
+constexpr uint32_t kNoStride = 1;
+
 enum RecordState : uint32_t { kRecordFree = 0, kRecordReserved = 1, kRecordCommitted = 2 };
 
 struct Record {
@@ -27,8 +29,9 @@ struct Record {
   uint8_t key[kKeyBytes];
   uint32_t namespace_number;
   uint32_t state;  // RecordState
-  // Tells a reader of the first record whether the slab still has the layout that it expects.
-  std::atomic<uint32_t> block_stride;  // in bytes, the low half
+  // Tells a reader of the first record whether the slab still has the layout that it expects, and whether its memory is
+  // there: it is 0 until then.
+  std::atomic<uint32_t> block_stride;  // in bytes, the low half; kNoStride: of no layout
   std::atomic<uint32_t> shared_lease;
 };
 

@@ -254,7 +254,7 @@ void StoreIndex::return_slab(Slab& slab) {
   }
   slab.free = nullptr;
   slab.num_fresh = slab.num_used = 0;
-  free_slabs_.push_back(slab.number);
+  if (slab.number < num_ready_) free_slabs_.push_back(slab.number);
 }
 
 void StoreIndex::count_use(Slot& slot) {

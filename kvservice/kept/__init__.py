@@ -12,10 +12,11 @@ report      what a restart kept and lost
 
 from kvservice.kept.files import KeptFiles
 from kvservice.kept.report import KeptCounts, LostCounts, RestartReport, RestartTotals, count_restart
-from kvservice.kept.state import KeptArrays, KeptState
+from kvservice.kept.state import Facts, KeptArrays, KeptState
 from kvservice.kept.table import KeptDict, KeptStateError, KeptTable, Section
 
 __all__ = [
+    "Facts",
     "KeptArrays",
     "KeptCounts",
     "KeptDict",

@@ -284,12 +284,19 @@ class KeptState:
         return "there is none" if header is None else header.refusal(identity)
 
     def memory(
-        self, name: str, num_bytes: int, *, read_only: bool, sparse: bool = False, children_write: bool = False
+        self,
+        name: str,
+        num_bytes: int,
+        *,
+        read_only: bool,
+        sparse: bool = False,
+        children_write: bool = False,
+        first_bytes: int | None = None,
     ) -> SealedMemory:
         """Return the earlier process's memory of this name, or new zeroed memory. The pages of `sparse` memory are
-        allocated on first use. With `children_write`, processes that get `fd` can write, also if it is read-only for
-        all others. Raises OSError if the host does not have enough, and KeptStateError if the earlier one has another
-        size."""
+        allocated on first use; of other new memory only the `first_bytes`, if they are given. With `children_write`,
+        processes that get `fd` can write, also if it is read-only for all others. Raises OSError if the host does not
+        have enough, and KeptStateError if the earlier one has another size."""
         fd = self._take(name, num_bytes)
         if fd is not None:
             return SealedMemory.reopen(fd, num_bytes, read_only=read_only)
@@ -297,7 +304,9 @@ class KeptState:
             memory = SealedMemory.sparse(f"kvservice-{name}", num_bytes)
         else:
             kept = self._files.is_kept or children_write
-            memory = SealedMemory(f"kvservice-{name}", num_bytes, read_only=read_only, kept=kept)
+            memory = SealedMemory(
+                f"kvservice-{name}", num_bytes, read_only=read_only, kept=kept, first_bytes=first_bytes
+            )
         self._add(name, num_bytes, os.dup(memory.fd))
         return memory
 

@@ -44,6 +44,8 @@ def store_metrics(reading: Reading) -> Iterator[Metric]:
     yield gauge(
         "store_capacity_bytes", "Room for blocks in the block store, store_gib in whole slabs.", reading.store_bytes
     )
+    text = "Room for blocks whose memory is there. After its start the daemon still allocates that of a large store."
+    yield gauge("store_ready_bytes", text, reading.store_ready_bytes)
     models = reading.store_models
     for field, text in _GAUGES.items():
         yield gauges(f"store_{field}", text, "model", ((model, getattr(each, field)) for model, each in models.items()))

@@ -152,6 +152,8 @@ interface CallRow {
 
 interface StoreFigures {
   num_bytes: number;
+  /** How much of it is there: after its start the daemon still allocates the memory of a large store. */
+  ready_bytes: number;
   used_bytes: number;
   blocks: number;
   leased: number;

@@ -73,7 +73,8 @@ def _store(latest: Reading, history: History) -> dict[str, Any]:
         return {}
     models = latest.store_models.values()
     sums = {name: sum(getattr(model, name) for model in models) for name in _STORE}
-    return {"store": {"num_bytes": latest.store_bytes} | sums | history.store()}
+    sizes = {"num_bytes": latest.store_bytes, "ready_bytes": latest.store_ready_bytes}
+    return {"store": sizes | sums | history.store()}
 
 
 def _tiers(latest: Reading, history: History) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ the mode of the file keeps other users from opening it again for writing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -26,14 +25,13 @@ from typing import Final
 
 import numpy as np
 
+from kvservice import _ext
 from kvservice.pool.available import available_bytes
 
 logger = logging.getLogger(__name__)
 
 _ADD_SEALS = 1033
-_MADV_POPULATE_WRITE = 23
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_populate = _ext.populate
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 # Bytes that `in_slices` allocates per slice. A slice takes at most a few milliseconds.
 SLICE_BYTES: Final = 1 << 20
@@ -56,14 +54,22 @@ class SealedMemory:
     """
 
     def __init__(
-        self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0, kept: bool = False
+        self,
+        name: str,
+        num_bytes: int,
+        *,
+        read_only: bool,
+        reserve_bytes: int = 0,
+        kept: bool = False,
+        first_bytes: int | None = None,
     ) -> None:
-        """Allocate the memory. Raises OSError if it would leave less than `reserve_bytes` of available memory."""
+        """Allocate the memory, or only its `first_bytes`: the rest must not be used before `allocate`. Raises OSError
+        if all of it would leave less than `reserve_bytes` of available memory."""
         self._create(name, num_bytes, reserve_bytes)
         try:
             os.ftruncate(self.fd, num_bytes)
             self.map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED)
-            populate(name, self.map, self.fd)
+            populate(name, self.map, self.fd, num_bytes if first_bytes is None else first_bytes)
             self._seal(read_only=read_only and not kept)
         except OSError:
             os.close(self.fd)
@@ -143,21 +149,26 @@ class SealedMemory:
         self.shared_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._finalizers.append(weakref.finalize(self, os.close, self.shared_fd))
 
+    def allocate(self, begin: int, num_bytes: int) -> None:
+        """Allocate the pages of a part of memory that was not allocated as a whole. Any thread may call this. Raises
+        OSError."""
+        _allocate(self.address, self.fd, begin, num_bytes)
+
     def close(self) -> None:
         """Close the descriptors. The memory is freed after the last mapping is gone, in all processes."""
         for finalizer in self._finalizers:
             finalizer()
 
 
-def populate(name: str, memory: mmap.mmap, fd: int) -> None:
-    """Allocate all pages of a mapped memory file, with a thread for each processor, and log the progress. Raises
+def populate(name: str, memory: mmap.mmap, fd: int, num_bytes: int) -> None:
+    """Allocate the first pages of a mapped memory file, with a thread for each processor, and log the progress. Raises
     OSError.
 
     The kernel zeroes the pages, which is most of the work. It does that for pages of 2 MiB where
     /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise".
     """
-    num_bytes, began_s = len(memory), time.monotonic()
-    num_threads = min(MAX_POPULATE_THREADS, len(os.sched_getaffinity(0)))
+    began_s = time.monotonic()
+    num_threads = num_processors()
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -167,7 +178,7 @@ def populate(name: str, memory: mmap.mmap, fd: int) -> None:
             end = min(begin + POPULATE_BYTES, num_bytes)
             part = -(-(end - begin) // num_threads // PART_BYTES) * PART_BYTES
             parts = [(at, min(part, end - at)) for at in range(begin, end, part)]
-            list(threads.map(lambda one: _populate_part(address, fd, *one), parts))
+            list(threads.map(lambda one: _allocate(address, fd, *one), parts))
             now_s = time.monotonic()
             if now_s - said_s >= SAY_EVERY_S and end < num_bytes:
                 said_s = now_s
@@ -178,14 +189,19 @@ def populate(name: str, memory: mmap.mmap, fd: int) -> None:
         logger.info("%s: %.1f GiB are allocated, %.1f GiB/s by %d threads", name, num_bytes / GIB, rate, num_threads)
 
 
-def _populate_part(address: int, fd: int, begin: int, num_bytes: int) -> None:
+def num_processors() -> int:
+    """Return for how many threads there are processors that allocate memory at the same time."""
+    return min(MAX_POPULATE_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _allocate(address: int, fd: int, begin: int, num_bytes: int) -> None:
     """Allocate pages, without the interpreter lock. On kernels before 5.14 they are mapped later, on first use."""
-    if _madvise(address + begin, num_bytes, _MADV_POPULATE_WRITE) == 0:
-        return
-    number = ctypes.get_errno()
-    if number != errno.EINVAL:
-        raise OSError(errno.ENOMEM if number == errno.EFAULT else number, os.strerror(number))
-    os.posix_fallocate(fd, begin, num_bytes)
+    number = _populate(address + begin, num_bytes)
+    if number == errno.EINVAL:
+        os.posix_fallocate(fd, begin, num_bytes)
+    elif number:
+        number = errno.ENOMEM if number == errno.EFAULT else number
+        raise OSError(number, os.strerror(number))
 
 
 def _require(num_bytes: int) -> None:

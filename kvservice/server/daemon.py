@@ -128,7 +128,6 @@ class KVServer:
         """Make the parts that work on the state, and tell of it."""
         config = self._config
         self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
-        blocks = None if self.store is None else self.store.blocks
         # The tiers below the block store, or None.
         self.chain = None if self.store is None else self.store.chain
         arrays = core.kept.arrays
@@ -159,7 +158,11 @@ class KVServer:
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
         self._health = Health(
             lambda: note_of(
-                tiers.tiers(), core.saved.note, self.sessions.transfers.note, *map(str, self._not_open.values())
+                tiers.tiers(),
+                "" if self.store is None else self.store.growth.note,
+                core.saved.note,
+                self.sessions.transfers.note,
+                *map(str, self._not_open.values()),
             )
         )
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
@@ -174,7 +177,7 @@ class KVServer:
             self.audit,
             self.integrity,
             self._connections,
-            blocks,
+            self.store,
             tiers,
             config,
         )
@@ -206,6 +209,7 @@ class KVServer:
                 self.integrity.run(self._config.integrity_interval_s),
                 self.core.saved.run(),
                 *(() if self.pool_tier is None else (self.pool_tier.run(),)),
+                *(() if self.store is None else (self.store.growth.run(self.sessions.budget),)),
             )
             if self.chain is not None:
                 self.chain.start()

@@ -43,7 +43,11 @@ class KeyIndex(Protocol):
 
     @property
     def num_free_slabs(self) -> int:
-        """The number of slabs without a namespace."""
+        """The number of slabs without a namespace whose memory is there."""
+
+    def set_ready(self, num_bytes: int) -> None:
+        """Say how much of the memory is there: all at first. The slabs behind it are not given to a namespace; those
+        that have one stay. Called after `recover`."""
 
     def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
         """Take over the blocks of these namespaces from the process before. Returns the slots reserved, and those

@@ -319,9 +319,13 @@ class BlockStore:
     def stats(self, namespace: StoredNamespace) -> IndexStats:
         return self._index.stats(namespace.number)
 
+    def set_ready(self, num_bytes: int) -> None:
+        """Say how much of the memory is there: all at first. Blocks come only there."""
+        self._index.set_ready(num_bytes)
+
     @property
     def num_free_slabs(self) -> int:
-        """Slabs that belong to no namespace."""
+        """Slabs that belong to no namespace, and are there."""
         return self._index.num_free_slabs
 
     def totals(self) -> IndexStats:

@@ -94,9 +94,9 @@ class Reading:
 
     `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
-    `store_bytes` is the size of the block store, 0 if there is none. `tiers` are those below it, fastest first.
-    `spill` is None if blocks of the pool are not saved, `saved` if sessions are not, `transfers` if there are no
-    transfer engines.
+    `store_bytes` is the size of the block store, 0 if there is none; `store_ready_bytes` of it are there. `tiers` are
+    those below it, fastest first. `spill` is None if blocks of the pool are not saved, `saved` if sessions are not,
+    `transfers` if there are no transfer engines.
     """
 
     time_s: float
@@ -110,6 +110,7 @@ class Reading:
     sessions: list[SessionReading]
     tenants: dict[str, tuple[int, ...]]
     store_bytes: int
+    store_ready_bytes: int
     store_models: dict[str, ModelFigures]
     schedulers: SchedulerReading
     tiers: tuple[TierStats, ...] = ()

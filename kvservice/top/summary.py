@@ -195,6 +195,7 @@ def _store(store: StoreSnapshot) -> Columns:
     reasons = ", ".join(f"{fmt.count(number)} {reason}" for reason, number in missed if number)
     pairs = (
         ("Store", f"{fmt.size(store.used_bytes)} of {fmt.size(store.num_bytes)}"),
+        *((("ready", fmt.size(store.ready_bytes)),) if 0 < store.ready_bytes < store.num_bytes else ()),
         ("blocks", fmt.count(store.blocks)),
         ("leased", fmt.count(store.leased)),
         ("being written", fmt.count(store.reserved)),

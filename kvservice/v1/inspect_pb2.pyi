@@ -202,7 +202,7 @@ class LostSnapshot(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., steps: _Optional[int] = ..., schedulers: _Optional[int] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
-    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined", "up_bytes_per_s", "down_bytes_per_s", "hit_share", "evicted_misses", "not_whole_misses", "other_namespace_misses", "never_stored_misses")
+    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined", "up_bytes_per_s", "down_bytes_per_s", "hit_share", "evicted_misses", "not_whole_misses", "other_namespace_misses", "never_stored_misses", "ready_bytes")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class StoreSnapshot(_message.Message):
     NOT_WHOLE_MISSES_FIELD_NUMBER: _ClassVar[int]
     OTHER_NAMESPACE_MISSES_FIELD_NUMBER: _ClassVar[int]
     NEVER_STORED_MISSES_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     used_bytes: int
     blocks: int
@@ -233,7 +234,8 @@ class StoreSnapshot(_message.Message):
     not_whole_misses: int
     other_namespace_misses: int
     never_stored_misses: int
-    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ..., evicted_misses: _Optional[int] = ..., not_whole_misses: _Optional[int] = ..., other_namespace_misses: _Optional[int] = ..., never_stored_misses: _Optional[int] = ...) -> None: ...
+    ready_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ..., evicted_misses: _Optional[int] = ..., not_whole_misses: _Optional[int] = ..., other_namespace_misses: _Optional[int] = ..., never_stored_misses: _Optional[int] = ..., ready_bytes: _Optional[int] = ...) -> None: ...
 
 class TierSnapshot(_message.Message):
     __slots__ = ("name", "state", "num_values", "used_bytes", "capacity_bytes", "hits", "misses", "read_values", "read_bytes", "read_s", "written_values", "written_bytes", "write_s", "evicted", "removed", "refused", "dropped", "corrupt", "errors", "suspensions", "latency_s", "read_bytes_per_s", "write_bytes_per_s", "up_bytes_per_s", "down_bytes_per_s", "hit_share")

@@ -371,9 +371,11 @@ class MapStoreRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., writable: bool = ...) -> None: ...
 
 class MapStoreResponse(_message.Message):
-    __slots__ = ("handover_token", "num_bytes")
+    __slots__ = ("handover_token", "num_bytes", "growing")
     HANDOVER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROWING_FIELD_NUMBER: _ClassVar[int]
     handover_token: bytes
     num_bytes: int
-    def __init__(self, handover_token: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    growing: bool
+    def __init__(self, handover_token: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., growing: bool = ...) -> None: ...

@@ -144,6 +144,18 @@ def test_restart() -> None:
 
 
 @pytest.mark.slow
+def test_start() -> None:
+    """A store of 2.1 GiB is complete some time after the daemon serves."""
+    results = measured("start", "--store-gib", "2.1")
+    assert 0 < results["serving_s"] < results["complete_s"]
+    assert results["empty_serving_s"] > 0
+    assert results["stop_s"] > 0
+    assert results["ping_max_s"] > 0
+    rows = cells(shown("start", "--store-gib", "0.1"))
+    assert [row[0] for row in rows[1:3]] == ["start until it serves", "start until all memory is there"]
+
+
+@pytest.mark.slow
 def test_mooncake() -> None:
     """The tier compares all checksums itself. Figures are in units of the library."""
     mooncake_rig.programs()

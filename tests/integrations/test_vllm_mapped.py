@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from waiting import until
 
 from kvservice.client import KVClient, PutStatus, Store
 from kvservice.integrations.vllm.copies import HostCopier, block_layout
-from kvservice.integrations.vllm.gpu_copies import IN_FLIGHT, MappedCopier
+from kvservice.integrations.vllm.gpu_copies import IN_FLIGHT, MappedCopier, PageLocks
 from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.launch import Daemon
 
@@ -236,6 +237,22 @@ def test_nothing_waits_for_locks(store_daemon: OpenStore) -> None:
         assert rig.gate.num_started == 1
         assert len(rig.gpu.lockers) == 1
         assert threading.get_ident() not in rig.gpu.lockers
+
+
+def test_slabs_are_locked_when_they_are_there() -> None:
+    """Locking allocates what is not, which is the daemon's to do."""
+    rig, there = Rig(), {0, 1}
+    memory = SimpleNamespace(address=1 << 20, num_bytes=4 << 12, slab_bytes=1 << 12, writable=True)
+    memory.has_slab = there.__contains__
+    locks = PageLocks(rig.gpu)
+    locks.use(memory)
+    until(lambda: len(rig.gpu.locks) == 2)
+    assert not locks.complete
+    there |= {2, 3}
+    until(lambda: locks.complete)
+    assert [lock.address for lock in rig.gpu.locks] == [(1 << 20) + slab * (1 << 12) for slab in range(4)]
+    locks.close()
+    assert rig.gpu.locks == []
 
 
 def test_locking_stops_when_vllm_ends(store_daemon: OpenStore) -> None:

@@ -50,6 +50,7 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
         [],
         {},
         0,
+        0,
         {},
         NO_SCHEDULERS,
     )

@@ -43,12 +43,12 @@ def test_the_store_is_summed_up_over_its_models() -> None:
     reasons = ("evicted", "not_whole", "other_namespace", "never_stored")
     missed = {f"{reason}_misses": number for number, reason in enumerate(reasons)}
     one = ModelFigures(blocks=3, leased=2, reserved=1, quarantined=4, used_bytes=100, hits=7, misses=5, **missed)
-    pool.store_table.write({"a": one, "b": one})
+    pool.store_table.write({"a": one, "b": one}, 1024)
     found = snapshot_of(pool)
     expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10, "quarantined": 8}
     expected |= {name: 2 * number for name, number in missed.items()}
     rates = {"up_bytes_per_s": 0, "down_bytes_per_s": 0}
-    assert found["store"] == expected | {"num_bytes": 4096} | rates
+    assert found["store"] == expected | {"num_bytes": 4096, "ready_bytes": 1024} | rates
     assert inspect_pb2.Snapshot(store=found["store"]).store.hits == 14
 
 

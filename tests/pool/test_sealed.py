@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -154,7 +155,7 @@ def test_all_pages_are_allocated_by_several_threads_and_the_log_says_how_far(
     """Kernels before 5.14 have no MADV_POPULATE_WRITE. No more is allocated than there is room for."""
     set_constants(monkeypatch, "kvservice.pool", POPULATE_BYTES=4 << 20, SAY_EVERY_S=0.0, MAX_POPULATE_THREADS=2)
     if is_old:
-        set_constants(monkeypatch, "kvservice.pool", _MADV_POPULATE_WRITE=99)
+        set_constants(monkeypatch, "kvservice.pool", _populate=lambda *_: errno.EINVAL)
     num_bytes = (10 << 20) + mmap.PAGESIZE
     with caplog.at_level("INFO", "kvservice.pool"):
         memory = SealedMemory("store", num_bytes, read_only=False)
@@ -164,6 +165,22 @@ def test_all_pages_are_allocated_by_several_threads_and_the_log_says_how_far(
     assert len(said) == 3
     assert said[0] == "store: 0.0 of 0.0 GiB are allocated"
     assert "store: 0.0 GiB are allocated, " in said[-1]
+    memory.close()
+
+
+def test_the_rest_is_allocated_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only all of it together must be available at once."""
+    num_bytes = 16 << 20
+    memory = SealedMemory("store", num_bytes, read_only=True, first_bytes=5 << 20)
+    assert os.fstat(memory.fd).st_blocks * 512 == 5 << 20
+    for begin, size in ((12 << 20, 4 << 20), (5 << 20, 7 << 20), (0, num_bytes)):
+        memory.allocate(begin, size)
+    assert os.fstat(memory.fd).st_blocks * 512 == num_bytes
+    set_constants(monkeypatch, "kvservice.pool", _populate=lambda *_: errno.EFAULT)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        memory.allocate(0, num_bytes)
+    with pytest.raises(OSError, match="memory"):
+        SealedMemory("store", 1 << 60, read_only=True, first_bytes=4096)
     memory.close()
 
 

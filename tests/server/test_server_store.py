@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blocks_rig import BLOCK_BYTES, identity, keys
+from constants import set_constants
 from each_row import each_row
 from kept_files import HeldFiles
-from store_rig import Store, unpack
+from store_rig import DONE, NO_ROOM, PRESENT, Store, unpack
 
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
 from kvservice.kept import KeptState
-from kvservice.server.tiering.store import ServerStore, open_store, store_config
+from kvservice.server.memory.budget import RESERVE_BYTES, Budget
+from kvservice.server.tiering.store import AGAIN_S, ServerStore, open_store, store_config
 from kvservice.store import SessionStore, StoreRecovery
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -122,4 +127,115 @@ def test_the_next_process_finds_the_store_of_the_one_before(tmp_path: Path) -> N
             asyncio.run(third())
             writer.kill()
         asyncio.run(fourth())
+    keeper.close()
+
+
+# ---- a large store, whose memory comes while it is used
+
+SLAB_BYTES = 4 * MIB + 4096
+SLABS_8 = ServeConfig(store_gib=1 / 32)
+SMALL_STEPS = {"WHOLE_BYTES": 8 * MIB, "FIRST_BYTES": 2 * SLAB_BYTES, "ROUND_BYTES": 2 * SLAB_BYTES, "PART_BYTES": MIB}
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constants(monkeypatch, "kvservice.server.tiering", **SMALL_STEPS)
+
+
+def blocks_of(store: ServerStore, *numbers: int) -> list[int]:
+    """Store blocks that fill a slab each. Returns the statuses."""
+    namespace = store.blocks.open(replace(identity(), block_bytes=4 * MIB - 4096))
+    reserved = store.blocks.reserve(namespace, keys(*numbers))
+    for offset in unpack(reserved.offsets):
+        assert offset < store.growth.ready_bytes
+    store.blocks.commit(namespace, reserved.slots, reserved.keys, reserved.slots)
+    store.blocks.leave(namespace)
+    return list(reserved.statuses)
+
+
+def allocated_bytes(store: ServerStore) -> int:
+    return os.fstat(store.memory.fd).st_blocks * 512
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_large_store_is_used_as_far_as_its_memory_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host that has no more for some time is asked again. Clients' own memory leaves it room."""
+    budget, slept = Budget(1), list[float]()
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        assert store.growth.note.startswith("the block store has 0.0 of 0.0 GiB of memory: the host has no more")
+        assert allocated_bytes(store) == 4 * SLAB_BYTES + 4 * 4096
+        assert budget.reserve_bytes == RESERVE_BYTES + 4 * SLAB_BYTES
+
+    available = iter([2 * SLAB_BYTES, 2 * SLAB_BYTES - 1, 0, 1 << 40, 1 << 40])
+    opened = open_store(SLABS_8, None, KeptState.fresh())
+    assert opened is not None
+    store = opened
+    assert (store.growth.note, store.growth.is_complete) == ("the block store has 0.0 of 0.0 GiB of memory", False)
+    assert allocated_bytes(store) == 2 * SLAB_BYTES + 6 * 4096, "the first page of each slab is there"
+    assert blocks_of(store, 1, 2, 3) == [DONE, DONE, NO_ROOM]
+    assert store.ready_bytes == 2 * 4 * MIB
+    set_constants(monkeypatch, "kvservice.server.tiering", available_bytes=lambda: next(available))
+    asyncio.run(store.growth.run(budget, sleep))
+    assert slept == [AGAIN_S] * 2
+    assert (store.growth.note, store.growth.is_complete, store.ready_bytes) == ("", True, 32 * MIB)
+    assert allocated_bytes(store) == store.memory.num_bytes == 8 * SLAB_BYTES
+    assert budget.reserve_bytes == RESERVE_BYTES
+    assert blocks_of(store, *range(1, 9)) == [PRESENT, PRESENT, *[DONE] * 6]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert "Cannot allocate memory" in errors[0]
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_the_next_process_goes_on_with_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = HeldFiles()
+
+    def start() -> ServerStore:
+        state = KeptState.open(keeper.start(), {})
+        store = open_store(SLABS_8, None, state)
+        assert store is not None
+        state.ready()
+        return store
+
+    async def killed() -> None:
+        """It ends within the second round."""
+        store = start()
+        blocks_of(store, 1, 2)
+        is_second = asyncio.Event()
+        allocate, loop = store.memory.allocate, asyncio.get_running_loop()
+
+        def slow(begin: int, num_bytes: int) -> None:
+            if begin >= 5 * SLAB_BYTES:
+                loop.call_soon_threadsafe(is_second.set)
+            allocate(begin, num_bytes)
+
+        monkeypatch.setattr(store.memory, "allocate", slow)
+        task = asyncio.create_task(store.growth.run(Budget(1)))
+        await is_second.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not [one.name for one in threading.enumerate() if "growth" in one.name]
+        assert store.growth.ready_bytes == 4 * SLAB_BYTES
+        assert blocks_of(store, 3, 4, 5) == [DONE, DONE, DONE], "one was evicted"
+
+    async def goes_on() -> None:
+        store = start()
+        assert store.recover({}).blocks == 4
+        assert store.growth.ready_bytes == 4 * SLAB_BYTES
+        await store.growth.run(Budget(1))
+        assert allocated_bytes(store) == 8 * SLAB_BYTES
+        assert blocks_of(store, *range(11, 15)) == [DONE] * 4
+        assert blocks_of(store, 1, 3, 4, 5, *range(11, 15)) == [PRESENT] * 8
+
+    async def has_all() -> None:
+        store = start()
+        assert store.growth.is_complete
+        assert store.recover({}).blocks == 8
+
+    for life in (killed, goes_on, has_all):
+        asyncio.run(life())
     keeper.close()

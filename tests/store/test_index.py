@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from each_row import each_row
 from store_rig import BEING_WRITTEN, DONE, NO_ROOM, PRESENT, Store, bits, key_of, keys_of, pack, unpack
 
 from kvservice import _ext
+from kvservice.errors import InvalidArgumentError
 
 SLAB_BYTES = 16384
 PLENTY = 1 << 40
 LARGE = SLAB_BYTES - 4096  # a slab has one block of this size
+STRIDE_BYTE = 56  # of the first record of a slab
 THIRD = 4096  # a slab has three blocks of this size
 
 
@@ -412,3 +415,44 @@ def test_a_namespace_shrinks_to_a_lower_quota_as_it_stores(store: Store) -> None
     store.put(namespace, "fg")
     assert store.index.stats(namespace).num_blocks == 6
     store.check()
+
+
+def test_blocks_come_only_where_the_memory_is(store: Store) -> None:
+    """Slabs behind it that have blocks, those of a process before, keep them, and are free no earlier than others."""
+    index = store.index
+    index.set_ready(2 * SLAB_BYTES + 1)
+    strides = store.memory.view(np.uint32)[STRIDE_BYTE // 4 :: SLAB_BYTES // 4]
+    assert (strides.tolist(), index.num_free_slabs) == ([1, 1, 0, 0], 2)
+    namespace = index.open(LARGE, PLENTY)
+    statuses, slots, offsets = index.reserve(namespace, keys_of("abcd"))
+    assert [offset // SLAB_BYTES for offset in unpack(offsets)] == [0, 1]
+    assert list(statuses) == [DONE, DONE, NO_ROOM, NO_ROOM]
+    index.commit(slots, slots)
+    store.check()
+    index.set_ready(store.num_bytes)
+    assert store.put(namespace, "cd") == [DONE, DONE]
+    assert store.found(namespace, "abcd") == [True] * 4
+    store.check()
+
+    store.restart(2)
+    index = store.index
+    index.recover([(namespace, LARGE, PLENTY)])
+    index.set_ready(store.slab_bytes)
+    assert store.found(namespace, "abcd") == [True] * 4
+    assert index.remove(namespace, keys_of("ad")) == 2
+    store.check()
+    assert index.num_free_slabs == 1
+    assert store.put(namespace, "e") == [DONE]
+    assert store.found(namespace, "abcde") == [False, True, True, False, True]
+    index.set_ready(store.num_bytes)
+    assert store.put(namespace, "f") == [DONE]
+    assert store.found(namespace, "bcef") == [True] * 4
+    store.check()
+
+
+def test_more_memory_than_there_is_is_refused(store: Store) -> None:
+    for num_bytes in (-1, store.num_bytes + store.slab_bytes):
+        with pytest.raises(InvalidArgumentError) as caught:
+            store.index.set_ready(num_bytes)
+        assert caught.value.field == "num_bytes"
+    assert store.index.num_free_slabs == 4

@@ -259,6 +259,7 @@ class PagePool(ObservedPool):
         )  # fmt: skip
         return {
             "store_bytes": 64 * GIB,
+            "store_ready_bytes": 64 * GIB,
             "store_models": {"m": figures},
             "tiers": (disk, mooncake),
             "spill": spill,

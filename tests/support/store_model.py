@@ -110,6 +110,7 @@ class StoreModel:
         del address, seed, kept
         self.slab_bytes = slab_bytes
         self.num_slabs = num_bytes // slab_bytes
+        self.num_ready = self.num_slabs
         self.free_slabs = list(reversed(range(self.num_slabs)))  # the last one is used first
         self.spaces: dict[int, Namespace] = {}
         self.next_number = 1
@@ -167,6 +168,11 @@ class StoreModel:
         space = self.spaces.pop(namespace)
         self.closed_evictions += space.num_evicted
         self.closed_unoffered += space.num_unoffered
+
+    def set_ready(self, num_bytes: int) -> None:
+        self.num_ready = num_bytes // self.slab_bytes
+        used = {slab.number for space in self.spaces.values() for slab in space.slabs}
+        self.free_slabs = [slab for slab in reversed(range(self.num_ready)) if slab not in used]
 
     def set_quota(self, namespace: int, quota_bytes: int) -> None:
         self.spaces[namespace].max_blocks = quota_bytes // self.spaces[namespace].block_bytes
@@ -371,7 +377,9 @@ class StoreModel:
         """Check all of the model."""
         del most
         slabs = [slab for space in self.spaces.values() for slab in space.slabs]
-        assert sorted([slab.number for slab in slabs] + self.free_slabs) == list(range(self.num_slabs))
+        used = [slab.number for slab in slabs]
+        behind = [slab for slab in range(self.num_ready, self.num_slabs) if slab not in used]
+        assert sorted(used + self.free_slabs + behind) == list(range(self.num_slabs))
         for slab in slabs:
             assert slab.blocks
             assert sorted([*slab.blocks, *slab.free]) == list(range(slab.space.blocks_per_slab))
@@ -490,7 +498,8 @@ class StoreModel:
         if not slab.blocks:
             slab.space.with_room.remove(slab)
             slab.space.slabs.remove(slab)
-            self.free_slabs.append(slab.number)
+            if slab.number < self.num_ready:
+                self.free_slabs.append(slab.number)
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -75,14 +75,14 @@ def changed(before: list[Sample], after: list[Sample]) -> list[Sample]:
 
 
 def test_a_reading_has_every_figure(pool: ObservedPool, empty: Reading) -> None:
-    assert (empty.store_bytes, empty.store_models, empty.tiers) == (7, {}, ())
+    assert (empty.store_bytes, empty.store_ready_bytes, empty.store_models, empty.tiers) == (7, 7, {}, ())
     assert (empty.spill, empty.saved, empty.transfers) == (None, None, None), "they have not been written"
     models = {"ü" * 256: STORE, "": ModelFigures(), "other": STORE}
     latencies = Latencies()
     latencies.first_token.observe(0.003, 2)
     latencies.between_tokens.observe(300.0, 5)
     pool.stats.write(BLOCKS, SERVER, [1, 2])
-    pool.store_table.write(models)
+    pool.store_table.write(models, 5)
     pool.scheduler_table.write({}, SCHEDULERS, latencies)
     pool.tier_table.write([MOONCAKE] * len(TIER_STATES))
     pool.tier_table.write([DISK, MOONCAKE])
@@ -91,7 +91,7 @@ def test_a_reading_has_every_figure(pool: ObservedPool, empty: Reading) -> None:
     pool.transfer_table.write(TRANSFERS, COUNTS, SECONDS)
     reading = pool.reader.read()
     assert (reading.blocks, reading.server, reading.lane_counts) == (BLOCKS, SERVER, [1, 2])
-    assert (reading.store_bytes, reading.store_models) == (7, models)
+    assert (reading.store_bytes, reading.store_ready_bytes, reading.store_models) == (7, 5, models)
     assert reading.tiers == (DISK, MOONCAKE)
     assert (reading.spill, reading.saved) == (SPILL, SAVED)
     for read, written in ((reading.spill, SPILL), (reading.saved, SAVED), (reading.tiers[0], DISK)):

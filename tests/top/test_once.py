@@ -50,13 +50,18 @@ def test_tables_for_people(inspected: Inspected) -> None:
     done = top("--once", "--address", inspected.address, "--sort", "tokens")
     assert (done.exit_code, done.stderr) == (0, "")
     assert "50 of 100 blocks, 50.0 %" in done.stdout
-    assert "Store 1.0 GiB of 4.0 GiB" in done.stdout
+    assert "Store 1.0 GiB of 4.0 GiB  blocks" in done.stdout
     assert "found 75.0 %" in done.stdout
     assert "prefix hits 25.0 % of 1,000 tokens/s" in done.stdout
     assert "310 µs" in done.stdout
     assert "\x1b" not in done.stdout
     names = [line.split()[1] for line in done.stdout.splitlines() if line.split()[2:3] in (["acme"], ["zeta"], ["12"])]
     assert names == ["[red]evil�[2J", "batch", "chat"]
+
+
+def test_a_store_whose_memory_is_not_complete(inspected: Inspected) -> None:
+    inspected.snapshot.store.ready_bytes = 2 << 30
+    assert "Store 1.0 GiB of 4.0 GiB  ready 2.0 GiB  blocks" in top("--once", "--address", inspected.address).stdout
 
 
 def test_a_line_for_each_tier(inspected: Inspected) -> None:

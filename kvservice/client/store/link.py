@@ -164,7 +164,9 @@ class StoreMapper:
         except (ConnectionLostError, RegionsNotAllowedError) as error:
             raise _not_mapped(error) from None
         try:
-            return MappedStore.open(descriptor, response.num_bytes, self._geometry, writable, num_threads)
+            return MappedStore.open(
+                descriptor, response.num_bytes, self._geometry, writable, num_threads, growing=response.growing
+            )
         except (OSError, ValueError) as error:
             raise ResourceExhaustedError(f"it cannot be mapped here: {error}") from None
         finally:

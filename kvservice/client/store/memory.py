@@ -59,6 +59,8 @@ def _check(offsets: bytes, pieces: Pieces) -> None:
 RECORD_BYTES = 64
 # The place of the checksum in a record.
 CHECKSUM_BYTE = 8
+# The place of the stride in the first record of a slab, which is 0 until the slab is there.
+STRIDE_BYTE = 56
 # How often new blocks are looked for, at most, and how many records a look-up has time for.
 LOOK_S, LOOKED_AT = 0.01, 1 << 15
 # The records that are looked at in one go where nobody waits.
@@ -129,12 +131,20 @@ class MappedStore:
 
     `offsets` are those of blocks, as the daemon packs them. A block can change as soon as its lease has ended;
     `unchanged` notices that afterwards. `identity` is the same in all processes that map this memory: what one of them
-    has leased, another one can read."""
+    has leased, another one can read. `growing`: the daemon had not allocated all of it when it was mapped."""
 
     def __init__(
-        self, mapping: mmap.mmap, geometry: Geometry, writable: bool, num_threads: int, identity: tuple[int, int]
+        self,
+        mapping: mmap.mmap,
+        geometry: Geometry,
+        writable: bool,
+        num_threads: int,
+        identity: tuple[int, int],
+        *,
+        growing: bool = False,
     ) -> None:
         self.identity = identity
+        self._growing = growing
         self.writable, self.num_bytes, self.slab_bytes = writable, len(mapping), geometry.slab_bytes
         self._geometry, self._num_threads = geometry, num_threads
         self._bytes = np.frombuffer(mapping, np.uint8)
@@ -159,12 +169,20 @@ class MappedStore:
         )
 
     @staticmethod
-    def open(descriptor: int, num_bytes: int, geometry: Geometry, writable: bool, num_threads: int) -> MappedStore:
+    def open(
+        descriptor: int, num_bytes: int, geometry: Geometry, writable: bool, num_threads: int, *, growing: bool = False
+    ) -> MappedStore:
         """Map the memory. The caller still owns the descriptor. Raises OSError."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         file = os.fstat(descriptor)
         mapping = mmap.mmap(descriptor, num_bytes, prot=access)
-        return MappedStore(mapping, geometry, writable, num_threads, (file.st_dev, file.st_ino))
+        return MappedStore(mapping, geometry, writable, num_threads, (file.st_dev, file.st_ino), growing=growing)
+
+    def has_slab(self, slab: int) -> bool:
+        """Whether the daemon has allocated this slab. One that it has not must not be touched as a whole, for example
+        pinned; blocks are only in others."""
+        place = slab * self.slab_bytes + STRIDE_BYTE
+        return not self._growing or bool(self._bytes[place : place + 4].any())
 
     @property
     def tells_all(self) -> bool:

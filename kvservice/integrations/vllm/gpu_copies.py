@@ -65,6 +65,8 @@ IN_FLIGHT = 4
 # as it works. It takes vLLM for computing for some seconds after a step.
 RESTS = 4
 BUSY_S = 0.25
+# How often it looks for more slabs of a store whose memory the daemon still allocates.
+GROWS_S = 0.25
 
 
 def block_copier(layout: BlockLayout, *, verify: bool = False) -> BlockCopier:
@@ -344,7 +346,7 @@ class PageLocks:
                 self._unlock()
             slab = self._take()
             if slab is None:
-                self._wake.wait()
+                self._wake.wait(None if self.complete else GROWS_S)
                 continue
             began = time.monotonic()
             memory = self._memory
@@ -373,7 +375,7 @@ class PageLocks:
                 slab = self._asked.popleft()
                 if slab not in self._slabs and slab < count:
                     return slab
-            while self._next < count:
+            while self._next < count and self._memory.has_slab(self._next):
                 self._next += 1
                 if self._next - 1 not in self._slabs:
                     return self._next - 1

@@ -9,6 +9,7 @@ import { Table } from "./tables.js";
  * @typedef {object} Rung
  * @property {string} name
  * @property {string} state
+ * @property {string} [said]  in place of the state
  * @property {number} used_bytes
  * @property {number} capacity_bytes  0 if it is not known
  * @property {number} [values]
@@ -109,7 +110,7 @@ function ladder(host) {
     key: (rung) => rung.name,
     columns: [
       { title: "Tier", text: (rung) => rung.name },
-      { title: "State", text: (rung) => rung.state, before: lamp },
+      { title: "State", text: (rung) => rung.said ?? rung.state, before: lamp },
       { title: "Filled", text: (rung) => format.percent(share(rung)), before: bar },
       { title: "In use", number: true, text: inUse },
       { title: "Values", number: true, text: (rung) => format.count(rung.values) },
@@ -138,10 +139,12 @@ function rungs({ pool, rates, store, tiers: lower }, { block_bytes, prefix_cachi
     values: used,
     hit_share: prefix_caching ? rates.hit_share : undefined,
   };
+  const isWhole = !store || store.ready_bytes >= store.num_bytes;
   const second = store && {
     ...store,
     name: "Block store",
-    state: "open",
+    state: isWhole ? "open" : "opening",
+    said: isWhole ? undefined : `${format.bytes(store.ready_bytes)} ready`,
     capacity_bytes: store.num_bytes,
     values: store.blocks,
   };

@@ -229,7 +229,8 @@ class StoreCalls:
 
     def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
         token = self._store.share(own_store(session), session.access, request.writable)
-        return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes)
+        growing = not self._store.growth.is_complete
+        return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes, growing=growing)
 
 
 def opened(store: T | None) -> T:

@@ -74,9 +74,11 @@ class SessionRegistry:
         trust = Trust.of(config)
         self.fd_server = FdServer(trust.shm_uids | trust.pool_uids | trust.store_uids, self._introduce, self._clock)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
-        budget = Budget(config.max_shared_mib)
+        self.budget = Budget(config.max_shared_mib)
         self.transfers = Transfers(config, self._clock.time)
-        self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers)
+        self._sharing = Sharing(
+            trust, self.budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers
+        )
         self._sessions: dict[bytes, ServerSession] = {}
         # Identifies this process for clients, see AttachResponse. Never 0.
         self.daemon_start = secrets.randbits(63) + 1

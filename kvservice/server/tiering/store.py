@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import mmap
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,11 +24,11 @@ from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
 from kvservice.errors import RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
-from kvservice.kept import KeptState, Section
+from kvservice.kept import Facts, KeptState, Section
 from kvservice.pool.available import available_bytes
-from kvservice.pool.sealed import SealedMemory
+from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, num_processors
 from kvservice.server.loop import Clock, SystemClock
-from kvservice.server.memory.budget import descriptors_needed
+from kvservice.server.memory.budget import RESERVE_BYTES, Budget, descriptors_needed
 from kvservice.server.memory.fd_passing import pid_of
 from kvservice.server.memory.host import HostAccess
 from kvservice.server.memory.region import Array, Places, Region
@@ -71,8 +74,8 @@ def store_config(config: ServeConfig) -> StoreConfig:
 
 @dataclass(frozen=True)
 class ServerStore:
-    """The store of a daemon. `shared` says how clients may map `memory`. The index is in `index_memory`. `chain` has
-    the tiers below; None: there are none."""
+    """The store of a daemon. `shared` says how clients may map `memory`, as far as it is there, see `growth`. The index
+    is in `index_memory`. `chain` has the tiers below; None: there are none."""
 
     blocks: BlockStore
     memory: SealedMemory
@@ -80,7 +83,13 @@ class ServerStore:
     copies: StoreCopies
     writers: StoreWriters
     shared: str
+    growth: StoreGrowth
     chain: TierChain | None = None
+
+    @property
+    def ready_bytes(self) -> int:
+        """The room for blocks whose memory is there."""
+        return self.blocks.config.capacity_bytes * self.growth.ready_bytes // self.memory.num_bytes
 
     def recover(self, sessions: Mapping[int, SessionStore]) -> StoreRecovery:
         """Give the sessions of the process before, by id, what they had in the store. Called once, in the event loop,
@@ -123,7 +132,17 @@ def open_store(
     children = _children(config, kept)
     try:
         read_only, children_write = config.shares_store in ("off", "read"), bool(config.mooncake)
-        memory = kept.memory("store", sizes.num_bytes, read_only=read_only, children_write=children_write)
+        # Mooncake's library registers all of the memory at once, for RDMA it pins it.
+        grows = sizes.num_bytes > WHOLE_BYTES and not config.mooncake
+        memory = kept.memory(
+            "store",
+            sizes.num_bytes,
+            read_only=read_only,
+            children_write=children_write,
+            first_bytes=FIRST_BYTES if grows else None,
+        )
+        if grows and not kept.taken:
+            StoreGrowth.begin(memory, sizes.slab_bytes, kept.facts)
         if config.shares_store == "auto":
             os.fchmod(memory.fd, stat.S_IRUSR | stat.S_IWUSR)
         index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
@@ -139,8 +158,9 @@ def open_store(
     records = StoreRecords(_sections(kept))
     blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
     copies = StoreCopies(memory.address, config.store_copy_threads)
+    growth = StoreGrowth(memory, blocks, kept.facts)
     chain = open_chain(config, blocks, memory, children, clock)
-    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, chain)
+    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, growth, chain)
 
 
 def _children(config: ServeConfig, kept: KeptState) -> ChildrenPipe:
@@ -166,6 +186,106 @@ def _sections(kept: KeptState) -> StoreSections:
         section(Section.STORE_WRITERS),
         section(Section.STORE_SESSION_WRITERS),
     )
+
+
+# ---- the memory of a large store, most of which comes while the daemon serves
+
+# A larger store than WHOLE_BYTES has FIRST_BYTES of its memory when the daemon serves.
+WHOLE_BYTES: Final = 2 << 30
+FIRST_BYTES: Final = 1 << 30
+# What is allocated between two looks at how much memory the host has, and the part of it that a thread takes.
+ROUND_BYTES: Final = 512 << 20
+PART_BYTES: Final = 32 << 20
+# The time between two attempts when the host has no more memory.
+AGAIN_S: Final = 10.0
+# Kept as a fact of the state while the memory is not complete: the bytes that are there.
+READY: Final = "store_ready_bytes"
+_NICE: Final = 10
+
+
+class StoreGrowth:
+    """Allocates the rest of a store's memory in threads of lower priority, and gives it to the store round by round.
+    `ready_bytes` are there. Nobody touches what is not, but for the first page of each slab, in which clients look for
+    records: a process that touches a page for which there is no memory is killed."""
+
+    def __init__(self, memory: SealedMemory, blocks: BlockStore, facts: Facts) -> None:
+        """Limit the store to the memory that is there, of this process or of the one before."""
+        self._memory, self._blocks, self._facts = memory, blocks, facts
+        self.ready_bytes: int = facts.get(READY, memory.num_bytes)
+        self._is_short = False
+        if not self.is_complete:
+            blocks.set_ready(self.ready_bytes)
+
+    @staticmethod
+    def begin(memory: SealedMemory, slab_bytes: int, facts: Facts) -> None:
+        """Make new memory ready of which FIRST_BYTES are allocated. Raises OSError."""
+        for slab in range(0, memory.num_bytes, slab_bytes):
+            memory.allocate(slab, mmap.PAGESIZE)
+        facts[READY] = FIRST_BYTES
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ready_bytes == self._memory.num_bytes
+
+    @property
+    def note(self) -> str:
+        """Return what a health check says of the memory, or an empty string if it is complete."""
+        if self.is_complete:
+            return ""
+        said = f"the block store has {self.ready_bytes / GIB:.1f} of {self._memory.num_bytes / GIB:.1f} GiB of memory"
+        return f"{said}: the host has no more, which is tried again each {AGAIN_S:g} s" if self._is_short else said
+
+    async def run(self, budget: Budget, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        """Allocate until the memory is complete. Other memory that sessions share with the daemon leaves room for
+        it."""
+        if self.is_complete:
+            return
+        threads = ThreadPoolExecutor(max(1, num_processors() // 2), "kvservice-growth", _be_nice)
+        began_s = said_s = time.monotonic()
+        try:
+            while not self.is_complete:
+                budget.reserve_bytes = RESERVE_BYTES + self._memory.num_bytes - self.ready_bytes
+                end = min(self.ready_bytes + ROUND_BYTES, self._memory.num_bytes)
+                try:
+                    await self._allocate(end, threads)
+                except OSError as error:
+                    if not self._is_short:
+                        self._is_short = True
+                        logger.error("%s (%s)", self.note, error.strerror)
+                    await sleep(AGAIN_S)
+                    continue
+                self._is_short = False
+                self._set_ready(end)
+                if time.monotonic() - said_s >= SAY_EVERY_S and not self.is_complete:
+                    said_s = time.monotonic()
+                    logger.info("%s", self.note)
+            took_s = time.monotonic() - began_s
+            if took_s >= SAY_EVERY_S:
+                logger.info("the block store has all of its memory, %.1f s later", took_s)
+        finally:
+            budget.reserve_bytes = RESERVE_BYTES
+            threads.shutdown(cancel_futures=True)  # they end within a part
+
+    async def _allocate(self, end: int, threads: Executor) -> None:
+        """Raises OSError."""
+        if end - self.ready_bytes > available_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        loop = asyncio.get_running_loop()
+        parts = [(at, min(PART_BYTES, end - at)) for at in range(self.ready_bytes, end, PART_BYTES)]
+        await asyncio.gather(*(loop.run_in_executor(threads, self._memory.allocate, *part) for part in parts))
+
+    def _set_ready(self, num_bytes: int) -> None:
+        self.ready_bytes = num_bytes
+        if self.is_complete:
+            self._facts.pop(READY, None)
+        else:
+            self._facts[READY] = num_bytes
+        self._blocks.set_ready(num_bytes)
+
+
+def _be_nice() -> None:
+    """Lower the priority of this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 # ---- copies between the memory of the store and requests, responses or regions

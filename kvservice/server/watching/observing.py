@@ -30,8 +30,8 @@ from kvservice.server.rpc.dispatch import Dispatcher
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.tiering.pool_tier import PoolTier
+from kvservice.server.tiering.store import ServerStore
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch
-from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.figures import (
     DaemonStatsTable,
@@ -220,14 +220,14 @@ class StatsWriter:
         audit: Audit,
         integrity: IntegrityWatch,
         connections: ConnectionWatch,
-        store: BlockStore | None,
+        store: ServerStore | None,
         tiers: TierReports,
         config: ServeConfig,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
         self._connections, self._store, self._tiers = connections, store, tiers
-        num_bytes = 0 if store is None else store.config.capacity_bytes
+        num_bytes = 0 if store is None else store.blocks.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
         self._engine_table = EngineTable(config.max_sessions, arrays.zeros)
@@ -271,7 +271,7 @@ class StatsWriter:
             integrity_failures=self._integrity.num_failures,
         )
         if self._store is not None:
-            self._store_table.write(self._store.figures())
+            self._store_table.write(self._store.blocks.figures(), self._store.ready_bytes)
             own = {session.row.number: session.store for session in sessions if session.store is not None}
             self._engine_table.write({row: store.engine for row, store in own.items() if store.engine is not None})
         self._tiers.write()
