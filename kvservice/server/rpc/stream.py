@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -39,12 +39,14 @@ from kvservice.errors import (
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.calls.handlers import Begun, OpenHandler, Response, SessionHandler, WhileDraining
 from kvservice.server.calls.handlers import Handler as CallHandler
-from kvservice.server.loop import After, Finished, go_on
+from kvservice.server.loop import After, Finished, go_on, resumed
 from kvservice.server.rpc.callers import Callers, Context
 from kvservice.server.rpc.contract import ANSWERED_BY_OBSERVER, KEPT_METHODS, SERVICES, call_name
 from kvservice.server.rpc.limits import (
+    MAX_CALLS,
     RPC,
     UNATTACHED_S,
+    Calls,
     Handler,
     Refused,
     Rpc,
@@ -58,12 +60,17 @@ from kvservice.server.sessions.session import ServerSession
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
-from kvservice.wire.tensors import Encoded
+from kvservice.wire.tensors import Encoded, join_elements
 
 if TYPE_CHECKING:
     from kvservice.server.rpc.tracing import Tracer
 
 logger = logging.getLogger(__name__)
+
+# Replies to calls of one message go together up to this size, and no reply waits longer than this for the next one.
+# Other streams are served while a message is sent.
+JOINED_BYTES: Final = 64 << 10
+JOINED_S: Final = 0.002
 
 
 def _traceparent(context: Context) -> str:
@@ -154,7 +161,7 @@ class Services:
 
 
 class Stream:
-    """The stream of one session. It reads a call, sends the reply, then reads the next call."""
+    """The stream of one session. It reads a call, or several in one message, sends the replies, then reads on."""
 
     def __init__(
         self,
@@ -206,17 +213,14 @@ class Stream:
         self._slots.num_unattached += 1
         self._expect_attach()
         try:
-            while (call := await self._context.read()) is not grpc.aio.EOF:
+            while not self._ended and (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 self._answering = True
-                reply = self._refusal(call) if isinstance(call, Refused) else await self._answer(call)
-                async with self._sending:
-                    if self._ended:
-                        return None
-                    self._rpc.stalled_since = time.monotonic()
-                    await self._context.write(reply)
-                    self._rpc.stalled_since = None
+                if isinstance(call, Calls):
+                    await self._answer_all(call)
+                else:
+                    await self._send(await self._answer(call))
                 self._answering = False
                 if self._restarting is not None:
                     raise self._restarting
@@ -238,15 +242,52 @@ class Stream:
         self._unattached.cancel()
         self._slots.num_unattached -= 1
 
-    def _refusal(self, call: Refused) -> bytes:
-        """Return the serialized error reply to a refused call. Raises the error if the call id is unknown, because the
-        client could not match the reply to a call."""
-        if call.call_id is None:
-            raise call.error
-        return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error)).SerializeToString()
+    async def _send(self, reply: bytes) -> None:
+        """Send a message, unless the stream has ended."""
+        async with self._sending:
+            if not self._ended:
+                self._rpc.stalled_since = time.monotonic()
+                await self._context.write(reply)
+                self._rpc.stalled_since = None
 
-    async def _answer(self, call: session_pb2.Call) -> bytes:
-        """Return the serialized reply to a call."""
+    async def _answer_all(self, calls: Calls) -> None:
+        """Answer the calls of one message with one message, or with several: the replies so far are sent when they are
+        large or have taken long, when the next call waits for something, and when the stream ends."""
+        replies: list[bytes] = []
+        num_bytes, begun_at = 0, time.monotonic()
+        for data in calls.serialized:
+            answer = self._answer(calls.parse(data))
+            try:
+                event = answer.send(None)
+            except StopIteration as end:
+                replies.append(end.value)
+            except KVServiceError:  # it ends the stream
+                await self._send_all(replies)
+                raise
+            else:
+                await self._send_all(replies)
+                replies, num_bytes, begun_at = [await resumed(answer, event)], 0, time.monotonic()
+            if self._restarting is not None or self._ending is not None:
+                break
+            num_bytes += len(replies[-1])
+            if num_bytes > JOINED_BYTES or time.monotonic() - begun_at > JOINED_S:
+                await self._send_all(replies)
+                replies, num_bytes, begun_at = [], 0, time.monotonic()
+        await self._send_all(replies)
+
+    async def _send_all(self, replies: list[bytes]) -> None:
+        if len(replies) > 1:
+            await self._send(join_elements(replies, session_pb2.Reply.REPLIES_FIELD_NUMBER))
+        elif replies:
+            await self._send(replies[0])
+
+    async def _answer(self, call: session_pb2.Call | Refused) -> bytes:
+        """Return the serialized reply to a call. Raises the error of a refused call whose id is not known, because the
+        client could not match the reply to a call."""
+        if isinstance(call, Refused):
+            if call.call_id is None:
+                raise call.error
+            return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error)).SerializeToString()
         name = call.WhichOneof("call")
         try:
             if name is None:
@@ -283,7 +324,9 @@ class Stream:
             self._dispatcher.refuse_new_work()
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
-        return session_pb2.AttachResponse(session_id=self._session.session_id, daemon_start=self._sessions.daemon_start)
+        return session_pb2.AttachResponse(
+            session_id=self._session.session_id, daemon_start=self._sessions.daemon_start, max_calls=MAX_CALLS
+        )
 
 
 # ---- every call, unary or over a stream: admission, repeated requests, errors and latency
