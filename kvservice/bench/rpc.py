@@ -49,15 +49,13 @@ async def unary_rate(workload: Workload, rounds: int) -> float:
 
 
 async def stream_rate(workload: Workload, rounds: int) -> float:
-    async def write(calls: list[Request]) -> None:
-        for name, build in calls:
-            await workload.api.write(name, build())
+    """Return calls per second, with IN_FLIGHT calls that wait together and go as the client sends them."""
 
-    async def read(count: int) -> None:
-        for _ in range(count):
-            take(await workload.api.read())
+    async def all_of(calls: list[Request]) -> None:
+        for response in await workload.api.call_all(calls):
+            take(response)
 
-    return await _rate(workload, rounds, lambda calls: asyncio.gather(write(calls), read(len(calls))))
+    return await _rate(workload, rounds, all_of)
 
 
 async def _rate(workload: Workload, rounds: int, run: Callable[[list[Request]], Awaitable[Any]]) -> float:
@@ -78,6 +76,7 @@ async def _workloads(api: Api) -> AsyncIterator[tuple[str, Workload]]:
     yield "fork", Fork(api, parent)
     yield "free", Free(api, parent)
     groups = {
+        "append_1": Append(api, IN_FLIGHT, 1, LONG_CONTEXT),
         "append_64": Append(api, IN_FLIGHT, 64, LONG_CONTEXT),
         "decode_16k": Decode(api, 16 << 10),
         "decode_256k": Decode(api, 256 << 10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
@@ -18,7 +19,14 @@ import grpc  # noqa: E402  the environment comes first
 
 from kvservice.bench.harness import normal  # noqa: E402
 from kvservice.client.channel import CHANNEL_OPTIONS  # noqa: E402
-from kvservice.client.messages import make_call, open_stub, take_reply  # noqa: E402
+from kvservice.client.messages import (  # noqa: E402
+    MAX_JOINED_BYTES,
+    join_calls,
+    make_call,
+    open_stub,
+    parse_replies,
+    take_reply,
+)
 from kvservice.v1 import (  # noqa: E402
     attention_pb2,
     attention_pb2_grpc,
@@ -75,21 +83,39 @@ class Api:
             request.session_token = self._token
         return await self._methods[name.replace("_", "")](request)
 
-    async def write(self, name: str, request: Any) -> None:
-        await self.stream.write(make_call(next(self._call_ids), name, request))
-
-    async def read(self) -> Any:
-        return take_reply(await self.stream.read())
-
     async def call(self, name: str, request: Any) -> Any:
-        await self.write(name, request)
-        return await self.read()
+        await self.stream.write(make_call(next(self._call_ids), name, request))
+        [reply] = await self.stream.read()
+        return take_reply(reply)
+
+    async def call_all(self, calls: list[Request]) -> list[Any]:
+        """Send calls that wait together, as the client does: in few messages. Returns their responses."""
+        writing = asyncio.create_task(self._write_all(calls))
+        responses = await self._read_all(len(calls))
+        await writing
+        return responses
+
+    async def _write_all(self, calls: list[Request]) -> None:
+        waiting: list[bytes] = []
+        for name, build in calls:
+            call = make_call(next(self._call_ids), name, build())
+            if waiting and sum(map(len, waiting)) + len(call) > MAX_JOINED_BYTES:
+                await self.stream.write(join_calls(waiting))
+                waiting.clear()
+            waiting.append(call)
+        await self.stream.write(join_calls(waiting))
+
+    async def _read_all(self, count: int) -> list[Any]:
+        responses: list[Any] = []
+        while len(responses) < count:
+            responses += map(take_reply, await self.stream.read())
+        return responses
 
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Api]:
     async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-        sessions = open_stub(channel)
+        sessions = open_stub(channel, parse_replies)
         opened = await sessions.Open(session_pb2.OpenRequest(name="bench"))
         stream = sessions.Connect()
         api = Api(channel, opened.session_token, stream)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -100,7 +101,7 @@ class TaskWaiting:
 
 class TaskStream:
     """See SessionStream in connection.py. Calls run concurrently. A call that reaches its deadline does not affect the
-    others."""
+    others. Calls that wait while gRPC writes another one go as one message, and may be answered as one."""
 
     def __init__(
         self,
@@ -110,10 +111,13 @@ class TaskStream:
         waits_for_daemon: bool,
     ) -> None:
         self.error: KVServiceError | None = None
+        self.max_calls = 1
         self._on_end = on_end
         self._call_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        # The calls that gRPC has not taken yet, and whether there are some, or the stream has ended.
+        self._outbox: deque[bytes] = deque()
+        self._filled = asyncio.Event()
         self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=waits_for_daemon)
         self._reader = asyncio.create_task(self._read())
 
@@ -124,7 +128,8 @@ class TaskStream:
         answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
             # The call goes through a queue: a caller that is cancelled during a gRPC write would cancel the stream.
-            self._outbox.put_nowait(messages.make_call(call_id, name, request))
+            self._outbox.append(messages.make_call(call_id, name, request))
+            self._filled.set()
             if deadline is None:
                 return messages.take_reply(await answer)
             async with asyncio.timeout_at(deadline):
@@ -135,19 +140,33 @@ class TaskStream:
             del self._waiting[call_id]
 
     def post(self, name: str, request: Any) -> None:
-        self._outbox.put_nowait(messages.make_call(next(self._call_ids), name, request))
+        self._outbox.append(messages.make_call(next(self._call_ids), name, request))
+        self._filled.set()
 
     async def end(self) -> None:
         self._call.cancel()
         await self._reader
 
     async def _outgoing(self) -> AsyncIterator[bytes]:
-        while (call := await self._outbox.get()) is not None:
-            yield call
+        while await self._filled.wait() and self.error is None:
+            yield self._next_message()
+
+    def _next_message(self) -> bytes:
+        """Return the first of the calls that wait, together with those behind it for which there is room."""
+        calls = [self._outbox.popleft()]
+        num_bytes = len(calls[0])
+        while self._outbox and len(calls) < self.max_calls:
+            num_bytes += len(self._outbox[0])
+            if num_bytes > messages.MAX_JOINED_BYTES:
+                break
+            calls.append(self._outbox.popleft())
+        if not self._outbox:
+            self._filled.clear()
+        return messages.join_calls(calls)
 
     async def _read(self) -> None:
         self.error = await self._hand_out_replies()
-        self._outbox.put_nowait(None)
+        self._filled.set()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self.error)
@@ -156,10 +175,11 @@ class TaskStream:
     async def _hand_out_replies(self) -> KVServiceError:
         """Pass replies to their callers until the stream ends. Returns the error with which it ended."""
         try:
-            while (reply := await self._call.read()) is not grpc.aio.EOF:
-                answer = self._waiting.get(reply.call_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
+            while (replies := await self._call.read()) is not grpc.aio.EOF:
+                for reply in replies:
+                    answer = self._waiting.get(reply.call_id)
+                    if answer is not None and not answer.done():
+                        answer.set_result(reply)
         except grpc.RpcError as broken:
             return channel.to_error(broken)
         except asyncio.CancelledError:
@@ -244,7 +264,7 @@ class AsyncKVClient:
             self._core.address, self._core.credentials, channel.channel_options(self._core.address)
         )
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._sessions = open_stub(self._channel)
+        self._sessions = open_stub(self._channel, messages.parse_replies)
         if self._connect_timeout_s is not None:
             try:
                 info = await first_answer(TaskWaiting(), self._get_info, self._connect_timeout_s)

@@ -24,7 +24,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from kvservice.client.channel import MAX_SENDS, repeatable
-from kvservice.client.messages import time_limit
+from kvservice.client.messages import MAX_JOINED_CALLS, time_limit
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -95,6 +95,8 @@ class SessionStream(Protocol):
 
     error: KVServiceError | None
     """The error with which the stream ended; None while it is open."""
+    max_calls: int
+    """How many calls that wait may go to the daemon as one message, see AttachResponse; 1 until it is attached."""
 
     async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
         """Send one call and return its response, or raise the error in the response.
@@ -559,6 +561,7 @@ class SessionConnection:
                 raise self._ended.with_traceback(None)
             request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
             response = await stream.exchange("attach", request, self.waiting.clock() + wait_s)
+            stream.max_calls = min(max(response.max_calls, 1), MAX_JOINED_CALLS)
         except BaseException as error:
             await stream.end()
             if isinstance(error, CallTimeoutError):

@@ -21,7 +21,7 @@ from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
 from kvservice.wire.status import from_status
-from kvservice.wire.tensors import Encoded, fields_of
+from kvservice.wire.tensors import Encoded, fields_of, join_elements, split_elements
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -229,10 +229,15 @@ def traceparent() -> str:
 
 # Replies of at least so many bytes may have blocks.
 LARGE_BYTES = 64 << 10
+# The limits on the calls that wait together and go as one message: a larger call goes alone.
+MAX_JOINED_CALLS = 128
+MAX_JOINED_BYTES = 64 << 10
 
 _CONNECT = "/kvservice.v1.SessionService/Connect"
 _NUMBERS = {field.name: field.number for field in session_pb2.Call.DESCRIPTOR.fields}
 _CALL_ID = session_pb2.Reply.CALL_ID_FIELD_NUMBER
+_REPLIES = session_pb2.Reply.REPLIES_FIELD_NUMBER
+_REPLIES_TAG = bytes((_REPLIES << 3 | 2,))
 _BATCH_GET = session_pb2.Reply.STORE_BATCH_GET_FIELD_NUMBER
 _FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
 
@@ -249,10 +254,11 @@ class BlocksReply:
 ReceivedReply: TypeAlias = session_pb2.Reply | BlocksReply
 
 
-def open_stub(channel: Any) -> session_pb2_grpc.SessionServiceStub:
-    """Return a stub of SessionService whose streams take the bytes of `make_call`, and may return a BlocksReply."""
+def open_stub(channel: Any, parse: Callable[[bytes], Any] | None = None) -> session_pb2_grpc.SessionServiceStub:
+    """Return a stub of SessionService whose streams take the bytes of `make_call`, and return what `parse` makes of the
+    daemon's messages; None: `parse_reply`, for clients that send no calls together."""
     stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
-    stub.Connect = channel.stream_stream(_CONNECT, response_deserializer=parse_reply)
+    stub.Connect = channel.stream_stream(_CONNECT, response_deserializer=parse or parse_reply)
     return stub
 
 
@@ -266,6 +272,11 @@ def make_call(call_id: int, name: str, request: Any) -> bytes:
     return b"".join((head, *request.inside(_NUMBERS[name]).pieces))
 
 
+def join_calls(calls: list[bytes]) -> bytes:
+    """Return a message of the stream with several calls of `make_call`."""
+    return calls[0] if len(calls) == 1 else join_elements(calls, session_pb2.Call.CALLS_FIELD_NUMBER)
+
+
 def take_reply(reply: ReceivedReply) -> Any:
     """Return the response in a reply, or raise the error in it."""
     if isinstance(reply, BlocksReply):
@@ -276,8 +287,15 @@ def take_reply(reply: ReceivedReply) -> Any:
     return getattr(reply, name)
 
 
+def parse_replies(data: bytes) -> list[ReceivedReply]:
+    """Parse a message of the daemon, which has one reply, or several."""
+    if data[:1] != _REPLIES_TAG:
+        return [parse_reply(data)]
+    return [parse_reply(one) for one in split_elements(data, _REPLIES, MAX_JOINED_CALLS)]
+
+
 def parse_reply(data: bytes) -> ReceivedReply:
-    """Parse a reply of the daemon."""
+    """Parse one reply of the daemon."""
     if len(data) >= LARGE_BYTES:
         fields = fields_of(memoryview(data))
         if _BATCH_GET in fields:

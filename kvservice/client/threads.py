@@ -197,6 +197,7 @@ class BlockingStream:
         waits_for_daemon: bool,
     ) -> None:
         self.error: KVServiceError | None = None
+        self.max_calls = 1  # no call waits for another
         self._on_end = on_end
         self._reader = _Reader(self._read_until)
         # The latest read in the thread, until its call or the next has waited for its end.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kvservice.blocks import StepPlan
 from kvservice.devices.arena import Arena, StagingBuffer
 from kvservice.devices.base import Array
-from kvservice.devices.bytequeue import ByteQueue, awaited, ready
 from kvservice.devices.copies import Copies, Tier
+from kvservice.devices.cpu import ByteQueue, awaited, ready
 from kvservice.devices.tables import DeviceStepTables, LiveTables
 from kvservice.errors import InternalError, ResourceExhaustedError
 from kvservice.pool.cuda import OUT_OF_MEMORY

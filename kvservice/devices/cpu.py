@@ -1,11 +1,16 @@
-"""The CPU device: the pool is in host memory."""
+"""The CPU device: the pool is in host memory. The queue of its work, and its copies, serve the GPU's device too."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -24,18 +29,19 @@ from kvservice.devices.base import (
     PoolName,
     UInt64,
 )
-from kvservice.devices.bytequeue import ByteQueue, awaited, ready
-from kvservice.devices.host_copies import CpuHostCopies, HostPool
 from kvservice.devices.unfinished import UnfinishedBlocks
-from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
+from kvservice.errors import InternalError, InvalidArgumentError, RegionsNotAllowedError
 from kvservice.kept import KeptState
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.sealed import SealedMemory
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # Smaller work runs directly on the event loop if the queue is empty, because a hop to a thread and back costs more.
 INLINE_BYTES = 2 << 20
+# Smaller copies run on the event loop if no work precedes them. A thread would take longer to start.
+SHORT_BYTES: Final = 256 << 10
 
 
 class CpuDevice:
@@ -241,3 +247,182 @@ def _counted(work: Callable[[], T], unfinished: UnfinishedBlocks, blocks: Array)
         return result
 
     return counted
+
+
+# ---- the queue in which work runs in order
+
+
+class ByteQueue:
+    """An in-order queue with one worker thread. Work is submitted from the event loop only.
+
+    Work is validated, and recorded as done in the bookkeeping, before it is submitted. An exception in it is therefore
+    a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined and sets `fault`,
+    and the daemon exits. `on_start` runs first in the worker thread. `mark_faulted` is called first of all on a fault,
+    on any thread.
+    """
+
+    def __init__(
+        self,
+        mark_faulted: Callable[[], object],
+        device_errors: tuple[type[Exception], ...] = (),
+        on_start: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.fault: BaseException | None = None
+        self.on_fault: Callable[[], object] = lambda: None
+        self._mark_faulted = mark_faulted
+        self._device_errors = device_errors
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
+        # Set when the last submission is done. Its future would also say so, but it would keep a result alive that may
+        # be in memory of a disconnected client.
+        self._last_done = threading.Event()
+        self._last_done.set()
+
+    def run(self, work: Callable[[], T], *, inline: bool) -> Awaitable[T]:
+        """Run `work` in order. The caller awaits its result. With `inline` and an empty queue it runs now, on the event
+        loop. Cancelling the caller does not cancel the work."""
+        if inline and self.idle:
+            return ready(self.guarded(work))
+        return awaited(self.submit(work))
+
+    def post(self, work: Callable[[], object], *, inline: bool) -> None:
+        """Run `work` in order without waiting for it. Later submissions see its effect."""
+        if inline and self.idle:
+            self.guarded(work)
+        else:
+            self.submit(work)
+
+    @property
+    def idle(self) -> bool:
+        return self._last_done.is_set()
+
+    def close(self) -> None:
+        """Finish all queued work."""
+        self._worker.shutdown(wait=True)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        done = self._last_done = threading.Event()
+
+        def run() -> T:
+            try:
+                return self.guarded(work)
+            finally:
+                done.set()
+
+        return self._worker.submit(run)
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """Run `work` on the calling thread. An exception in it becomes the fault."""
+        try:
+            return work()
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Record an error as the fault, unless there is one already. Returns the error for the caller."""
+        known = isinstance(error, self._device_errors)
+        if self.fault is None:
+            self._mark_faulted()
+            self.fault = error
+            logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=not known)
+            self.on_fault()
+        return InternalError(f"the device failed: {error}") if known else error
+
+
+async def ready(result: T) -> T:
+    """Return a result that is known already."""
+    return result
+
+
+async def awaited(done: Future[T]) -> T:
+    """Wait for a future of a thread. Cancelling the caller does not cancel it."""
+    return await asyncio.shield(asyncio.wrap_future(done))
+
+
+# ---- copies of whole blocks between a pool in host memory and other host memory, with checksums
+
+
+def copy_from_pool(pool: int, block_ids: Int32, addresses: UInt64, block_bytes: int, num_threads: int) -> UInt64:
+    """Copy blocks of the pool at address `pool` to `addresses`. Returns their checksums."""
+    base, offsets, places, size = _places(addresses, block_ids, block_bytes)
+    checksums = _ext.store_copy_in(base, offsets, block_bytes, pool, places, size, num_threads)
+    return np.frombuffer(checksums, np.uint64)
+
+
+def copy_to_pool(
+    pool: int, addresses: UInt64, block_ids: Int32, checksums: UInt64, block_bytes: int, num_threads: int
+) -> Bools:
+    """Copy blocks from `addresses` to the pool at address `pool`. Returns which have the right checksum."""
+    base, offsets, places, size = _places(addresses, block_ids, block_bytes)
+    expected = checksums.tobytes()
+    bitmap = _ext.store_copy_out(base, offsets, block_bytes, pool, places, size, expected, num_threads)
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(addresses), bitorder="little")
+    return bits.astype(np.bool_)
+
+
+def _places(addresses: UInt64, block_ids: Int32, block_bytes: int) -> tuple[int, bytes, bytes, bytes]:
+    """Return the lowest address, the offsets from it, the offsets of the blocks in the pool, and the size of a
+    block."""
+    base = addresses.min()
+    places = block_ids.astype(np.uint64) * np.uint64(block_bytes)
+    return int(base), (addresses - base).tobytes(), places.tobytes(), np.uint64(block_bytes).tobytes()
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """A pool at an address in host memory."""
+
+    pointer: int
+    unfinished: UnfinishedBlocks
+
+
+class CpuHostCopies:
+    """The copies of a CPU device. They begin after the work that precedes them in the queue, and run beside the work
+    that follows: one thread saves, and another one loads."""
+
+    def __init__(self, queue: ByteQueue, block_bytes: int, num_threads: int) -> None:
+        """Up to `num_threads` native threads copy, and end with the copy."""
+        self._queue, self._block_bytes, self._num_threads = queue, block_bytes, num_threads
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")
+
+    def save(self, pool: HostPool, block_ids: Int32, addresses: UInt64) -> Awaitable[UInt64]:
+        """See Device.save_blocks."""
+        if not len(block_ids):
+            return ready(np.zeros(0, np.uint64))
+
+        def work() -> UInt64:
+            return copy_from_pool(pool.pointer, block_ids, addresses, self._block_bytes, self._num_threads)
+
+        return self._run(self._saver, work, len(block_ids))
+
+    def load(self, pool: HostPool, addresses: UInt64, block_ids: Int32, checksums: UInt64) -> Awaitable[Bools]:
+        """See Device.load_blocks."""
+        if not len(block_ids):
+            return ready(np.zeros(0, np.bool_))
+        pool.unfinished.begin(block_ids)
+
+        def work() -> Bools:
+            size, num_threads = self._block_bytes, self._num_threads
+            right = copy_to_pool(pool.pointer, addresses, block_ids, checksums, size, num_threads)
+            pool.unfinished.end(block_ids)
+            return right
+
+        return self._run(self._loader, work, len(block_ids))
+
+    def _run(self, worker: ThreadPoolExecutor, work: Callable[[], T], num_blocks: int) -> Awaitable[T]:
+        if self._queue.idle and num_blocks * self._block_bytes <= SHORT_BYTES:
+            return ready(self._queue.guarded(work))
+        done: Future[T] = Future()
+        self._queue.post(lambda: worker.submit(self._run_for, work, done), inline=True)
+        return awaited(done)
+
+    def _run_for(self, work: Callable[[], T], done: Future[T]) -> None:
+        try:
+            done.set_result(self._queue.guarded(work))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def close(self) -> None:
+        """Finish all copies. The queue is closed."""
+        self._saver.shutdown(wait=True)
+        self._loader.shutdown(wait=True)

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from kvservice.devices.base import Array, Bools, Int32, UInt64
-from kvservice.devices.bytequeue import ByteQueue, awaited, ready
 from kvservice.devices.compute import Compute
 from kvservice.devices.copies import Tier
-from kvservice.devices.host_copies import copy_from_pool, copy_to_pool
+from kvservice.devices.cpu import ByteQueue, awaited, copy_from_pool, copy_to_pool, ready
 
 if TYPE_CHECKING:
     from kvservice import _cuda

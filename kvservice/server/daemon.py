@@ -40,7 +40,6 @@ from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
 from kvservice.server.rpc.contract import METHODS, SERVICES
-from kvservice.server.rpc.dispatch import Dispatcher
 from kvservice.server.rpc.limits import DOOR_CONNECTIONS, Slots, max_rpcs, server_options, task_factory
 from kvservice.server.rpc.listening import (
     ConfigError,
@@ -55,7 +54,7 @@ from kvservice.server.rpc.listening import (
     with_port,
 )
 from kvservice.server.rpc.standard import Health, health_handlers, note_of, reflection_handlers
-from kvservice.server.rpc.stream import Services
+from kvservice.server.rpc.stream import Dispatcher, Services
 from kvservice.server.tiering.pool_tier import open_pool_tier
 from kvservice.server.tiering.tiers import check_mooncake
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch, freeze_heap, trim_heap

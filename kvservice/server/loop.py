@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
@@ -103,6 +104,22 @@ def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]
     task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(_look_at)
     return task
+
+
+@types.coroutine
+def resumed(begun: Coroutine[Any, Any, AnswerT], event: Any) -> Generator[Any, Any, AnswerT]:
+    """Await the rest of a coroutine whose first part was run with `send`, up to this event."""
+    try:
+        while True:
+            try:
+                yield event
+            except BaseException as error:  # the caller is cancelled
+                event = begun.throw(error)
+            else:
+                event = begun.send(None)
+    except StopIteration as end:
+        answer: AnswerT = end.value
+        return answer
 
 
 async def despite_leaving(work: Callable[[Caller], Coroutine[Any, Any, AnswerT]]) -> AnswerT:

@@ -92,7 +92,8 @@ class SessionServiceServicer(object):
         """The stream of a session: its lease and its fast path. The first call attaches the stream to the session. A stream
         that was attached before ends with ABORTED, reason SESSION_TAKEN. If the session is closed, the stream ends with
         ABORTED, reason FAILED_PRECONDITION. Every further call also exists as a unary RPC. Each call gets one reply with
-        the same call_id, in the order of the calls. An error reply ends only its call.
+        the same call_id, in the order of the calls. An error reply ends only its call. Calls that wait in a client may go
+        as one message, see Call.calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -169,10 +170,34 @@ def fields_of(data: memoryview) -> dict[int, Any]:
     return fields
 
 
+def join_elements(messages: Iterable[bytes], number: int) -> bytes:
+    """Return a message with a repeated message field of this number, which has these serialized messages."""
+    return b"".join(itertools.chain.from_iterable((_header(number, len(one)), one) for one in messages))
+
+
+def split_elements(data: bytes, number: int, limit: int) -> list[bytes]:
+    """Return the serialized messages of a repeated message field. The outer message has no other field. Raises
+    ValueError, also for more than `limit` of them, or IndexError."""
+    elements: list[bytes] = []
+    tag, at = number << 3 | _LENGTH_DELIMITED, 0
+    while at < len(data):
+        if data[at] != tag or len(elements) == limit:
+            raise ValueError(f"not up to {limit} messages of field {number}")
+        size, at = _parse_varint(data, at + 1)
+        elements.append(data[at : at + size])
+        at += size
+    if at > len(data):
+        raise IndexError("a field ends after the message")
+    return elements
+
+
 def _parse_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return a number, and where the next one begins."""
+    """Return a number, and where the next one begins. Raises ValueError for one of more than 64 bits, and
+    IndexError."""
     value = shift = 0
     while data[at] > 0x7F:
+        if shift > 56:
+            raise ValueError("a number of more than 64 bits")
         value |= (data[at] & 0x7F) << shift
         shift, at = shift + 7, at + 1
     return value | data[at] << shift, at + 1

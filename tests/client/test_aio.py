@@ -6,15 +6,17 @@ import asyncio
 import gc
 import inspect
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from both_faces import Awaitable
 from cutting_proxy import CuttingProxy
 from each_row import each_row
+from scripted_daemon import ScriptedDaemon, serving
 
 from kvservice.client import (
     AsyncKVClient,
@@ -30,6 +32,7 @@ from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
     DaemonAwayError,
+    InvalidArgumentError,
     KVServiceError,
     LayerWrittenError,
     MessageTooLargeError,
@@ -37,7 +40,8 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.launch import Daemon
-from kvservice.v1 import blocks_pb2
+from kvservice.v1 import blocks_pb2, session_pb2
+from kvservice.wire.status import to_status
 
 GRACE_S = 0.5
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 32
@@ -478,3 +482,82 @@ def test_a_daemon_that_is_not_there(tmp_path: Path) -> None:
                 pass
 
     run(scenario())
+
+
+class JoiningDaemon(ScriptedDaemon):
+    """A daemon that takes up to `max_calls` calls in one message; 0: it is of an earlier version. It fails every fifth
+    `match_prefix`, and ends its stream after `num_replies` replies. `messages` has the number of calls of each message,
+    and `executed` the request ids of `allocate`."""
+
+    def __init__(self, max_calls: int, num_replies: int = 10**6) -> None:
+        super().__init__()
+        self.max_calls, self.num_replies = max_calls, num_replies
+        self.messages: list[int] = []
+        self.executed: list[int] = []
+
+    def Connect(self, calls: Iterator[session_pb2.Call], context: Any) -> Iterator[session_pb2.Reply]:  # noqa: N802
+        attach = next(calls)
+        attached = session_pb2.AttachResponse(session_id=7, daemon_start=1, max_calls=self.max_calls)
+        yield session_pb2.Reply(call_id=attach.call_id, attach=attached)
+        for message in calls:
+            together = list(message.calls) or [message]
+            self.messages.append(len(together))
+            replies = [self.reply_to(call) for call in together[: self.num_replies]]
+            self.num_replies -= len(replies)
+            yield session_pb2.Reply(replies=replies) if message.calls else replies[0]
+            if self.num_replies == 0:
+                self.num_replies = 10**6
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
+
+    def reply_to(self, call: session_pb2.Call) -> session_pb2.Reply:
+        if call.WhichOneof("call") == "allocate":
+            self.executed.append(call.allocate.request_id)
+            return session_pb2.Reply(call_id=call.call_id, allocate=blocks_pb2.AllocateResponse(num_cached_tokens=[0]))
+        length = len(call.match_prefix.token_ids)
+        if length % 5 == 0:
+            error = to_status(InvalidArgumentError(f"{length}", field="token_ids"))
+            return session_pb2.Reply(call_id=call.call_id, error=error)
+        response = blocks_pb2.MatchPrefixResponse(num_cached_tokens=length)
+        return session_pb2.Reply(call_id=call.call_id, match_prefix=response)
+
+
+@pytest.mark.parametrize(("max_calls", "longest"), [(0, 1), (8, 8), (10**6, 32)])
+def test_calls_that_wait_go_as_one_message(tmp_path: Path, max_calls: int, longest: int) -> None:
+    """As many as the daemon allows, and none with a daemon of an earlier version. Large ones go alone."""
+    daemon = JoiningDaemon(max_calls)
+
+    async def scenario(address: str) -> None:
+        async with AsyncKVClient(address, transport="inline") as client, client.session() as kv:
+            for length in (1, 2):
+                assert await kv.match_prefix(range(length)) == length
+            assert daemon.messages == [1, 1], "a lone call is sent as ever"
+            daemon.messages.clear()
+            lengths = range(1, 33)
+            calls = [kv.match_prefix(range(length)) for length in lengths]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for length, answer in zip(lengths, answers, strict=True):
+                assert (str(answer) if length % 5 == 0 else answer) == (
+                    f"token_ids: {length}" if length % 5 == 0 else length
+                )
+            assert (sum(daemon.messages), max(daemon.messages)) == (32, longest)
+            daemon.messages.clear()
+            await asyncio.gather(*(kv.match_prefix(range(9999)) for _ in range(8)))
+            assert max(daemon.messages) == 1
+
+    with serving(daemon, f"unix:{tmp_path}/socket") as address:
+        run(scenario(address))
+
+
+def test_a_line_that_breaks_within_a_message(tmp_path: Path) -> None:
+    """The calls that were answered are done; the others are sent again, as the same requests."""
+    daemon = JoiningDaemon(8, num_replies=3)
+
+    async def scenario(address: str) -> None:
+        async with AsyncKVClient(address, transport="inline") as client, client.session() as kv:
+            made = await asyncio.gather(*(kv.allocate([1]) for _ in range(8)))
+            assert len({sequence.sequence_id for sequence in made}) == 8
+            assert daemon.messages == [8, 5]
+            assert len(daemon.executed) == len(set(daemon.executed)) == 8
+
+    with serving(daemon, f"unix:{tmp_path}/socket") as address:
+        run(scenario(address))

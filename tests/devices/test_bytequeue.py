@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvservice.devices.bytequeue import ByteQueue
+from kvservice.devices.cpu import ByteQueue
 
 
 @pytest.fixture

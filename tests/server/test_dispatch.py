@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from daemon_lives import Life
 from kept_files import HeldFiles
@@ -13,7 +15,9 @@ from manual_clock import ManualClock
 from raw_wire import tensor
 
 from kvservice.errors import DrainingError, RestartingError
-from kvservice.v1 import attention_pb2, blocks_pb2
+from kvservice.server.rpc.limits import parser
+from kvservice.server.rpc.stream import Stream
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
 
 
 @pytest.fixture
@@ -123,5 +127,72 @@ def test_while_draining_only_begun_steps_go_on(life: Life, restarting: bool, ref
             await life.call(session, "fork", blocks_pb2.ForkRequest(parent_ids=[1], child_ids=[9]))
         assert type(of_step.value) is type(of_fork.value) is refusal
         await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[1, 2]))
+
+    asyncio.run(scenario())
+
+
+class Line:
+    """gRPC's end of a stream. It brings calls from the client, and `replies` are what the daemon has written."""
+
+    def __init__(self, life: Life) -> None:
+        self._parse = parser(session_pb2.Call, life.config.request_limits)
+        self._calls: asyncio.Queue[Any] = asyncio.Queue()
+        self.replies: list[session_pb2.Reply] = []
+        self.status: Any = None
+
+    def bring(self, call: session_pb2.Call) -> None:
+        self._calls.put_nowait(self._parse(call.SerializeToString()))
+
+    def end(self) -> None:
+        self._calls.put_nowait(grpc.aio.EOF)
+
+    async def read(self) -> Any:
+        return await self._calls.get()
+
+    async def write(self, data: bytes) -> None:
+        reply = session_pb2.Reply.FromString(data)
+        self.replies += reply.replies or [reply]
+
+    async def abort_with_status(self, status: Any) -> None:
+        self.status = status
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_call_that_waits_does_not_hold_up_the_replies_before_it(life: Life, restarts: bool) -> None:
+    """A process that is replaced answers what it has executed, and executes no more calls of the message."""
+
+    async def scenario() -> None:
+        session: Any = life.open()
+        await life.allocate(session, 1, [1, 2])
+        callers: Any = SimpleNamespace(check=lambda _: None, local=True)
+        slots: Any = SimpleNamespace(num_unattached=0)
+        rpc: Any = SimpleNamespace(stalled_since=None)
+        line: Any = Line(life)
+        stream = Stream(life.dispatcher, life.sessions, line, callers, slots, rpc)
+        serving = asyncio.create_task(stream.serve())
+        line.bring(session_pb2.Call(call_id=1, attach=session_pb2.AttachRequest(session_token=session.token)))
+        await turns()
+        session.access = access = Access()
+        append = blocks_pb2.AppendRequest(request_id=1, sequence_ids=[1], token_ids=[3])
+        calls = [
+            session_pb2.Call(call_id=2, ping=pool_pb2.PingRequest()),
+            session_pb2.Call(call_id=3, append=append),  # its response waits for its step
+            session_pb2.Call(call_id=4, describe=blocks_pb2.DescribeRequest()),
+            session_pb2.Call(call_id=5, free=blocks_pb2.FreeRequest(sequence_ids=[1])),
+        ]
+        line.bring(session_pb2.Call(calls=calls))
+        await turns()
+        assert [reply.WhichOneof("reply") for reply in line.replies] == ["attach", "ping"]
+        if restarts:
+            stream.end(RestartingError("the next process takes over"))
+        access.may_publish.set()
+        line.end()
+        session.access = SimpleNamespace(close=lambda: None)
+        await serving
+        done = ["attach", "ping", "append", "describe", "free"][: 3 if restarts else 5]
+        assert [reply.WhichOneof("reply") for reply in line.replies] == done
+        assert [reply.call_id for reply in line.replies] == list(range(1, len(done) + 1))
+        assert (1 in session.namespace) is restarts
+        assert (line.status is not None) is restarts
 
     asyncio.run(scenario())

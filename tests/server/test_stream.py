@@ -259,3 +259,77 @@ def test_sessions_that_are_not_opened(wire: Any) -> None:
                 answer = wire.unary("open", session_pb2.OpenRequest(**options))
                 assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
                 assert wire.stats() == before
+
+
+def pings(*call_ids: int) -> list[session_pb2.Call]:
+    return [session_pb2.Call(call_id=call_id, ping=pool_pb2.PingRequest(payload=b"x")) for call_id in call_ids]
+
+
+def replies_to(stream: Any, *calls: session_pb2.Call) -> list[list[session_pb2.Reply]]:
+    """Send calls as one message. Returns the replies of each message that answers them."""
+    stream.put(session_pb2.Call(calls=calls))
+    messages: list[list[session_pb2.Reply]] = []
+    while sum(map(len, messages)) < len(calls):
+        reply = next(stream.replies)
+        messages.append(list(reply.replies) or [reply])
+    return messages
+
+
+def test_calls_of_one_message_are_answered_each(raw: Any, raw_session: Any) -> None:
+    """Each has its own reply, in the order of the calls, and what is wrong with one does not concern the others."""
+    stream, first = raw_session.stream, 1000
+    calls = []
+    for call_id in range(first, first + 32):
+        prompt = blocks_pb2.SequenceAllocation(sequence_id=call_id, token_ids=[1])
+        request = blocks_pb2.AllocateRequest(request_id=call_id, sequences=[prompt])
+        calls.append(session_pb2.Call(call_id=call_id, allocate=request))
+    calls[7] = session_pb2.Call(call_id=calls[7].call_id, free=blocks_pb2.FreeRequest(sequence_ids=[9]))
+    calls[8] = session_pb2.Call(call_id=calls[8].call_id, calls=pings(1, 2))  # calls in calls
+    calls[9] = session_pb2.Call(call_id=calls[9].call_id)
+    calls[20] = calls[21]  # a request that is repeated
+    replies = [reply for message in replies_to(stream, *calls) for reply in message]
+    assert [reply.call_id for reply in replies] == [call.call_id for call in calls]
+    wrong = {i: raw.refusal(reply.error) for i, reply in enumerate(replies) if reply.HasField("error")}
+    assert {i: (error.reason, error.field) for i, error in wrong.items()} == {
+        7: ("UNKNOWN_SEQUENCE", "sequence_ids[0]"),
+        8: ("INVALID_ARGUMENT", "calls"),
+        9: ("FAILED_PRECONDITION", "call"),
+    }
+    assert replies[20] == replies[21]
+    made = {sequence.sequence_id for sequence in raw_session.describe().sequences}
+    assert made == {call.call_id for i, call in enumerate(calls) if i not in wrong}
+    # Replies may come in several messages if the daemon is slow, but not always one by one.
+    assert any(len(message) > 1 for _ in range(100) for message in replies_to(stream, *pings(*range(128))))
+    lone = session_pb2.Call(call_id=3, calls=pings(4))
+    stream.put(lone)
+    assert raw.refusal(next(stream.replies).error).field == "calls", "a call is one, or has some"
+    [[only]] = replies_to(stream, *pings(5))
+    assert only.ping.payload == b"x"
+
+
+def test_a_message_that_has_not_only_calls_is_refused_as_a_whole(wire: Any, raw: Any, raw_session: Any) -> None:
+    stream = wire.stream()
+    attached = stream.attach(raw_session.token).attach
+    assert attached.max_calls == 128
+    free = session_pb2.Call(calls=pings(1)).SerializeToString()
+    send_bytes = wire.channel.stream_stream("/kvservice.v1.SessionService/Connect")
+    with each_row() as row:
+        for name, message in {
+            "too many": session_pb2.Call(calls=pings(*range(attached.max_calls + 1))).SerializeToString(),
+            "another field": free + pings(2)[0].SerializeToString(),
+            "cut short": free[:-1],
+            "no end of a size": b"\x32" + b"\xff" * 4096,
+        }.items():
+            with row(name):
+                with pytest.raises(grpc.RpcError) as ended:
+                    list(send_bytes(iter([message]), timeout=20))
+                refused = raw.refusal(rpc_status.from_call(cast(Any, ended.value)))
+                assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "calls")
+        with row("a call without an id that is no message"):
+            damaged = free + b"\x32\x02\xff\xff" + free
+            answered = send_bytes(iter([damaged]), timeout=20)
+            assert session_pb2.Reply.FromString(next(answered)).call_id == 1, "what came before is answered"
+            with pytest.raises(grpc.RpcError) as ended:
+                next(answered)
+            assert raw.refusal(rpc_status.from_call(cast(Any, ended.value))).code == "INVALID_ARGUMENT"
+    stream.cancel()

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from kvservice.errors import CallTimeoutError, KVServiceError, RestartingError
 
-ATTACHED = SimpleNamespace(session_id=7, daemon_start=1)
+ATTACHED = SimpleNamespace(session_id=7, daemon_start=1, max_calls=0)
 # The answer of a process of the daemon that has taken over.
-ATTACHED_BY_NEXT = SimpleNamespace(session_id=7, daemon_start=2)
+ATTACHED_BY_NEXT = SimpleNamespace(session_id=7, daemon_start=2, max_calls=0)
 
 
 T = TypeVar("T")

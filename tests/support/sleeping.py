@@ -18,7 +18,7 @@ KINDS = ("allocate", "allocate", "append", "fork", "swap_out", "swap_in", "trunc
 
 # The code that saves and restores sessions and sequences, below kvservice.
 FOLDERS = (
-    "saved/", "server/sessions/saved.py", "server/sessions/registry.py", "server/rpc/dispatch.py",
+    "saved/", "server/sessions/saved.py", "server/sessions/registry.py", "server/rpc/stream.py",
     "blocks/swapping.py",
 )  # fmt: skip
 

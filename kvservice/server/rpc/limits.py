@@ -38,6 +38,7 @@ from kvservice.transfer import MAX_ENGINES
 from kvservice.v1 import session_pb2
 from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
 from kvservice.wire.status import to_status
+from kvservice.wire.tensors import split_elements
 
 MAX_TEXT_BYTES: Final = 4096
 MAX_PING_BYTES: Final = 1 << 20
@@ -46,6 +47,8 @@ MAX_PIECES: Final = 16384
 MAX_LEASE_IDS: Final = 4096
 # The limit on the layers that one request names.
 MAX_LAYERS: Final = 4096
+# The limit on the calls of one message of a session's stream.
+MAX_CALLS: Final = 128
 # The limit on batches of a scheduler that are not reported.
 MAX_REPORTS: Final = 2
 # The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
@@ -105,6 +108,9 @@ _FIELD_KINDS: Final = {
     FieldDescriptor.TYPE_MESSAGE: _MESSAGE,
 }
 _NONE: Final = -1
+# The field of Call with the calls of one message, and its tag.
+_CALLS: Final = session_pb2.Call.CALLS_FIELD_NUMBER
+_CALLS_TAG: Final = bytes((_CALLS << 3 | 2,))
 
 
 @dataclass(frozen=True)
@@ -116,14 +122,22 @@ class Refused:
     call_id: int | None = None
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Several calls of one message, still serialized: each is counted and parsed when it is its turn."""
+
+    serialized: list[bytes]
+    parse: Callable[[bytes], Any]
+
+
 def check_accepted(request: object) -> None:
     """Raise the error of a request that was refused."""
     if isinstance(request, Refused):
         raise request.error
 
 
-def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused]:
-    """Return a gRPC deserializer for requests of this type."""
+def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused | Calls]:
+    """Return a gRPC deserializer for requests of this type. Only a message of calls becomes `Calls`."""
     rules = _Rules(limits)
     rules.add(kind.DESCRIPTOR, "")
     scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
@@ -138,7 +152,15 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
                 found = _ext.WIRE_MALFORMED
         return Refused(rules.error(found), _call_id(data) if is_call else None)
 
-    return parse
+    def parse_calls(data: bytes) -> Message | Refused | Calls:
+        if data[:1] != _CALLS_TAG:
+            return parse(data)
+        try:
+            return Calls(split_elements(data, _CALLS, MAX_CALLS), parse)
+        except (ValueError, IndexError):
+            return Refused(InvalidArgumentError(f"must be up to {MAX_CALLS} calls and nothing else", field="calls"))
+
+    return parse_calls if is_call else parse
 
 
 @dataclass(frozen=True)
@@ -186,6 +208,8 @@ class _Rules:
 
     def _rule(self, of: FieldDescriptor, path: str) -> tuple[int, int, int, int]:
         kind = _FIELD_KINDS.get(of.type, _VARINT)
+        if of.message_type is session_pb2.Call.DESCRIPTOR:
+            kind = _LENGTH  # it is empty, so that calls do not nest
         counter = self._counter(of, path)
         if counter is not None:
             self.counters.append(counter)
@@ -197,6 +221,8 @@ class _Rules:
         return of.number, kind, number, self.add(of.message_type, below)
 
     def _counter(self, of: FieldDescriptor, path: str) -> _Counter | None:
+        if of.message_type is session_pb2.Call.DESCRIPTOR:
+            return _Counter(path, 0, "calls")
         if of.is_repeated:
             limit = _ELEMENTS[of.name]
             if isinstance(limit, str):

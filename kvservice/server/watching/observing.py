@@ -26,7 +26,7 @@ from kvservice.kept.report import RestartReport
 from kvservice.owned import OwnedProcess
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.rpc.callers import Audit, Credentials
-from kvservice.server.rpc.dispatch import Dispatcher
+from kvservice.server.rpc.stream import Dispatcher
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.tiering.pool_tier import PoolTier
