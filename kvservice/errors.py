@@ -49,6 +49,7 @@
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
     ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
+    ├── PermissionDeniedError       PERMISSION_DENIED    the caller's tenant or role may not do this
     ├── DiskFailedError             INTERNAL             the disk with the saved sessions cannot be read or written
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug in the daemon, or a device failure
@@ -316,6 +317,13 @@ class UnauthenticatedError(KVServiceError):
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(KVServiceError):
+    """The caller is known, and may not do this. `metadata` holds `tenant`, that of the caller, if it has one."""
+
+    status = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class RegionNotOpenedError(KVServiceError):

@@ -353,7 +353,7 @@ CLIENT_LAYERS = [
 
 # The rooms of the server, from the bottom; kvservice/README.md explains them.
 SERVER_LAYERS = [
-    {"loop"}, {"memory"}, {"tiering"}, {"sessions"}, {"calls"}, {"rpc"}, {"watching"}, {"core"}, {"daemon"},
+    {"loop", "tenants"}, {"memory"}, {"tiering"}, {"sessions"}, {"calls"}, {"rpc"}, {"watching"}, {"core"}, {"daemon"},
 ]  # fmt: skip
 
 

@@ -93,4 +93,5 @@ _BY_STATUS = {
     "UNAVAILABLE": errors.ConnectionLostError,
     "DEADLINE_EXCEEDED": errors.CallTimeoutError,
     "UNAUTHENTICATED": errors.UnauthenticatedError,
+    "PERMISSION_DENIED": errors.PermissionDeniedError,
 }

@@ -15,6 +15,7 @@ from kvservice.server.calls.handlers import Handler, OpenHandler, SessionHandler
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions, SavedSize
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ADMINS, EVERYONE
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 from kvservice.transfer import is_installed
 from kvservice.v1 import (
@@ -46,10 +47,10 @@ class AdminCalls:
 
     def handlers(self) -> tuple[Handler, ...]:
         return (
-            OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info),
-            OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats),
-            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot),
-            OpenHandler("ping", pool_pb2.PingRequest, self.ping),
+            OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info, roles=EVERYONE),
+            OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats, roles=EVERYONE),
+            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=ADMINS),
+            OpenHandler("ping", pool_pb2.PingRequest, self.ping, roles=EVERYONE),
             OpenHandler("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
             OpenHandler("close", session_pb2.CloseRequest, self.close),
             SessionHandler("detach", session_pb2.DetachRequest, self.detach),

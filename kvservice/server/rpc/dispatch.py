@@ -35,6 +35,7 @@ from kvservice.server.loop import After, Finished, go_on
 from kvservice.server.rpc.contract import KEPT_METHODS
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import Roles, Tenants
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.tensors import Encoded
@@ -65,9 +66,11 @@ class Dispatcher:
         table: CallTable,
         tracer: Tracer | None,
         end_operation: Callable[[], object],
+        tenants: Tenants | None = None,
     ) -> None:
         """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
-        manager counts, also if the process dies now."""
+        manager counts, also if the process dies now. `tenants` is None if every caller may make every call."""
+        self._tenants = tenants
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
         # The methods whose requests may have a request id.
@@ -109,6 +112,8 @@ class Dispatcher:
         try:
             if not local:
                 self._check_remote(request, session)
+            if self._tenants is not None:
+                self.check_role(self._handlers[method].roles, session)
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, (Message, Encoded, bytes)):
                 return started
@@ -134,6 +139,12 @@ class Dispatcher:
             self._table.observe(method, status, transport, time.perf_counter() - start)
             if span is not None:
                 span.end(status, self._session_id(request, session))
+
+    def check_role(self, roles: Roles, session: ServerSession | None = None) -> None:
+        """Raise PermissionDeniedError unless the caller has one of these roles, and still belongs to the tenant of the
+        stream's session."""
+        if self._tenants is not None:
+            self._tenants.check(roles, None if session is None else session.tenant)
 
     def refuse_new_work(self) -> None:
         """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""

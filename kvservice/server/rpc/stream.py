@@ -35,6 +35,7 @@ from kvservice.server.rpc.limits import (
 )
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ADMINS, ENGINES
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
 from kvservice.wire.tensors import Encoded
@@ -111,16 +112,18 @@ class Services:
                 with self._slots.of_peer("event stream", context.peer()):
                     self._callers.admit(context)
                     check_accepted(request)
+                    self._dispatcher.check_role(ADMINS)
                     async with contextlib.aclosing(self._events.subscribe(request)) as messages:
                         async for message in messages:
+                            self._dispatcher.check_role(ADMINS)
                             with rpc.waiting():
                                 await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC detected it only during a write
 
     async def _connect(self, _: Any, context: Context) -> None:
-        self._callers.admit(context)
         try:
+            self._callers.admit(context)
             self._slots.check_unattached()
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -248,6 +251,7 @@ class Stream:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._callers.check(CALLER.get())
+        self._dispatcher.check_role(ENGINES)
         self._dispatcher.refuse_new_work()
         restoring = None if request.reconnects else self._sessions.restoring(request.session_token)
         if restoring is not None:

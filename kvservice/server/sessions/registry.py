@@ -16,7 +16,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 
-from kvservice.auth import CALLER, Identity
+from kvservice.auth import CALLER, UNNAMED, Identity
 from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
@@ -24,6 +24,7 @@ from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
+    PermissionDeniedError,
     QuotaExceededError,
     SessionTakenError,
     UnauthenticatedError,
@@ -39,6 +40,7 @@ from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
+from kvservice.server.tenants import Tenant, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
@@ -64,7 +66,10 @@ class SessionRegistry:
         memory: SessionMemory,
         clock: Clock | None = None,
         store: BlockStore | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
+        """`tenants` is None if the daemon has one tenant, whatever sessions call it."""
+        self._tenants = tenants
         self._clock = clock or SystemClock()
         self._config = config
         self._manager = manager
@@ -117,6 +122,7 @@ class SessionRegistry:
             return self.get(token)
         _check_name(name, "name")
         _check_name(tenant, "tenant")
+        tenant = chosen_tenant(self._tenants, tenant)
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
             raise InvalidArgumentError(
@@ -200,18 +206,20 @@ class SessionRegistry:
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
+        tenancy = self._tenancy(record.tenant)
         access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
         return ServerSession(
             session_id=record.session_id,
             token=record.token,
             name=record.name,
             tenant=record.tenant,
+            tenancy=tenancy,
             owner=Identity(record.owner, record.credential),
             namespace=namespace,
             access=access,
             regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
             row=row,
-            store=None if self._store is None else SessionStore(self._store, record.tenant, record.session_id),
+            store=None if self._store is None else SessionStore(self._store, tenancy.domain, record.session_id),
             replies=Replies(self._memory.replies.ring(row.number)),
             wait_s=record.wait_s,
         )
@@ -219,7 +227,29 @@ class SessionRegistry:
     def find(self, token: bytes) -> ServerSession | None:
         """Return the session of this token, or None if there is none or it belongs to another identity."""
         session = self._sessions.get(token)
-        return session if session is not None and session.owner == CALLER.get() else None
+        if session is None or session.owner != CALLER.get():
+            return None
+        return session if self._tenants is None or self._tenants.has(session.tenant) else None
+
+    def is_of_caller(self, tenant: str) -> bool:
+        """Return whether the caller may have sessions of this tenant."""
+        return self._tenants is None or self._tenants.has(tenant)
+
+    def _tenancy(self, tenant: str) -> Tenant:
+        return Tenant(tenant, tenant) if self._tenants is None else self._tenants.tenant(tenant)
+
+    def apply_tenants(self) -> None:
+        """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
+        callers belong to another tenant end."""
+        assert self._tenants is not None, "they have new rules"
+        for session in list(self):
+            tenancy = self._tenancy(session.tenant)
+            if tenancy.domain != session.tenancy.domain:
+                in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
+                continue
+            session.tenancy = tenancy
+            if session.end_stream is not None and not self._tenants.rules.has(session.owner, session.tenant):
+                session.end_stream(PermissionDeniedError("the session is another tenant's now", tenant=session.tenant))
 
     def get(self, token: bytes) -> ServerSession:
         session = self.find(token)
@@ -320,8 +350,10 @@ class SessionRegistry:
         yield from self.close_in_slices(session, writers_done=0 != holder == session.holder)
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
-        session = self.find(token)
-        return None if session is None else session.access.user.introduce(peer)
+        session = self._sessions.get(token)
+        if session is None or session.owner != UNNAMED:
+            return None
+        return session.access.user.introduce(peer)
 
     def _lose_after(self, session: ServerSession, wait_s: float) -> None:
         """Close a session if no stream attaches to it in time."""

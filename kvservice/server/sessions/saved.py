@@ -173,7 +173,7 @@ class SavedSessions:
 
     async def _restore_from(self, files: SessionFiles, opened: OpenedSession, token: bytes) -> None:
         values = opened.manifest.session
-        if values.owner != CALLER.get().name:
+        if values.owner != CALLER.get().name or not self._sessions.is_of_caller(values.tenant):
             self._sessions.note_foreign("a saved session")
             raise _unknown()
         files.check_identity(opened)
