@@ -4,6 +4,7 @@ contract."""
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,22 @@ _STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_n
 
 
 def take_snapshot(
-    reader: Reader, history: History, latest: Reading, max_sessions: int, max_sequences: int, search: str
+    reader: Reader,
+    history: History,
+    latest: Reading,
+    max_sessions: int,
+    max_sequences: int,
+    search: str,
+    session_ids: Collection[int] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of `Snapshot` for the latest reading, with rates from the history. GetSnapshotRequest describes
-    `search`."""
+    `search`. With `session_ids`, the rows are those of these sessions alone."""
     search = search.lower()
-    sessions = [session for session in latest.sessions if _fits(session, search)]
+    shown = [one for one in latest.sessions if session_ids is None or one.session_id in session_ids]
+    sessions = [session for session in shown if _fits(session, search)]
     sessions.sort(key=lambda session: (-session.blocks, session.session_id))
-    sequences, num_sequences = _sequences(reader, {session.session_id for session in sessions}, max_sequences, search)
+    found = {session.session_id for session in sessions}
+    sequences, num_sequences = _sequences(reader, found, max_sequences, search, session_ids)
     return (
         {
             "time_s": time.time(),
@@ -134,18 +143,20 @@ def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
 
 
 def _sequences(
-    reader: Reader, session_ids: set[int], max_sequences: int, search: str
+    reader: Reader, found: set[int], max_sequences: int, search: str, session_ids: Collection[int] | None
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the largest sequences that match the search, and the number of matches. A sequence matches if its session
-    is one of `session_ids` or if its id contains the search text."""
+    is one of `found` or if its id contains the search text. With `session_ids`, its session is one of these."""
     rows = reader.sequences()
     owners = {number: reader.session(number) for number in np.unique(rows.sessions).tolist()}
-    if search:
-        chosen = [
-            i
-            for i, (owner, sequence_id) in enumerate(zip(rows.sessions.tolist(), rows.ids.tolist(), strict=True))
-            if owners[owner][0] in session_ids or search in str(sequence_id)
-        ]
+    if search or session_ids is not None:
+        chosen = []
+        for i, (owner, sequence_id) in enumerate(zip(rows.sessions.tolist(), rows.ids.tolist(), strict=True)):
+            session_id = owners[owner][0]
+            if session_id in found or (
+                search in str(sequence_id) and (session_ids is None or session_id in session_ids)
+            ):
+                chosen.append(i)
         fitting = np.array(chosen, np.int64)
     else:
         fitting = np.arange(len(rows.ids))

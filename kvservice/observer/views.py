@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,17 @@ class Views:
         self._blocks = Blocks(arrays)
         self._block_hash = block_hash
 
-    async def snapshot(self, max_sessions: int = 100, max_sequences: int = 100, search: str = "") -> dict[str, Any]:
-        """Return a current snapshot. It is consistent with the other data read at the same moment."""
-        return take_snapshot(self._reader, self._history, await self._read(), max_sessions, max_sequences, search)
+    async def snapshot(
+        self,
+        max_sessions: int = 100,
+        max_sequences: int = 100,
+        search: str = "",
+        session_ids: Collection[int] | None = None,
+    ) -> dict[str, Any]:
+        """Return a current snapshot, with rows of these sessions or of all. It is consistent with the other data read
+        at the same moment."""
+        latest = await self._read()
+        return take_snapshot(self._reader, self._history, latest, max_sessions, max_sequences, search, session_ids)
 
     def history(self) -> dict[str, Any]:
         """Return the samples as columns."""

@@ -153,7 +153,7 @@ class KVServer:
                 self.sessions,
                 core.saved,
                 capacity_bytes,
-                lambda request: self.observing.snapshot(request),
+                lambda request, session_ids: self.observing.snapshot(request, session_ids),
             ).handlers(),
         )
         calls = CallTable(METHODS, arrays.zeros)

@@ -54,7 +54,7 @@ class Role(enum.Enum):
 Roles: TypeAlias = frozenset[Role]
 EVERYONE: Final[Roles] = frozenset(Role)
 ENGINES: Final[Roles] = frozenset((Role.ENGINE,))
-OBSERVERS: Final[Roles] = frozenset((Role.OBSERVER,))
+OBSERVERS: Final[Roles] = frozenset((Role.OBSERVER, Role.ADMIN))
 ADMINS: Final[Roles] = frozenset((Role.ADMIN,))
 
 
@@ -93,6 +93,9 @@ OPERATOR: Final = Tenant("", "")
 class TenantCaller:
     tenant: Tenant
     roles: Roles
+
+
+_AT_OWN_DOOR: Final = TenantCaller(OPERATOR, EVERYONE)
 
 
 # ---- the file
@@ -154,10 +157,8 @@ class TenantRules:
 
     def has(self, owner: Identity, tenant: str) -> bool:
         """Return whether sessions of this tenant can be this owner's."""
-        if owner.name:
-            caller = self.callers.get(owner.name)
-        else:
-            caller = TenantCaller(OPERATOR, EVERYONE) if not tenant else self.local
+        unnamed = self.local if tenant else _AT_OWN_DOOR
+        caller = self.callers.get(owner.name) if owner.name else unnamed
         return caller is not None and caller.tenant.name == tenant
 
 
@@ -269,13 +270,16 @@ class Tenants:
     def caller(self) -> TenantCaller:
         """Return who calls. Raises PermissionDeniedError if the caller has no tenant."""
         door = DOOR.get()
-        if door is Door.OWN:
-            return TenantCaller(OPERATOR, EVERYONE)
-        found = self.rules.local if door is Door.UNIX else self.rules.callers.get(CALLER.get().name)
+        found = self._of(door)
         if found is None:
             who = CALLER.get().name or f"a client without a name, over {door.value},"
             raise PermissionDeniedError(f"{who} belongs to no tenant of the daemon")
         return found
+
+    def _of(self, door: Door) -> TenantCaller | None:
+        if door is Door.OWN:
+            return _AT_OWN_DOOR
+        return self.rules.local if door is Door.UNIX else self.rules.callers.get(CALLER.get().name)
 
     def check(self, roles: Roles, tenant: str | None = None) -> None:
         """Raise PermissionDeniedError unless the caller has one of these roles, and belongs to `tenant` if that is
@@ -289,7 +293,8 @@ class Tenants:
 
     def has(self, tenant: str) -> bool:
         """Return whether the caller belongs to this tenant."""
-        return self.caller().tenant.name == tenant
+        found = self._of(DOOR.get())
+        return found is not None and found.tenant.name == tenant
 
 
 def chosen_tenant(tenants: Tenants | None, named: str) -> str:

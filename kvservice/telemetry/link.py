@@ -8,20 +8,37 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 _LENGTH = struct.Struct("<I")
 
 # Requests of the observer.
 WRITE_STATS, BLOCK_HASH = b"w", b"h"
-# Requests of the daemon: b"c" and the configuration, b"s" and a GetSnapshotRequest.
-CONFIGURE, SNAPSHOT = b"c", b"s"
+# Requests of the daemon: b"c" and the configuration; b"s" and a GetSnapshotRequest; b"o", a number, the ids of so many
+# sessions, and a GetSnapshotRequest for these alone.
+CONFIGURE, SNAPSHOT, SNAPSHOT_OF = b"c", b"s", b"o"
 # First byte of a reply: success or error.
 OK, REFUSED = b"\0", b"\1"
 
 # The limit on the characters of a search for sessions and sequences, of the page and of GetSnapshot.
 MAX_SEARCH_LENGTH: Final = 256
+
+
+def snapshot_question(request: bytes, session_ids: Collection[int] | None) -> bytes:
+    """Return the request for a snapshot of these sessions, or of all."""
+    if session_ids is None:
+        return SNAPSHOT + request
+    return SNAPSHOT_OF + struct.pack(f"<I{len(session_ids)}q", len(session_ids), *session_ids) + request
+
+
+def asked_snapshot(question: bytes) -> tuple[bytes, frozenset[int] | None]:
+    """Return the arguments of `snapshot_question`."""
+    if question[:1] == SNAPSHOT:
+        return question[1:], None
+    (count,) = _LENGTH.unpack_from(question, 1)
+    end = 1 + _LENGTH.size + 8 * count
+    return question[end:], frozenset(struct.unpack_from(f"<{count}q", question, 1 + _LENGTH.size))
 
 
 class Asker:

@@ -324,7 +324,7 @@ def test_a_session_is_its_tenants(life: Life) -> None:
         own = life.open()
         with pytest.raises(UnknownSessionError):
             life.attach(local.token)
-    with calling(), pytest.raises(PermissionDeniedError):
+    with calling(), pytest.raises(UnknownSessionError):
         life.attach(local.token)
     with calling(door=Door.UNIX):
         with pytest.raises(UnknownSessionError):
@@ -348,11 +348,10 @@ async def test_roles(life: Life) -> None:
             for method, request in everyone.items():
                 await life.call(None, method, request)
     for name in ("alice", "dual"):
-        with calling(name):
-            with pytest.raises(PermissionDeniedError, match="with the role admin"):
-                await life.call(sessions[name], "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-            with pytest.raises(PermissionDeniedError):
-                await life.call(None, "get_snapshot", inspect_pb2.GetSnapshotRequest())
+        with calling(name), pytest.raises(PermissionDeniedError, match="with the role admin"):
+            await life.call(sessions[name], "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+    with calling("alice"), pytest.raises(PermissionDeniedError, match="with the role admin or observer"):
+        await life.call(None, "get_snapshot", inspect_pb2.GetSnapshotRequest())
     with calling("ops"):
         await life.call(sessions["ops"], "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
         with pytest.raises(PermissionDeniedError, match="another tenant's now"):
@@ -424,22 +423,27 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert (foreign.code, foreign.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
 
         namespace = StoreNamespace("m", 4096)
-        with KVClient(running.daemon.address) as local, local.store(namespace) as store, bob.store(namespace) as other:
+        with KVClient(running.daemon.address) as local, local.store(namespace) as store, bob.store(namespace) as elsewhere:
             block_bytes, found = np.ones((1, 4096), np.uint8), np.zeros((1, 4096), np.uint8)
             store.put([bytes(32)], block_bytes)
             assert store.get([bytes(32)], found).all(), "although it may not map the store"
             assert (found == block_bytes).all()
-            assert other.lookup([bytes(32)]).num_leading == 0
+            assert elsewhere.lookup([bytes(32)]).num_leading == 0
 
         subscribe = events_pb2.SubscribeRequest(start_number=1)
         for name in ("alice", "", "grafana"):
-            assert wires[name].unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).code == "PERMISSION_DENIED"
             with pytest.raises(grpc.RpcError) as caught:
                 next(wires[name].methods["subscribe"](subscribe, timeout=TIMEOUT_S))
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         for name in ("own", "ops"):
             shown = wires[name].unary("get_snapshot", inspect_pb2.GetSnapshotRequest(max_sessions=10))
             assert {one.tenant for one in shown.sessions} == {"red", "blue"}
+        for search in ("", "1", "red"):
+            request = inspect_pb2.GetSnapshotRequest(search=search)
+            assert not [*wires["grafana"].unary("get_snapshot", request).sequences], "red has one, blue has none"
+        (other,) = wires["grafana"].unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).sessions
+        assert (other.session_id, other.tenant) == (theirs.session_id, "blue")
+        assert wires["alice"].unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).code == "PERMISSION_DENIED"
         events = wires["ops"].methods["subscribe"](subscribe, timeout=60)
         assert next(events).number == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from kvservice import __version__
 from kvservice.blocks import BlocksStats, Slices
@@ -15,7 +15,7 @@ from kvservice.server.calls.handlers import Handler, OpenHandler, SessionHandler
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions, SavedSize
 from kvservice.server.sessions.session import ServerSession
-from kvservice.server.tenants import ADMINS, EVERYONE
+from kvservice.server.tenants import EVERYONE, OBSERVERS
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 from kvservice.transfer import is_installed
 from kvservice.v1 import (
@@ -35,10 +35,10 @@ class AdminCalls:
         sessions: SessionRegistry,
         saved: SavedSessions,
         store_bytes: int,
-        snapshot: Callable[[bytes], Awaitable[bytes]],
+        snapshot: Callable[[bytes, Collection[int] | None], Awaitable[bytes]],
     ) -> None:
         """`store_bytes` is the size of the block store, 0 if there is none. `snapshot` maps a serialized
-        GetSnapshotRequest to a serialized Snapshot."""
+        GetSnapshotRequest, and the ids of sessions if it may not tell of others, to a serialized Snapshot."""
         self._snapshot = snapshot
         self._info = info_response(config, engine.device, store_bytes, __version__)
         self._engine = engine
@@ -49,7 +49,7 @@ class AdminCalls:
         return (
             OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info, roles=EVERYONE),
             OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats, roles=EVERYONE),
-            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=ADMINS),
+            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=OBSERVERS),
             OpenHandler("ping", pool_pb2.PingRequest, self.ping, roles=EVERYONE),
             OpenHandler("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
             OpenHandler("close", session_pb2.CloseRequest, self.close),
@@ -65,7 +65,7 @@ class AdminCalls:
     async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> bytes:
         """Return a serialized Snapshot."""
         check_snapshot_request(request)
-        return await self._snapshot(request.SerializeToString())
+        return await self._snapshot(request.SerializeToString(), self._sessions.shown_to_caller())
 
     def ping(self, request: pool_pb2.PingRequest) -> pool_pb2.PingResponse:
         return pool_pb2.PingResponse(payload=request.payload)

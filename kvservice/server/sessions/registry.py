@@ -40,7 +40,7 @@ from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
-from kvservice.server.tenants import Tenant, Tenants, chosen_tenant
+from kvservice.server.tenants import Role, Tenant, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
@@ -234,6 +234,12 @@ class SessionRegistry:
     def is_of_caller(self, tenant: str) -> bool:
         """Return whether the caller may have sessions of this tenant."""
         return self._tenants is None or self._tenants.has(tenant)
+
+    def shown_to_caller(self) -> frozenset[int] | None:
+        """Return the ids of the sessions of the caller's tenant, or None if the caller may see all."""
+        if self._tenants is None or Role.ADMIN in (caller := self._tenants.caller()).roles:
+            return None
+        return frozenset(one.session_id for one in self if one.tenant == caller.tenant.name)
 
     def _tenancy(self, tenant: str) -> Tenant:
         return Tenant(tenant, tenant) if self._tenants is None else self._tenants.tenant(tenant)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from kvservice import __version__, plain_json
@@ -44,7 +44,7 @@ from kvservice.telemetry.figures import (
     TierTable,
     TransferTable,
 )
-from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
+from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, WRITE_STATS, Asker, answer_all, open_link, snapshot_question
 from kvservice.tiers import TierChain, TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -96,14 +96,15 @@ class Observing:
         self._http = listening
         self._wanted.set()
 
-    async def snapshot(self, request: bytes) -> bytes:
-        """Return the observer's response to a serialized GetSnapshotRequest. Raises ObserverUnavailableError."""
+    async def snapshot(self, request: bytes, session_ids: Collection[int] | None = None) -> bytes:
+        """Return the observer's response to a serialized GetSnapshotRequest, with rows of these sessions or of all.
+        Raises ObserverUnavailableError."""
         self._wanted.set()
         try:
             async with asyncio.timeout(self._answer_s):
                 await self._ready.wait()
                 assert self._asker is not None, "it is ready"
-                return await self._asker.ask(SNAPSHOT + request)
+                return await self._asker.ask(snapshot_question(request, session_ids))
         except ConnectionError:
             raise ObserverUnavailableError("the observer has ended; another is started") from None
         except TimeoutError:
