@@ -247,7 +247,8 @@ class OutOfBlocksError(ResourceExhaustedError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """A limit is exceeded. `metadata` holds `limit`, the name of the configuration field, and its `value`."""
+    """A limit is exceeded. `metadata` holds `limit`, the name of the configuration field, and its `value`. If it is the
+    limit of a tenant, it also holds `tenant`, and `used` and `required`, or for a rate `retry_ms`."""
 
     reason = "QUOTA_EXCEEDED"
 

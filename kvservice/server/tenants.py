@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import os
 import re
 import stat
+import time
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvservice.auth import CALLER, Identity, Reloading
 from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError, PermissionDeniedError, reason_of
+from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
 
 ExtraKeys: TypeAlias = tuple[tuple[int, bytes], ...]
 
@@ -39,6 +41,7 @@ MAX_SHARING: Final = 16
 # The first bytes of the extra keys that keep tenants apart. Clients cannot use them.
 SALT_PREFIX: Final = b"kvservice tenant "
 _MAX_FILE_BYTES: Final = 1 << 20
+_Count: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 40)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELD: Final = "tenants"
 
@@ -70,6 +73,21 @@ class Door(enum.Enum):
 DOOR: Final[ContextVar[Door]] = ContextVar("kvservice_door", default=Door.TCP)
 
 
+class Quotas(BaseModel):
+    """The most that a tenant may have at one time, and the calls that it may make. None: no less than the daemon."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_sessions: _Count = None
+    # Sessions that wait for longer than session_grace_s when their streams end.
+    max_detached_sessions: _Count = None
+    max_regions: _Count = None
+    calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
+
+
+NO_QUOTAS: Final = Quotas()
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """The tenant of a session.
@@ -84,6 +102,16 @@ class Tenant:
     salt: ExtraKeys = ()
     map_pool: bool = True
     map_store: bool = True
+    quotas: Quotas = NO_QUOTAS
+
+    def check(self, limit: str, used: int, more: int = 1, field: str = "") -> None:
+        """Raise QuotaExceededError if the tenant, which uses so much, would use more than the quota of this name."""
+        value = getattr(self.quotas, limit)
+        if value is not None and used + more > value:
+            raise QuotaExceededError(
+                f"tenant {self.name} has {used} of {limit} {value}, and {more} more are needed",
+                field=field, tenant=self.name, limit=limit, value=value, used=used, required=more,
+            )  # fmt: skip
 
 
 OPERATOR: Final = Tenant("", "")
@@ -103,10 +131,8 @@ _AT_OWN_DOOR: Final = TenantCaller(OPERATOR, EVERYONE)
 _Identity = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Settings(BaseModel):
+class _Settings(Quotas):
     """The table of one tenant."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     engines: list[_Identity] = []
     observers: list[_Identity] = []
@@ -201,7 +227,8 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
         if {other, *tables[other].shares_with} != sharing:
             raise _wrong(field, f"{other!r} must name the same tenants: who shares, shares with all of them")
     domain = ",".join(sorted(sharing))
-    return Tenant(name, domain, ((0, _salt(domain)),), settings.map_pool, settings.map_store)
+    quotas = Quotas(**{key: getattr(settings, key) for key in Quotas.model_fields})
+    return Tenant(name, domain, ((0, _salt(domain)),), settings.map_pool, settings.map_store, quotas)
 
 
 def _salt(domain: str) -> bytes:
@@ -229,8 +256,11 @@ def _check_owner_and_mode(status: os.stat_result) -> None:
 class Tenants:
     """The tenants of the daemon, as its file says now."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises InvalidArgumentError naming the file and the key that is wrong."""
+        self._clock = clock
+        # The calls that each tenant may make now, and the time of its last one.
+        self._calls_left: dict[str, tuple[float, float]] = {}
         self._rules = Reloading([file], lambda: TenantRules.read(file), "the daemon")
 
     @staticmethod
@@ -290,6 +320,24 @@ class Tenants:
             raise PermissionDeniedError(f"the call is for callers with the role {allowed}", tenant=caller.tenant.name)
         if tenant is not None and tenant != caller.tenant.name:
             raise PermissionDeniedError("the session is another tenant's now", tenant=caller.tenant.name)
+
+    def count_call(self) -> None:
+        """Raise QuotaExceededError if the caller's tenant makes more calls a second than it may. It may make those of
+        one second at once."""
+        tenant = self.caller().tenant
+        rate = tenant.quotas.calls_per_s
+        if rate is None:
+            return
+        now, most = self._clock(), max(rate, 1.0)
+        left, before = self._calls_left.get(tenant.name, (most, now))
+        left = min(most, left + (now - before) * rate)
+        self._calls_left[tenant.name] = max(left - 1, 0.0) if left >= 1 else left, now
+        if left < 1:
+            retry_ms = math.ceil((1 - left) / rate * 1000)
+            raise QuotaExceededError(
+                f"tenant {tenant.name} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
+                tenant=tenant.name, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
+            )  # fmt: skip
 
     def has(self, tenant: str) -> bool:
         """Return whether the caller belongs to this tenant."""

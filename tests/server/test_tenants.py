@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from daemon_lives import Life, caller
+from daemon_lives import Life, caller, finish
 from kept_files import HeldFiles
 from raw_store import block, identity, keys
 from secure_daemon import secured, with_token
@@ -27,6 +27,7 @@ from kvservice.errors import (
     KVServiceError,
     PermissionDeniedError,
     PoolNotSharedError,
+    QuotaExceededError,
     StoreNotSharedError,
     UnknownSequenceError,
     UnknownSessionError,
@@ -41,6 +42,7 @@ from kvservice.v1 import (
     pool_pb2,
     scheduler_pb2,
     session_pb2,
+    shared_memory_pb2,
     store_pb2,
 )
 
@@ -125,6 +127,11 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nshares_with = ['b']", "tenant.a.shares_with", "'b' is no tenant"),
         ("[tenant.a]\nshares_with = ['a']", "tenant.a.shares_with", "twice, or its own"),
         ("[tenant.a]\nshares_with = ['b']\n[tenant.b]", "tenant.a.shares_with", "'b' must name the same tenants"),
+        ("[tenant.a]\nmax_sessions = -1", "tenant.a.max_sessions", "greater than or equal to 0"),
+        ("[tenant.a]\nmax_sessions = true", "tenant.a.max_sessions", "valid integer"),
+        ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),
+        ("[tenant.a]\ncalls_per_s = 0", "tenant.a.calls_per_s", "greater than 0"),
+        ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
         ("[tenant.a", "", "Expected ']'"),
     ],
 )
@@ -358,6 +365,103 @@ async def test_roles(life: Life) -> None:
             await life.call(sessions["alice"], "get_stats", pool_pb2.GetStatsRequest())
 
 
+# ---- quotas
+
+
+def with_quotas(options: dict[str, Any], clock: Any, **quotas: Any) -> Life:
+    """Start a daemon in which `red`, the tenant of alice, has quotas."""
+    lines = "".join(f"\n{key} = {value}" for key, value in quotas.items())
+    Path(options["tenants"]).write_text(FILE.replace('["alice"]', f'["alice"]{lines}'))
+    return Life(clock=clock, **options)
+
+
+def over(error: QuotaExceededError) -> tuple[str, ...]:
+    return tuple(error.metadata[key] for key in ("tenant", "limit", "value", "used", "required"))
+
+
+def test_sessions_over_quota(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, max_sessions=2, max_detached_sessions=1)
+    with calling("alice"):
+        one, other = life.open(), life.open(detachable=True)
+        with pytest.raises(QuotaExceededError) as caught:
+            life.open()
+        assert over(caught.value) == ("red", "max_sessions", "2", "2", "1")
+        finish(life.sessions.close_in_slices(one))
+        with pytest.raises(QuotaExceededError) as caught:
+            life.open(detachable=True)
+        assert over(caught.value) == ("red", "max_detached_sessions", "1", "1", "1")
+        again = life.open()
+        with pytest.raises(QuotaExceededError):
+            asyncio.run(life.call(again, "detach", session_pb2.DetachRequest(ttl_s=60)))
+        asyncio.run(life.call(other, "detach", session_pb2.DetachRequest(ttl_s=60)))
+    with calling("bob"):
+        for _ in range(3):
+            life.open(detachable=True)
+    life.kill()
+
+
+async def region(life: Life, session: Any, name: str) -> Any:
+    request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=4096)
+    return await life.call(session, "create_region", request)
+
+
+@in_loop
+async def test_regions_over_quota(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, max_regions=2)
+    with calling("alice"):
+        one, other = life.open(), life.open()
+        await region(life, one, "a")
+        await region(life, other, "a")
+        for session in (one, other):
+            with pytest.raises(QuotaExceededError) as caught:
+                await region(life, session, "b")
+            assert over(caught.value) == ("red", "max_regions", "2", "2", "1")
+        gone = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="a")
+        await life.call(one, "system_shared_memory_unregister", gone)
+        await region(life, other, "b")
+    with calling("bob"):
+        bob = life.open()
+        for name in "abc":
+            await region(life, bob, name)
+    life.kill()
+
+
+def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
+    tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 2.0')), clock.time)
+
+    def accepted(name: str, count: int) -> int:
+        done = 0
+        with calling(name), contextlib.suppress(QuotaExceededError):
+            for _ in range(count):
+                tenants.count_call()
+                done += 1
+        return done
+
+    assert (accepted("alice", 5), accepted("bob", 5)) == (2, 5)
+    clock.advance(0.25)
+    with calling("alice"), pytest.raises(QuotaExceededError) as caught:
+        tenants.count_call()
+    assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "2", "retry_ms": "250"}
+    clock.advance(0.25)
+    assert accepted("alice", 5) == 1
+    clock.advance(60)
+    assert accepted("alice", 5) == 2
+
+
+@in_loop
+async def test_calls_over_quota_are_refused(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, calls_per_s=0.001)
+    with calling("alice"):
+        session = life.open()
+        await life.call(session, "ping", pool_pb2.PingRequest())
+        with pytest.raises(QuotaExceededError):
+            await life.call(session, "ping", pool_pb2.PingRequest())
+    with calling("bob"):
+        for _ in range(3):
+            await life.call(None, "ping", pool_pb2.PingRequest())
+    life.kill()
+
+
 @in_loop
 async def test_sessions_are_their_tenants_after_a_restart(tmp_path: Path, options: dict[str, Any]) -> None:
     held = HeldFiles()
@@ -423,12 +527,12 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert (foreign.code, foreign.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
 
         namespace = StoreNamespace("m", 4096)
-        with KVClient(running.daemon.address) as local, local.store(namespace) as store, bob.store(namespace) as elsewhere:
+        with KVClient(running.daemon.address) as local, local.store(namespace) as store, bob.store(namespace) as blue:
             block_bytes, found = np.ones((1, 4096), np.uint8), np.zeros((1, 4096), np.uint8)
             store.put([bytes(32)], block_bytes)
             assert store.get([bytes(32)], found).all(), "although it may not map the store"
             assert (found == block_bytes).all()
-            assert elsewhere.lookup([bytes(32)]).num_leading == 0
+            assert blue.lookup([bytes(32)]).num_leading == 0
 
         subscribe = events_pb2.SubscribeRequest(start_number=1)
         for name in ("alice", "", "grafana"):

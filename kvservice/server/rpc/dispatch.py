@@ -114,6 +114,7 @@ class Dispatcher:
                 self._check_remote(request, session)
             if self._tenants is not None:
                 self.check_role(self._handlers[method].roles, session)
+                self._tenants.count_call()
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, (Message, Encoded, bytes)):
                 return started

@@ -14,7 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 from kvservice.auth import CALLER, UNNAMED, Identity
 from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
@@ -52,6 +54,14 @@ MAX_NAME_LENGTH = 64
 ATTACH_S = 5.0
 # The end of a session that leaves memory and stays on the disk.
 ASLEEP = "asleep"
+
+
+@dataclass
+class TenantUse:
+    """What the sessions of one tenant have together. `sessions` counts those that are still being freed, too."""
+
+    regions: RegionTotals
+    sessions: int = 0
 
 
 class SessionRegistry:
@@ -99,6 +109,7 @@ class SessionRegistry:
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
         self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
+        self._uses: defaultdict[str, TenantUse] = defaultdict(lambda: TenantUse(RegionTotals(whole=self.region_totals)))
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -140,6 +151,9 @@ class SessionRegistry:
             value = self._config.max_sessions
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
+        tenancy = self._tenancy(tenant)
+        tenancy.check("max_sessions", self._uses[tenant].sessions)
+        self._check_detached(tenancy, wait_s)
         self.num_opened += 1
         self._num_hidden += 1
         record = SessionRecord(
@@ -174,6 +188,17 @@ class SessionRegistry:
             extra={"session_id": session.session_id},
         )
 
+    def check_detach(self, session: ServerSession, wait_s: float) -> None:
+        """Raise QuotaExceededError if the session's tenant may not have one more session that waits for so long."""
+        if session.wait_s <= self._config.session_grace_s:
+            self._check_detached(session.tenancy, wait_s)
+
+    def _check_detached(self, tenancy: Tenant, wait_s: float) -> None:
+        grace = self._config.session_grace_s
+        if wait_s > grace and tenancy.quotas.max_detached_sessions is not None:
+            used = sum(one.tenant == tenancy.name and one.wait_s > grace for one in self)
+            tenancy.check("max_detached_sessions", used)
+
     def keep_for(self, session: ServerSession, wait_s: float) -> None:
         """Let a session wait for so many seconds when its stream ends, from now on if it has none."""
         session.wait_s = wait_s
@@ -206,7 +231,12 @@ class SessionRegistry:
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
-        tenancy = self._tenancy(record.tenant)
+        tenancy, use = self._tenancy(record.tenant), self._uses[record.tenant]
+        use.sessions += 1
+
+        def check_regions() -> None:
+            self._tenancy(record.tenant).check("max_regions", use.regions.count, field="name")
+
         access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
         return ServerSession(
             session_id=record.session_id,
@@ -217,7 +247,7 @@ class SessionRegistry:
             owner=Identity(record.owner, record.credential),
             namespace=namespace,
             access=access,
-            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
+            regions=Regions(self._config, RegionTotals(whole=use.regions, row=row), access, check_regions),
             row=row,
             store=None if self._store is None else SessionStore(self._store, tenancy.domain, record.session_id),
             replies=Replies(self._memory.replies.ring(row.number)),
@@ -401,6 +431,10 @@ class SessionRegistry:
         if scheduled is not None:
             yield from scheduled
         self._num_closing -= 1
+        use = self._uses[session.tenant]
+        use.sessions -= 1
+        if not use.sessions:
+            del self._uses[session.tenant]
         self._memory.table.close(session.row)
         number = session.session_id
         fields = {"session_id": number, "reason": end.partition(":")[0]}
