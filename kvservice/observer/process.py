@@ -105,10 +105,10 @@ class Observer:
         self._registry.register(_Metrics(self._collect))
 
     async def _answer(self, question: bytes) -> bytes:
-        asked, session_ids = asked_snapshot(question)
+        asked, part = asked_snapshot(question)
         request = inspect_pb2.GetSnapshotRequest.FromString(asked)
         rows = request.max_sessions or DEFAULT_ROWS, request.max_sequences or DEFAULT_ROWS
-        fields = await self._views.snapshot(*rows, request.search, session_ids)
+        fields = await self._views.snapshot(*rows, request.search, part)
         return inspect_pb2.Snapshot(**fields).SerializeToString()
 
     async def _fresh(self) -> Reading:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES,
 from kvservice.observer.history import History
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.reading import IntArray, Reader, Reading
 
 # Limits on the reported holders of a block and blocks of a sequence.
@@ -49,12 +50,12 @@ class Views:
         max_sessions: int = 100,
         max_sequences: int = 100,
         search: str = "",
-        session_ids: Collection[int] | None = None,
+        part: ShownPart | None = None,
     ) -> dict[str, Any]:
-        """Return a current snapshot, with rows of these sessions or of all. It is consistent with the other data read
+        """Return a current snapshot, of a part or of everything. It is consistent with the other data read
         at the same moment."""
         latest = await self._read()
-        return take_snapshot(self._reader, self._history, latest, max_sessions, max_sequences, search, session_ids)
+        return take_snapshot(self._reader, self._history, latest, max_sessions, max_sequences, search, part)
 
     def history(self) -> dict[str, Any]:
         """Return the samples as columns."""

@@ -153,7 +153,7 @@ class KVServer:
                 self.sessions,
                 core.saved,
                 capacity_bytes,
-                lambda request, session_ids: self.observing.snapshot(request, session_ids),
+                lambda request, part: self.observing.snapshot(request, part),
             ).handlers(),
         )
         calls = CallTable(METHODS, arrays.zeros)

@@ -21,6 +21,7 @@ import re
 import stat
 import time
 import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -81,8 +82,16 @@ class Quotas(BaseModel):
     max_sessions: _Count = None
     # Sessions that wait for longer than session_grace_s when their streams end.
     max_detached_sessions: _Count = None
+    max_sequences: _Count = None
+    # Blocks of the pool that sequences hold. Cached blocks are nobody's.
+    max_blocks: _Count = None
     max_regions: _Count = None
     calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
+
+    def limit(self, of: str) -> float | None:
+        """Return the quota of sessions, sequences and so on, by its name without max_."""
+        found: float | None = getattr(self, of if of in Quotas.model_fields else f"max_{of}")
+        return found
 
 
 NO_QUOTAS: Final = Quotas()
@@ -261,6 +270,8 @@ class Tenants:
         self._clock = clock
         # The calls that each tenant may make now, and the time of its last one.
         self._calls_left: dict[str, tuple[float, float]] = {}
+        # Calls over a quota, by tenant and by the quota's name without max_.
+        self.refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._rules = Reloading([file], lambda: TenantRules.read(file), "the daemon")
 
     @staticmethod
@@ -338,6 +349,19 @@ class Tenants:
                 f"tenant {tenant.name} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
                 tenant=tenant.name, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
             )  # fmt: skip
+
+    def calls_lately(self, tenant: Tenant) -> float:
+        """Return how many of the calls of a second the tenant has made, 0 if it may make any number."""
+        rate = tenant.quotas.calls_per_s
+        if rate is None or (found := self._calls_left.get(tenant.name)) is None:
+            return 0.0
+        left, before = found
+        return max(0.0, max(rate, 1.0) - left - (self._clock() - before) * rate)
+
+    def note_refusal(self, error: QuotaExceededError) -> None:
+        """Count a call that was refused, if it was over a tenant's quota."""
+        if tenant := error.metadata.get("tenant"):
+            self.refused[tenant][error.metadata["limit"].removeprefix("max_")] += 1
 
     def has(self, tenant: str) -> bool:
         """Return whether the caller belongs to this tenant."""

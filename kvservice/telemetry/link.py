@@ -6,17 +6,20 @@ A frame is its length as four bytes, followed by its bytes. The first byte of a 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Collection
-from typing import Final
+from typing import Final, NamedTuple
+
+from kvservice import plain_json
 
 _LENGTH = struct.Struct("<I")
 
 # Requests of the observer.
 WRITE_STATS, BLOCK_HASH = b"w", b"h"
-# Requests of the daemon: b"c" and the configuration; b"s" and a GetSnapshotRequest; b"o", a number, the ids of so many
-# sessions, and a GetSnapshotRequest for these alone.
+# Requests of the daemon: b"c" and the configuration; b"s" and a GetSnapshotRequest; b"o", a length, so many bytes of
+# `ShownPart` as JSON, and a GetSnapshotRequest.
 CONFIGURE, SNAPSHOT, SNAPSHOT_OF = b"c", b"s", b"o"
 # First byte of a reply: success or error.
 OK, REFUSED = b"\0", b"\1"
@@ -25,20 +28,29 @@ OK, REFUSED = b"\0", b"\1"
 MAX_SEARCH_LENGTH: Final = 256
 
 
-def snapshot_question(request: bytes, session_ids: Collection[int] | None) -> bytes:
-    """Return the request for a snapshot of these sessions, or of all."""
-    if session_ids is None:
+class ShownPart(NamedTuple):
+    """What a snapshot may tell of: one tenant, and the ids of its sessions."""
+
+    tenant: str
+    session_ids: Collection[int]
+
+
+def snapshot_question(request: bytes, part: ShownPart | None) -> bytes:
+    """Return the request for a snapshot of a part, or of everything."""
+    if part is None:
         return SNAPSHOT + request
-    return SNAPSHOT_OF + struct.pack(f"<I{len(session_ids)}q", len(session_ids), *session_ids) + request
+    encoded = plain_json.dumps([part.tenant, sorted(part.session_ids)]).encode()
+    return SNAPSHOT_OF + _LENGTH.pack(len(encoded)) + encoded + request
 
 
-def asked_snapshot(question: bytes) -> tuple[bytes, frozenset[int] | None]:
+def asked_snapshot(question: bytes) -> tuple[bytes, ShownPart | None]:
     """Return the arguments of `snapshot_question`."""
     if question[:1] == SNAPSHOT:
         return question[1:], None
-    (count,) = _LENGTH.unpack_from(question, 1)
-    end = 1 + _LENGTH.size + 8 * count
-    return question[end:], frozenset(struct.unpack_from(f"<{count}q", question, 1 + _LENGTH.size))
+    begin = 1 + _LENGTH.size
+    end = begin + _LENGTH.unpack_from(question, 1)[0]
+    tenant, session_ids = json.loads(question[begin:end])
+    return question[end:], ShownPart(tenant, frozenset(session_ids))
 
 
 class Asker:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from daemon_lives import Life, caller, finish
 from kept_files import HeldFiles
 from raw_store import block, identity, keys
+from scraping import scrape, value
 from secure_daemon import secured, with_token
 from small_pool import SMALL_POOL
 from waiting import until
 
 from kvservice.auth import ClientCredentials, add_token
+from kvservice.cli import main
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.config import ServeConfig
 from kvservice.errors import (
@@ -426,6 +431,116 @@ async def test_regions_over_quota(options: dict[str, Any], clock: Any) -> None:
     life.kill()
 
 
+def allocation(tokens: list[int], *ids: int) -> blocks_pb2.AllocateRequest:
+    found = [blocks_pb2.SequenceAllocation(sequence_id=one, token_ids=tokens) for one in ids]
+    return blocks_pb2.AllocateRequest(sequences=found)
+
+
+async def can_allocate(life: Life, session: Any, tokens: list[int]) -> int:
+    one = blocks_pb2.SequenceAllocation(sequence_id=99, token_ids=tokens)
+    answer = await life.call(session, "can_allocate", blocks_pb2.CanAllocateRequest(sequences=[one]))
+    return int(answer.status)
+
+
+@in_loop
+async def test_blocks_over_quota(options: dict[str, Any], clock: Any) -> None:
+    """A tenant has at most its blocks, over all of its sessions; shared ones count once, and cached ones do not."""
+    held = HeldFiles()
+    Path(options["tenants"]).write_text(FILE.replace('["alice"]', '["alice"]\nmax_blocks = 5'))
+    life = Life(held, clock, watermark=0.25, **options)
+    later, never = blocks_pb2.ALLOC_STATUS_LATER, blocks_pb2.ALLOC_STATUS_NEVER
+    with calling("alice"):
+        one, other = life.open(detachable=True), life.open()
+        await life.compute(one, 1, TOKENS)
+        fork = blocks_pb2.ForkRequest(parent_ids=[1, 1], child_ids=[2, 3])
+        await life.call(one, "fork", fork)
+        assert await can_allocate(life, other, TOKENS[::-1]) == later
+        assert await can_allocate(life, other, [7] * 24) == never
+        with pytest.raises(QuotaExceededError) as caught:
+            await life.call(other, "allocate", allocation(TOKENS[::-1], 1))
+        assert over(caught.value) == ("red", "max_blocks", "5", "3", "3")
+        await life.call(other, "allocate", allocation([7] * 8, 1))
+        append = blocks_pb2.AppendRequest(sequence_ids=[1], token_ids=[8])
+        can_append = blocks_pb2.CanAppendRequest(sequence_ids=[1])
+        for session in (one, other):
+            assert not (await life.call(session, "can_append", can_append)).ok
+            with pytest.raises(QuotaExceededError) as caught:
+                await life.call(session, "append", append)
+            assert over(caught.value) == ("red", "max_blocks", "5", "5", "1")
+    with calling("bob"):
+        bob = life.open()
+        await life.call(bob, "allocate", allocation([9] * 80, 1))
+    with calling("alice"):
+        await life.call(one, "free", blocks_pb2.FreeRequest(sequence_ids=[1, 2, 3]))
+        assert await cached(life, other) == 12
+        await life.call(other, "append", append)
+        await life.call(one, "allocate", allocation([5] * 8, 1))
+    life.manager.check_integrity()
+    life.end()
+    again = Life(held, clock, watermark=0.25, **options)
+    with calling("alice"):
+        session = again.attach(one.token, reconnects=True)
+        with pytest.raises(QuotaExceededError) as caught:
+            await again.call(session, "allocate", allocation([6] * 4, 2))
+        assert over(caught.value) == ("red", "max_blocks", "5", "5", "1"), "sequences of the process before count"
+    again.kill()
+
+
+@in_loop
+async def test_sequences_over_quota(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, max_sequences=3)
+    with calling("alice"):
+        one, other = life.open(), life.open()
+        await life.call(one, "allocate", allocation(TOKENS, 1, 2))
+        assert await can_allocate(life, other, TOKENS) == blocks_pb2.ALLOC_STATUS_OK
+        await life.call(other, "allocate", allocation(TOKENS, 1))
+        assert await can_allocate(life, other, TOKENS) == blocks_pb2.ALLOC_STATUS_LATER
+        calls: list[tuple[str, Any]] = [
+            ("allocate", allocation(TOKENS, 5)),
+            ("fork", blocks_pb2.ForkRequest(parent_ids=[1], child_ids=[6])),
+        ]
+        for method, request in calls:
+            with pytest.raises(QuotaExceededError) as caught:
+                await life.call(one, method, request)
+            assert over(caught.value) == ("red", "max_sequences", "3", "3", "1")
+    with calling("bob"):
+        await life.call(life.open(), "allocate", allocation(TOKENS, *range(10)))
+    life.manager.check_integrity()
+    life.kill()
+
+
+@pytest.mark.parametrize("quotas", [{"max_blocks": 5}, {"max_sequences": 2}])
+def test_scheduled_requests_wait_for_the_quota(options: dict[str, Any], clock: Any, quotas: dict[str, int]) -> None:
+    """Each needs two blocks."""
+
+    async def scenario() -> None:
+        life = with_quotas(options, clock, **quotas)
+        found = {}
+        for name in ("alice", "bob"):
+            with calling(name):
+                session = life.open()
+                await life.call(session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+                requests = [
+                    scheduler_pb2.ScheduledRequest(request_id=i, token_ids=[i] * 7, max_tokens=1, width=1)
+                    for i in (1, 2, 3)
+                ]
+                await life.call(session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=requests))
+                batch = await life.call(session, "schedule", scheduler_pb2.ScheduleRequest())
+                found[name] = len(batch.step.query_lens)
+        assert found == {"alice": 2, "bob": 3}
+        with calling("alice"):
+            session = life.open()
+            await life.call(session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+            large = scheduler_pb2.ScheduledRequest(request_id=1, token_ids=[1] * 18, max_tokens=4, width=3)
+            with pytest.raises(QuotaExceededError) as caught:
+                await life.call(session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=[large]))
+            assert (caught.value.metadata["limit"],) == tuple(quotas)
+        life.manager.check_integrity()
+        life.kill()
+
+    asyncio.run(scenario())
+
+
 def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
     tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 2.0')), clock.time)
 
@@ -501,7 +616,7 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
     """One daemon's life: callers by token, at the unix socket and at the operator's door, and new contents of the
     file."""
     tokens = {name: add_token(tmp_path / "tokens", name) for name in NAMES if name not in ("alice", "bob")}
-    file = written(tmp_path)
+    file = written(tmp_path, FILE.replace('["ops"]', '["ops"]\nmax_sessions = 2'))
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(secured(tmp_path, tls=False, tenants=file))
         tokens |= running.tokens
@@ -548,6 +663,25 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         (other,) = wires["grafana"].unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).sessions
         assert (other.session_id, other.tenant) == (theirs.session_id, "blue")
         assert wires["alice"].unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).code == "PERMISSION_DENIED"
+        raw.RawSession(wires["bob"])
+        refusals = [wires["bob"].unary("open", session_pb2.OpenRequest()) for _ in range(2)]
+        assert {one.reason for one in refusals} == {"QUOTA_EXCEEDED"}
+        shown = CliRunner().invoke(main, ["tenants", "--address", running.daemon.address, "--json"])
+        quotas = {one["name"]: {of["limit"]: of for of in one["quotas"]} for one in json.loads(shown.output)["tenants"]}
+        assert quotas["blue"]["sessions"] == {"limit": "sessions", "used": 2.0, "value": 2.0, "refused": 2}
+        assert quotas["red"]["sequences"] == {"limit": "sequences", "used": 1.0, "value": None, "refused": 0}
+        assert quotas["red"]["blocks"]["used"] == 3.0
+        assert [*quotas] == ["red", "blue", "local"]
+        (tmp_path / "token").write_text(tokens["grafana"])
+        own = ["tenants", "--address", running.address, "--token-file", str(tmp_path / "token")]
+        table = CliRunner().invoke(main, own).output
+        assert re.search(r"blue +sessions +2 +2 +2 *\n", table), table
+        assert "red" not in table, "an observer sees its own tenant"
+        samples = scrape(running.http_port)
+        assert value(samples, "kvservice_tenant_quota", tenant="blue", limit="sessions") == 2
+        assert value(samples, "kvservice_tenant_quota_used", tenant="red", limit="blocks") == 3
+        assert value(samples, "kvservice_tenant_refused_calls_total", tenant="blue", limit="sessions") == 2
+
         events = wires["ops"].methods["subscribe"](subscribe, timeout=60)
         assert next(events).number == 1
 

@@ -104,8 +104,8 @@ def test_a_status_that_is_not_ours_is_the_nearest() -> None:
 def test_a_rate_over_quota_says_when_to_come_again() -> None:
     error = QuotaExceededError("too many", tenant="red", limit="calls_per_s", value="2", retry_ms=250)
     status = to_status(error)
-    assert set(details(status)) == {"ErrorInfo", "QuotaFailure", "RetryInfo"}
+    assert set(details(error)) == {"ErrorInfo", "QuotaFailure", "RetryInfo"}
     retry = error_details_pb2.RetryInfo()
-    assert details(status)["RetryInfo"].Unpack(retry)
+    assert details(error)["RetryInfo"].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == 250
     assert from_status(status).metadata == error.metadata

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
 from kvservice import __version__
 from kvservice.blocks import BlocksStats, Slices
@@ -16,7 +16,7 @@ from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions, SavedSize
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import EVERYONE, OBSERVERS
-from kvservice.telemetry.link import MAX_SEARCH_LENGTH
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH, ShownPart
 from kvservice.transfer import is_installed
 from kvservice.v1 import (
     inspect_pb2,
@@ -35,10 +35,10 @@ class AdminCalls:
         sessions: SessionRegistry,
         saved: SavedSessions,
         store_bytes: int,
-        snapshot: Callable[[bytes, Collection[int] | None], Awaitable[bytes]],
+        snapshot: Callable[[bytes, ShownPart | None], Awaitable[bytes]],
     ) -> None:
         """`store_bytes` is the size of the block store, 0 if there is none. `snapshot` maps a serialized
-        GetSnapshotRequest, and the ids of sessions if it may not tell of others, to a serialized Snapshot."""
+        GetSnapshotRequest, and the part that it may tell of, to a serialized Snapshot."""
         self._snapshot = snapshot
         self._info = info_response(config, engine.device, store_bytes, __version__)
         self._engine = engine

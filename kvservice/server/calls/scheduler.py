@@ -114,6 +114,8 @@ class SchedulerCalls:
     def _schedule(
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
     ) -> Finished[scheduler_pb2.ScheduleResponse]:
+        if session.namespace.quota is not None:  # the scheduler plans with what its tenant may take
+            self._engine.manager.enter(session.namespace)
         ended, batch = scheduler_of(session).step(step_request(request), self._clock())
         mapped = published = None
         if batch.step is not None and session.access.shares_steps:

@@ -27,6 +27,7 @@ from kvservice.errors import (
     InternalError,
     KVServiceError,
     OutOfBlocksError,
+    QuotaExceededError,
     RegionsNotAllowedError,
     RestartingError,
 )
@@ -124,6 +125,8 @@ class Dispatcher:
         except KVServiceError as error:
             status = error.status
             self.out_of_blocks += isinstance(error, OutOfBlocksError)
+            if self._tenants is not None and isinstance(error, QuotaExceededError):
+                self._tenants.note_refusal(error)
             if logger.isEnabledFor(logging.DEBUG):
                 fields = self._log_fields(method, status, request, session)
                 logger.debug("%s refused: %s", method, error.reason, extra=fields)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from kvservice.auth import CALLER, UNNAMED, Identity
-from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
+from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices, TenantQuota
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import (
@@ -44,6 +44,8 @@ from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.tenants import Role, Tenant, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
+from kvservice.telemetry.figures import NO_LIMIT, TENANT_LIMITS, QuotaUse
+from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class TenantUse:
     """What the sessions of one tenant have together. `sessions` counts those that are still being freed, too."""
 
     regions: RegionTotals
+    # None if the daemon has one tenant.
+    quota: TenantQuota | None
     sessions: int = 0
 
 
@@ -109,7 +113,7 @@ class SessionRegistry:
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
         self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
-        self._uses: defaultdict[str, TenantUse] = defaultdict(lambda: TenantUse(RegionTotals(whole=self.region_totals)))
+        self._uses: dict[str, TenantUse] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -152,7 +156,8 @@ class SessionRegistry:
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
         tenancy = self._tenancy(tenant)
-        tenancy.check("max_sessions", self._uses[tenant].sessions)
+        use = self._uses.get(tenant)
+        tenancy.check("max_sessions", 0 if use is None else use.sessions)
         self._check_detached(tenancy, wait_s)
         self.num_opened += 1
         self._num_hidden += 1
@@ -231,8 +236,15 @@ class SessionRegistry:
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
-        tenancy, use = self._tenancy(record.tenant), self._uses[record.tenant]
+        tenancy = self._tenancy(record.tenant)
+        if (use := self._uses.get(record.tenant)) is None:
+            quotas = tenancy.quotas
+            quota = TenantQuota(record.tenant, quotas.max_blocks, quotas.max_sequences) if self._tenants else None
+            use = self._uses[record.tenant] = TenantUse(RegionTotals(whole=self.region_totals), quota)
         use.sessions += 1
+        if use.quota is not None:
+            use.quota.namespaces.add(namespace)
+            namespace.quota = use.quota
 
         def check_regions() -> None:
             self._tenancy(record.tenant).check("max_regions", use.regions.count, field="name")
@@ -265,11 +277,37 @@ class SessionRegistry:
         """Return whether the caller may have sessions of this tenant."""
         return self._tenants is None or self._tenants.has(tenant)
 
-    def shown_to_caller(self) -> frozenset[int] | None:
-        """Return the ids of the sessions of the caller's tenant, or None if the caller may see all."""
+    def shown_to_caller(self) -> ShownPart | None:
+        """Return the caller's tenant with its sessions, or None if the caller may see all."""
         if self._tenants is None or Role.ADMIN in (caller := self._tenants.caller()).roles:
             return None
-        return frozenset(one.session_id for one in self if one.tenant == caller.tenant.name)
+        name = caller.tenant.name
+        return ShownPart(name, [one.session_id for one in self if one.tenant == name])
+
+    def tenant_uses(self) -> dict[str, list[QuotaUse]]:
+        """Return what each tenant uses of its quotas, in the order of TENANT_LIMITS. Empty without tenants."""
+        if self._tenants is None:
+            return {}
+        detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
+        found = {}
+        for name, tenant in self._tenants.rules.tenants.items():
+            use, quotas = self._uses.get(name), tenant.quotas
+            quota = None if use is None else use.quota
+            used = (
+                0 if use is None else use.sessions,
+                detached[name],
+                0 if quota is None else quota.num_sequences,
+                0 if quota is None else quota.num_blocks(self._manager.sequences),
+                0 if use is None else use.regions.count,
+                self._tenants.calls_lately(tenant),
+            )
+            limits = [quotas.limit(limit) for limit in TENANT_LIMITS]
+            refused = self._tenants.refused[name]
+            found[name] = [
+                QuotaUse(one, NO_LIMIT if value is None else value, refused[limit])
+                for limit, one, value in zip(TENANT_LIMITS, used, limits, strict=True)
+            ]
+        return found
 
     def _tenancy(self, tenant: str) -> Tenant:
         return Tenant(tenant, tenant) if self._tenants is None else self._tenants.tenant(tenant)
@@ -284,6 +322,8 @@ class SessionRegistry:
                 in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
                 continue
             session.tenancy = tenancy
+            if (quota := session.namespace.quota) is not None:
+                quota.max_blocks, quota.max_sequences = tenancy.quotas.max_blocks, tenancy.quotas.max_sequences
             if session.end_stream is not None and not self._tenants.rules.has(session.owner, session.tenant):
                 session.end_stream(PermissionDeniedError("the session is another tenant's now", tenant=session.tenant))
 
@@ -433,6 +473,8 @@ class SessionRegistry:
         self._num_closing -= 1
         use = self._uses[session.tenant]
         use.sessions -= 1
+        if use.quota is not None:
+            use.quota.namespaces.discard(session.namespace)
         if not use.sessions:
             del self._uses[session.tenant]
         self._memory.table.close(session.row)
