@@ -31,6 +31,9 @@ class QuotaPool(Protocol):
     def num_free(self) -> int: ...
 
     @property
+    def num_shared(self) -> int: ...
+
+    @property
     def evictable(self) -> Sized: ...
 
 
@@ -78,9 +81,10 @@ class TenantQuota:
         """Withhold from the next operation what is available, and is more than the tenant may take."""
         if self.max_blocks is not None:
             available = device.num_free + len(device.evictable)
-            # Shared blocks count more than once here. They are counted exactly where that matters.
-            most = int(sequences.num_blocks[self._resident(sequences)].sum())
-            held = most if self.max_blocks - most >= available else self.num_blocks(sequences)
+            # The sum counts shared blocks more than once. They are counted exactly where that matters.
+            held = int(sequences.num_blocks[self._resident(sequences)].sum())
+            if device.num_shared and self.max_blocks - held < available:
+                held = self.num_blocks(sequences)
             device.withheld = max(0, available - max(0, self.max_blocks - held))
         if self.max_sequences is not None:
             left = max(0, self.max_sequences - self.num_sequences)
