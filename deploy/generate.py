@@ -36,7 +36,15 @@ from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.store import ModelFigures
 from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import SavedStats, SchedulerReading, ServerStats, TransferReading, TransferStats
+from kvservice.telemetry.figures import (
+    TENANT_LIMITS,
+    QuotaUse,
+    SavedStats,
+    SchedulerReading,
+    ServerStats,
+    TransferReading,
+    TransferStats,
+)
 from kvservice.telemetry.reading import Reading, SessionReading
 from kvservice.tiers import TierStats
 from kvservice.tiers.spill_stats import SpillStats
@@ -164,6 +172,7 @@ def _families() -> Iterator[Metric]:
         SpillStats(),
         SavedStats(),
         TransferReading(TransferStats(), np.zeros((2, len(BUCKETS_S) + 1), np.int64), np.zeros(2)),
+        {"acme": {limit: QuotaUse(0, 1, 0) for limit in TENANT_LIMITS}},
     )
     yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0, "store": 0})
     yield from holder_metrics(reading, 1, 0, 0)

@@ -24,6 +24,7 @@ from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
+from kvservice.commands.tenants import tenants
 from kvservice.commands.token import token
 from kvservice.commands.upgrade import reset, upgrade
 from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
@@ -142,6 +143,7 @@ def _served(config: str | None, options: dict[str, Any]) -> int:
 main.add_command(generate)
 main.add_command(plan)
 main.add_command(token)
+main.add_command(tenants)
 main.add_command(upgrade)
 main.add_command(reset)
 main.add_command(

@@ -159,6 +159,12 @@ class ServeConfig(BaseModel):
         description="File with names and hashes of tokens, made by `kvservice token`. gRPC clients over TCP must "
         "present a token. Reloaded when it changes. Empty: they need none.",
     )
+    tenants: str = Field(
+        "",
+        description="TOML file with the tenants: whose tokens, certificates and sockets are whose, their roles, and "
+        "what they share. Reloaded when it changes. Empty: there is one tenant, and whoever may connect may do "
+        "everything.",
+    )
     insecure: bool = Field(
         False, description="Let other hosts use gRPC over TCP even without TLS, or without tokens and client CA."
     )

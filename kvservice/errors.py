@@ -49,6 +49,7 @@
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
     ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
+    ├── PermissionDeniedError       PERMISSION_DENIED    the caller's tenant or role may not do this
     ├── DiskFailedError             INTERNAL             the disk with the saved sessions cannot be read or written
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug in the daemon, or a device failure
@@ -246,7 +247,8 @@ class OutOfBlocksError(ResourceExhaustedError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """A limit is exceeded. `metadata` holds `limit`, the name of the configuration field, and its `value`."""
+    """A limit is exceeded. `metadata` holds `limit`, the name of the configuration field, and its `value`. If it is the
+    limit of a tenant, it also holds `tenant`, and `used` and `required`, or for a rate `retry_ms`."""
 
     reason = "QUOTA_EXCEEDED"
 
@@ -316,6 +318,13 @@ class UnauthenticatedError(KVServiceError):
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(KVServiceError):
+    """The caller is known, and may not do this. `metadata` holds `tenant`, that of the caller, if it has one."""
+
+    status = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class RegionNotOpenedError(KVServiceError):

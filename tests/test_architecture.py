@@ -181,7 +181,18 @@ ROOMS: dict[str, set[str]] = {
     },
     "health": {"auth", "config", "environment", "keeper", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
-    "commands": {"auth", "config", "config_sources", "demo", "engines", "errors", "keeper", "planning"},
+    "commands": {
+        "auth",
+        "config",
+        "config_sources",
+        "demo",
+        "engines",
+        "errors",
+        "health",
+        "keeper",
+        "planning",
+        "top",
+    },
     "cli": {
         "",
         "bench",
@@ -354,7 +365,7 @@ CLIENT_LAYERS = [
 
 # The rooms of the server, from the bottom; kvservice/README.md explains them.
 SERVER_LAYERS = [
-    {"loop"}, {"memory"}, {"tiering"}, {"sessions"}, {"calls"}, {"rpc"}, {"watching"}, {"core"}, {"daemon"},
+    {"loop", "tenants"}, {"memory"}, {"tiering"}, {"sessions"}, {"calls"}, {"rpc"}, {"watching"}, {"core"}, {"daemon"},
 ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class Reloading(Generic[T]):
         """Read the files again if one has changed since the last read. Returns whether there is a new value."""
         versions = self._current_versions()
         if versions == self._versions:
+            self._logged = ""
             return False
         names = ", ".join(map(str, self._files))
         try:
@@ -55,6 +56,11 @@ class Reloading(Generic[T]):
         self._versions, self._logged = versions, ""
         logger.info("%s changed and is in use by %s", names, self._reader)
         return True
+
+    @property
+    def fault(self) -> str:
+        """Say why the files, which have changed, cannot be used, or return an empty string."""
+        return self._logged
 
     def _current_versions(self) -> list[tuple[int, int, int, int] | None]:
         """Return device, inode, size and modification time (ns) of each file, or None if it is missing. Symbolic links

@@ -18,6 +18,7 @@ allocation   new sequences: allocated, forked, rearranged
 
 state        BlockState: session namespaces, sequence slots, pins and the intent of the operation in progress
 pool         ref counts, free blocks, the prefix index, the eviction queue, ages
+quotas       TenantQuota: what the namespaces of a tenant may have together
 events       EventJournal: changes of the index
 kept         values that survive the process
 arguments    sizes, limits and validation
@@ -46,6 +47,7 @@ from kvservice.blocks.plans import (
 from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks.quotas import TenantQuota
 from kvservice.blocks.recovery import Recovery
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
@@ -106,6 +108,7 @@ __all__ = [
     "StoreChange",
     "StoredBlock",
     "SwapPlan",
+    "TenantQuota",
     "Waits",
     "chain_hashes",
     "extra_keys_by_block",

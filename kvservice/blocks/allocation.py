@@ -228,10 +228,12 @@ def _still_found(state: BlockState, new: NewSequence, hashes: list[bytes]) -> Ne
 
 
 def _allocation_status(state: BlockState, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
-    fits = state.device.num_available - num_consumed >= state.config.watermark_blocks
-    if fits and num_sequences <= len(state.sequences.free_rows):
+    fits = state.device.room(state.config.watermark_blocks) >= num_consumed
+    if fits and num_sequences <= len(state.sequences.free_rows) - state.sequences.withheld:
         return AllocStatus.OK
     if num_sequences > state.config.max_sequences:
+        return AllocStatus.NEVER
+    if state.device.quota is not None and state.device.quota.never(required, num_sequences):
         return AllocStatus.NEVER
     if state.config.num_blocks - required < state.config.watermark_blocks and not fits:
         return AllocStatus.NEVER
@@ -261,7 +263,7 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
 
 def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
     """Create the sequences of a plan that describes the current state, with these flags."""
-    state.sequences.require_free_rows(len(plan.sequences), "requests")
+    state.sequences.require_free_rows(len(plan.sequences), "requests", namespace.quota)
     if plan.status is not AllocStatus.OK:
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
@@ -315,7 +317,7 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
         raise InvalidArgumentError(f"has {len(children)} elements for {len(parents)} parents", field="child_ids")
     rows = _parent_rows(state, namespace, parents)
     namespace.check_new_ids(children, "child_ids[{}]")
-    state.sequences.require_free_rows(len(children), "child_ids")
+    state.sequences.require_free_rows(len(children), "child_ids", namespace.quota)
     if len(rows) > 1:
         check_request_blocks(state.config, int(state.sequences.num_blocks[rows].sum()), "parent_ids")
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from kvservice._ext import add_references, match_hashes
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
+from kvservice.blocks.quotas import TenantQuota
 from kvservice.chain_hash import block_hash, root_hash
-from kvservice.errors import OutOfBlocksError
+from kvservice.errors import OutOfBlocksError, ResourceExhaustedError
 
 # A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
 ONE = np.array(1, np.int32)
@@ -200,10 +201,17 @@ class CachingBlockPool(BlockPool):
         self.num_loading = 0
         self.copied: Int64Array = np.zeros(num_blocks, np.int64)
         self.has_copies = False
+        # The quota of the current operation's tenant, and the available blocks that it keeps from it.
+        self.quota: TenantQuota | None = None
+        self.withheld = 0
 
     @property
     def num_available(self) -> int:
-        return self.num_free + self.evictable.size
+        return self.num_free + self.evictable.size - self.withheld
+
+    def room(self, num_kept: int) -> int:
+        """Return how many blocks the operation may take so that `num_kept` stay available."""
+        return self.num_free + self.evictable.size - max(self.withheld, num_kept)
 
     @property
     def num_cached(self) -> int:
@@ -211,14 +219,16 @@ class CachingBlockPool(BlockPool):
         return len(self.evictable)
 
     def require_available(self, required: int) -> None:
-        """Raise OutOfBlocksError unless `allocate` can allocate this many blocks."""
+        """Raise OutOfBlocksError, or QuotaExceededError, unless `allocate` can allocate this many blocks."""
         if required > self.num_available:
             raise self.out_of_blocks(required, never=required > self.num_blocks)
 
-    def out_of_blocks(self, required: int, *, never: bool, num_kept: int = 0) -> OutOfBlocksError:
+    def out_of_blocks(self, required: int, *, never: bool, num_kept: int = 0) -> ResourceExhaustedError:
         """Return the error for a batch that needs this many blocks, now or (`never`) in any state of the pool.
         `num_kept` is the number of blocks that the watermark keeps from it."""
         free = self.num_available
+        if self.quota is not None and self.withheld > num_kept:
+            return self.quota.blocks_exceeded(required, free)
         kept = f"; the watermark keeps {num_kept} free" if num_kept else ""
         return OutOfBlocksError(
             f"{counted(required, 'block')} needed and {free} of {self.num_blocks} are available{kept}",

@@ -39,6 +39,7 @@ from kvservice.blocks.plans import (
     numpy_memory,
 )
 from kvservice.blocks.pool import ONE, BlockPool, CachingBlockPool
+from kvservice.blocks.quotas import TenantQuota
 from kvservice.blocks.slices import SLICE_BLOCKS
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -98,6 +99,7 @@ class SessionNamespace:
     """Namespace of one client, created by BlockManager.open_namespace. The manager owns its attributes except
     `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused.
 
+    `quota` is None if its tenant has none.
     `lost` are the ids of sequences that did not survive a restart of the daemon, and `on_disk` sequences that have no
     row, because they are swapped out to a disk. Steps up to
     `last_step_before_restart` were opened before it. `kept_ids` int64[2] holds the last ids for the next restart."""
@@ -116,6 +118,7 @@ class SessionNamespace:
     lost: set[int] = field(default_factory=set)
     on_disk: dict[int, DiskSequence] = field(default_factory=dict)
     last_step_before_restart: int = NO_STEP
+    quota: TenantQuota | None = None
     _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
 
     def __len__(self) -> int:
@@ -305,20 +308,30 @@ class SequenceSlots:
         self.num_computed = self.states[:, NUM_COMPUTED]
         self.num_blocks = self.states[:, NUM_BLOCKS]
         self.steps = self.states[:, STEP]
+        self.swapped = self.states[:, SWAPPED]
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
         # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self._kept_extra_keys = kept_extra_keys
         self._num_created = 0
+        # The free rows that the current operation may not take, because of its tenant's quota.
+        self.withheld = 0
         self.num_tokens = 0
         self.num_swapped = 0
         self._config = config
         self._shift = config.block_shift
 
-    def require_free_rows(self, count: int, field: str) -> None:
-        """Raise QuotaExceededError if there is no room for `count` more sequences."""
-        if count > len(self.free_rows):
+    @property
+    def num_free(self) -> int:
+        """Number of sequences that the current operation may create."""
+        return len(self.free_rows) - self.withheld
+
+    def require_free_rows(self, count: int, field: str, quota: TenantQuota | None) -> None:
+        """Raise QuotaExceededError if there is no room for `count` more sequences of a tenant with this quota."""
+        if count > len(self.free_rows) - self.withheld:
+            if quota is not None and self.withheld:
+                raise quota.sequences_exceeded(count, field)
             raise QuotaExceededError(
                 f"there is room for {len(self.free_rows)} more sequences, not {count}",
                 field=field, limit="max_sequences", value=self._config.max_sequences,
@@ -657,6 +670,12 @@ class BlockState:
         self.generation += 1
         if self.pins.deadlines:
             self.pins.expire()
+        quota = None if namespace is None else namespace.quota
+        if quota is not None or self.device.quota is not None:
+            self.device.quota = quota
+            self.device.withheld = self.sequences.withheld = 0
+            if quota is not None:
+                quota.withhold(self.device, self.sequences)
 
     def end_operation(self) -> None:
         """Declare that the last operation counts, because its reply is remembered. Before that, or before the next

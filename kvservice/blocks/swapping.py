@@ -251,7 +251,7 @@ def _plan_swap_in(
 
 
 def _swap_in_status(state: BlockState, required: int, num_consumed: int) -> AllocStatus:
-    if state.device.num_available - num_consumed >= state.config.watermark_blocks:
+    if state.device.room(state.config.watermark_blocks) >= num_consumed:
         return AllocStatus.OK
     if state.config.num_blocks - required < state.config.watermark_blocks:
         return AllocStatus.NEVER
@@ -393,7 +393,7 @@ def restore_in_slices(state: BlockState, namespace: SessionNamespace, saved: Sav
     if state.config.enable_prefix_caching:
         yield from _hash(state, saved, made)
     state.enter(namespace)
-    state.sequences.require_free_rows(len(saved.sequences), "sequences")
+    state.sequences.require_free_rows(len(saved.sequences), "sequences", namespace.quota)
     to_swap = _plan(state, saved, made)
     left = SLICE_BLOCKS
     for one in saved.sequences:
@@ -457,7 +457,7 @@ def _missing_blocks(state: BlockState, resident: BoolArray, made: RestoredBlocks
     found = np.array([find(made.hashes[i] or b"", _MISSING) for i in np.flatnonzero(resident).tolist()], np.int64)
     there = found[found != _MISSING]
     num_consumed = len(found) - len(there) + state.device.num_evictable(np.unique(there))
-    return num_consumed + state.config.watermark_blocks - state.device.num_available
+    return num_consumed - state.device.room(state.config.watermark_blocks)
 
 
 def _create(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.pool import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.metrics.families import counter, counters, gauge, gauges, histogram
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
-from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, ServerStats
+from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, NO_LIMIT, ServerStats
 from kvservice.telemetry.reading import Reading, SessionReading
 
 
@@ -166,6 +167,7 @@ def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_seq
     tenants = {each.session_id: each.tenant for each in reading.sessions}
     yield from _held("tenant", "a tenant (beyond the first max_labels: other)", reading.sessions, tenants)
     yield from _tenant_tokens(reading)
+    yield from _tenant_quotas(reading, max_labels)
 
 
 def _labels(sessions: list[SessionReading], limit: int) -> dict[int, str]:
@@ -207,6 +209,26 @@ def _tenant_tokens(reading: Reading) -> Iterator[Metric]:
     ):
         values = ((tenant, tokens[column]) for tenant, tokens in reading.tenants.items())
         yield counters(f"tenant_{name}", text, "tenant", values)
+
+
+def _tenant_quotas(reading: Reading, max_labels: int) -> Iterator[Metric]:
+    """Yield the quotas of the first `max_labels` tenants of the configuration."""
+    labels = ("tenant", "limit")
+    used = GaugeMetricFamily(
+        "kvservice_tenant_quota_used", "What a tenant uses of what there are quotas of.", labels=labels
+    )
+    quota = GaugeMetricFamily("kvservice_tenant_quota", "The quotas of tenants.", labels=labels)
+    refused = CounterMetricFamily(
+        "kvservice_tenant_refused_calls", "Calls that were refused because of a tenant's quota.", labels=labels
+    )
+    for tenant, uses in itertools.islice(reading.tenant_quotas.items(), max_labels):
+        for limit, use in uses.items():
+            used.add_metric([tenant, limit], use.used)
+            if use.limit != NO_LIMIT:
+                quota.add_metric([tenant, limit], use.limit)
+                refused.add_metric([tenant, limit], use.refused)
+    if reading.tenant_quotas:
+        yield from (used, quota, refused)
 
 
 # ---- metrics of the schedulers: queues, preemptions, tokens, and their latencies

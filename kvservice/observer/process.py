@@ -43,7 +43,16 @@ from kvservice.observer.views import Views
 from kvservice.observer.web import HttpOptions, make_app
 from kvservice.telemetry.arrays import open_arrays
 from kvservice.telemetry.calls import BUCKETS_S
-from kvservice.telemetry.link import BLOCK_HASH, WRITE_STATS, Asker, answer_all, open_link, receive, send
+from kvservice.telemetry.link import (
+    BLOCK_HASH,
+    WRITE_STATS,
+    Asker,
+    answer_all,
+    asked_snapshot,
+    open_link,
+    receive,
+    send,
+)
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.v1 import inspect_pb2
 
@@ -96,9 +105,10 @@ class Observer:
         self._registry.register(_Metrics(self._collect))
 
     async def _answer(self, question: bytes) -> bytes:
-        request = inspect_pb2.GetSnapshotRequest.FromString(question[1:])
+        asked, part = asked_snapshot(question)
+        request = inspect_pb2.GetSnapshotRequest.FromString(asked)
         rows = request.max_sessions or DEFAULT_ROWS, request.max_sequences or DEFAULT_ROWS
-        fields = await self._views.snapshot(*rows, request.search)
+        fields = await self._views.snapshot(*rows, request.search, part)
         return inspect_pb2.Snapshot(**fields).SerializeToString()
 
     async def _fresh(self) -> Reading:

@@ -11,6 +11,8 @@ import numpy as np
 from kvservice.kept.report import RestartReport
 from kvservice.observer.history import History
 from kvservice.store.figures import ModelFigures
+from kvservice.telemetry.figures import NO_LIMIT
+from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
 from kvservice.tiers.spill_stats import SpillStats
 from kvservice.v1 import inspect_pb2
@@ -24,14 +26,22 @@ _STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_n
 
 
 def take_snapshot(
-    reader: Reader, history: History, latest: Reading, max_sessions: int, max_sequences: int, search: str
+    reader: Reader,
+    history: History,
+    latest: Reading,
+    max_sessions: int,
+    max_sequences: int,
+    search: str,
+    part: ShownPart | None = None,
 ) -> dict[str, Any]:
     """Return the fields of `Snapshot` for the latest reading, with rates from the history. GetSnapshotRequest describes
-    `search`."""
+    `search`. With `part`, the rows are those of its tenant alone."""
     search = search.lower()
-    sessions = [session for session in latest.sessions if _fits(session, search)]
+    shown = [one for one in latest.sessions if part is None or one.session_id in part.session_ids]
+    sessions = [session for session in shown if _fits(session, search)]
     sessions.sort(key=lambda session: (-session.blocks, session.session_id))
-    sequences, num_sequences = _sequences(reader, {session.session_id for session in sessions}, max_sequences, search)
+    found = {session.session_id for session in sessions}
+    sequences, num_sequences = _sequences(reader, found, max_sequences, search, part)
     return (
         {
             "time_s": time.time(),
@@ -50,6 +60,7 @@ def take_snapshot(
         | _spill(latest, history)
         | _transfers(latest, history)
         | _scheduling(latest, history)
+        | {"tenants": _tenants(latest, part)}
     )
 
 
@@ -108,6 +119,21 @@ def _scheduling(latest: Reading, history: History) -> dict[str, Any]:
     return {"scheduling": {"totals": totals._asdict()} | history.scheduling()}
 
 
+def _tenants(latest: Reading, part: ShownPart | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "quotas": [
+                {"limit": limit, "used": use.used, "refused": int(use.refused)}
+                | ({} if use.limit == NO_LIMIT else {"value": use.limit})
+                for limit, use in quotas.items()
+            ],
+        }
+        for name, quotas in latest.tenant_quotas.items()
+        if part is None or name == part.tenant
+    ]
+
+
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
     scheduler = {} if session.scheduler is None else {"scheduler": session.scheduler._asdict()}
     engine = {} if session.engine is None else {"engine": session.engine._asdict()}
@@ -135,18 +161,18 @@ def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
 
 
 def _sequences(
-    reader: Reader, session_ids: set[int], max_sequences: int, search: str
+    reader: Reader, found: set[int], max_sequences: int, search: str, part: ShownPart | None
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the largest sequences that match the search, and the number of matches. A sequence matches if its session
-    is one of `session_ids` or if its id contains the search text."""
+    is one of `found` or if its id contains the search text. With `part`, its session is one of that."""
     rows = reader.sequences()
     owners = {number: reader.session(number) for number in np.unique(rows.sessions).tolist()}
-    if search:
-        chosen = [
-            i
-            for i, (owner, sequence_id) in enumerate(zip(rows.sessions.tolist(), rows.ids.tolist(), strict=True))
-            if owners[owner][0] in session_ids or search in str(sequence_id)
-        ]
+    if search or part is not None:
+        chosen = []
+        for i, (owner, sequence_id) in enumerate(zip(rows.sessions.tolist(), rows.ids.tolist(), strict=True)):
+            session_id = owners[owner][0]
+            if session_id in found or (search in str(sequence_id) and (part is None or session_id in part.session_ids)):
+                chosen.append(i)
         fitting = np.array(chosen, np.int64)
     else:
         fitting = np.arange(len(rows.ids))

@@ -13,6 +13,7 @@ from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES,
 from kvservice.observer.history import History
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.reading import IntArray, Reader, Reading
 
 # Limits on the reported holders of a block and blocks of a sequence.
@@ -44,9 +45,17 @@ class Views:
         self._blocks = Blocks(arrays)
         self._block_hash = block_hash
 
-    async def snapshot(self, max_sessions: int = 100, max_sequences: int = 100, search: str = "") -> dict[str, Any]:
-        """Return a current snapshot. It is consistent with the other data read at the same moment."""
-        return take_snapshot(self._reader, self._history, await self._read(), max_sessions, max_sequences, search)
+    async def snapshot(
+        self,
+        max_sessions: int = 100,
+        max_sequences: int = 100,
+        search: str = "",
+        part: ShownPart | None = None,
+    ) -> dict[str, Any]:
+        """Return a current snapshot, of a part or of everything. It is consistent with the other data read
+        at the same moment."""
+        latest = await self._read()
+        return take_snapshot(self._reader, self._history, latest, max_sessions, max_sequences, search, part)
 
     def history(self) -> dict[str, Any]:
         """Return the samples as columns."""

@@ -93,7 +93,7 @@ class Admission:
         kept = self._blocks_config.watermark_blocks
         if num_running:
             kept = max(kept, self._queues.decodes.needs_within(self._config.reserve_steps))
-        return self._manager.device.num_available - needed - kept
+        return self._manager.device.room(kept) - needed
 
     def _find(self, state: RequestState) -> FoundPrompt:
         """Look a waiting request up in the prefix cache."""
@@ -106,9 +106,7 @@ class Admission:
         queues, config = self._queues, self._config
         size, picked = self._blocks_config.block_size, list[tuple[RequestState, FoundPrompt]]()
         room = self._room(draft.needed, queues.num_running)
-        places = min(
-            draft.max_running - queues.num_running, len(self._manager.sequences.free_rows) - queues.num_promised
-        )
+        places = min(draft.max_running - queues.num_running, self._manager.sequences.num_free - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
         checked = sum(checked_blocks(state.pending, size) for state, _ in draft.chunks)
         swapped = next(iter(queues.swapped), None)

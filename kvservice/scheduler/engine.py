@@ -94,6 +94,10 @@ class EngineScheduler:
             if request.beams:
                 max_width = min(max_width, self.config.max_step_tokens)
             checked = check_request(request, blocks, self.config.lookahead, max_width, self._max_blocks)
+            if (quota := self.queues.namespace.quota) is not None:
+                num_blocks = blocks.num_blocks_for(len(checked.tokens) + request.max_tokens + self.config.lookahead)
+                if error := quota.never(num_blocks * (request.width if request.beams else 1), request.width):
+                    raise error
         except KVServiceError:
             self.queues.counters.refused += 1
             raise

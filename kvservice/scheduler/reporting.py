@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvservice.blocks import StepPlan
 from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
 from kvservice.blocks.plans import Int32Array, Int64Array
-from kvservice.errors import InvalidArgumentError, OutOfBlocksError
+from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
 from kvservice.scheduler.batches import Draft, InFlight
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.queues import EngineQueues
@@ -338,7 +338,7 @@ class Samples:
 
     def _fork(self, first: RequestState, others: list[RequestState], over: bool) -> None:
         """Fork the other samples. If there is no room for a sequence, its sample waits, and with beams all do."""
-        queues, room = self._queues, len(self._manager.sequences.free_rows)
+        queues, room = self._queues, self._manager.sequences.num_free
         if first.group.request.beams and room < len(others):
             self._park(others if over else [first, *others])
             return
@@ -463,7 +463,7 @@ class Retrier:
             first = np.array(list(starts.values()), np.int64)
             try:
                 return again, ids, self._manager.reopen(self._namespace, ids, first, counts, self._config.lookahead)
-            except OutOfBlocksError:
+            except (OutOfBlocksError, QuotaExceededError):
                 self._preempt_last(starts, again)
         again.decodes = again.growth = np.zeros(0, np.int64)
         return again, again.decodes, None

@@ -30,6 +30,7 @@ from kvservice.server.loop import Clock
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
 from kvservice.server.sessions.session import SessionMemory
+from kvservice.server.tenants import Tenants
 from kvservice.server.tiering.store import ServerStore, open_store
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
     return {
         **asdict(config.layout),
         **{name: getattr(config, name) for name in names},
+        # What is stored before there are tenants belongs to names that clients chose.
+        **({"tenants": True} if config.tenants else {}),
         # Earlier versions did not name the weights.
         **({"weights": config.weights} if config.weights else {}),
         "pool_blocks": config.pool_blocks,
@@ -118,6 +121,7 @@ def open_core(
     environ: Mapping[str, str] = os.environ,
     clock: Clock | None = None,
     wall: Callable[[], float] = time.time,
+    tenants: Tenants | None = None,
 ) -> Core:
     """Take over the state in `files`, or begin with an empty one if there is none, if it belongs to another
     configuration, or if it is corrupt. A state that is refused is dropped, and what tells of its damage is set aside.
@@ -132,7 +136,8 @@ def open_core(
     refused = kept.refused
     if kept.taken:
         try:
-            return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock, wall)
+            report = _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean)
+            return _open(config, kept, report, clock, wall, tenants)
         except Exception as error:  # corrupt state may break anything
             if _lacks_something(error):
                 kept.end_attempt()
@@ -145,7 +150,8 @@ def open_core(
         kept = KeptState.open(files, identity)
     if refused:
         logger.warning("the state of the process before is refused, all sessions and K/V are lost: %s", refused)
-    return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock, wall)
+    report = _report(environ, files, REFUSED if refused else FIRST_START, refused)
+    return _open(config, kept, report, clock, wall, tenants)
 
 
 def _lacks_something(error: Exception) -> bool:
@@ -172,7 +178,12 @@ def _report(
 
 
 def _open(
-    config: ServeConfig, kept: KeptState, report: RestartReport, clock: Clock | None, wall: Callable[[], float]
+    config: ServeConfig,
+    kept: KeptState,
+    report: RestartReport,
+    clock: Clock | None,
+    wall: Callable[[], float],
+    tenants: Tenants | None,
 ) -> Core:
     """Open all parts on this state, and recover what an earlier process left. Raises InternalError if that is
     corrupt."""
@@ -184,7 +195,7 @@ def _open(
         store = open_store(config, engine.journal, kept, clock)
         memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
         blocks = None if store is None else store.blocks
-        sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks)
+        sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks, tenants)
         saved = SavedSessions(config, engine.manager, sessions, files)
         if kept.taken:
             try:

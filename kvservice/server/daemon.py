@@ -55,6 +55,7 @@ from kvservice.server.rpc.listening import (
 )
 from kvservice.server.rpc.standard import Health, health_handlers, note_of, reflection_handlers
 from kvservice.server.rpc.stream import Dispatcher, Services
+from kvservice.server.tenants import Door
 from kvservice.server.tiering.pool_tier import open_pool_tier
 from kvservice.server.tiering.tiers import check_mooncake
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch, freeze_heap, trim_heap
@@ -100,11 +101,12 @@ class KVServer:
         self._config = config
         self.credentials = Credentials(config)
         self.audit = Audit()
-        self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
+        self._tenants = tenants = self.credentials.tenants
+        self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit, tenants)
         self._manager = manager
         self._kept_sockets = KeptSockets(files)
         self._tracer = _open_tracer(config)
-        self.core = open_core(config, files, clock=clock, wall=wall)
+        self.core = open_core(config, files, clock=clock, wall=wall, tenants=tenants)
         with self.core.starting():
             self._assemble(self.core, clock)
         self._started_s = started_s
@@ -149,11 +151,12 @@ class KVServer:
                 self.sessions,
                 core.saved,
                 capacity_bytes,
-                lambda request: self.observing.snapshot(request),
+                lambda request, part: self.observing.snapshot(request, part),
             ).handlers(),
         )
         calls = CallTable(METHODS, arrays.zeros)
-        self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
+        end_operation = self.engine.manager.end_operation
+        self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, end_operation, self._tenants)
         tiers = TierReports(arrays.shared, self.chain, tier, core.saved)
         self._health = Health(
             lambda: note_of(
@@ -161,6 +164,7 @@ class KVServer:
                 "" if self.store is None else self.store.growth.note,
                 core.saved.note,
                 self.sessions.transfers.note,
+                "" if self._tenants is None else self._tenants.note,
                 *map(str, self._not_open.values()),
             )
         )
@@ -201,7 +205,7 @@ class KVServer:
             tasks = (
                 self._listen_again(cleanup),
                 self.observing.run(),
-                self.credentials.keep_current(self._end_revoked),
+                self.credentials.keep_current(self._end_revoked, self.sessions.apply_tenants),
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
                 self._connections.run(),
@@ -319,13 +323,13 @@ class KVServer:
         num_slots = len(self._slots)
         try:
             if option == "unix_socket":
-                server = self._server(LocalCallers(), config.connection_limit)
+                server = self._server(LocalCallers(Door.UNIX, self._tenants), config.connection_limit)
                 bound = listen_unix(server, config, self.sessions.fd_server, kept, cleanup)
                 self._connections.add_unix(config.unix_socket, bound)
                 paths = filter(None, (config.unix_socket, config.fd_socket))
                 self._paths |= {path: os.lstat(path) for path in paths}
             elif option == DOOR:
-                server = self._server(LocalCallers(), DOOR_CONNECTIONS)
+                server = self._server(LocalCallers(Door.OWN, self._tenants), DOOR_CONNECTIONS)
                 listen_door(server, self._addresses[DOOR])
                 self._paths[self._addresses[DOOR]] = os.lstat(self._addresses[DOOR])
             else:

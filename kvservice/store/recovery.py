@@ -62,7 +62,8 @@ class _Recovery:
     def _recover_openings(self) -> None:
         for namespace_id, record in self._records.openings.items():
             session, namespace = self._sessions.get(record.session_id), self._namespaces.get(record.number)
-            if session is not None and namespace is not None:
+            # The tenants with whom a session shares may be others now.
+            if session is not None and namespace is not None and namespace.identity.tenant == session.tenant:
                 session.restore_namespace(namespace_id, namespace)
             elif record.session_id:
                 self._records.openings.discard(namespace_id)

@@ -272,6 +272,55 @@ def _read_tier(name: npt.NDArray[np.uint8], figures: Sequence[float]) -> TierSta
     return TierStats(name.tobytes().rstrip(b"\0").decode(errors="replace"), STATES[int(state)], *values)
 
 
+# ---- tenants and their quotas
+
+
+# What a tenant has a quota of, in the order of the columns.
+TENANT_LIMITS: Final = ("sessions", "detached_sessions", "sequences", "blocks", "regions", "calls_per_s")
+NO_LIMIT: Final = -1.0
+_TENANT_BYTES = 64
+
+
+class QuotaUse(NamedTuple):
+    """What a tenant uses of one quota, the quota or NO_LIMIT, and how many calls were refused because of it."""
+
+    used: float = 0
+    limit: float = NO_LIMIT
+    refused: float = 0
+
+
+class TenantTable:
+    """Shared arrays with a row for each tenant: tenant_quota_names uint8[max_tenants, 64], in UTF-8 and padded with
+    zeros; tenant_quotas float64[max_tenants, limits, 3], the fields of `QuotaUse` of each of TENANT_LIMITS;
+    tenant_quota_count int64[1], the number of rows in use."""
+
+    def __init__(self, max_tenants: int, zeros: Zeros) -> None:
+        self._count: npt.NDArray[np.int64] = zeros("tenant_quota_count", (1,), np.int64)
+        self._names: npt.NDArray[np.uint8] = zeros("tenant_quota_names", (max_tenants, _TENANT_BYTES), np.uint8)
+        shape = (max_tenants, len(TENANT_LIMITS), len(QuotaUse._fields))
+        self._uses: npt.NDArray[np.float64] = zeros("tenant_quotas", shape, np.float64)
+
+    def write(self, uses: Mapping[str, Sequence[QuotaUse]]) -> None:
+        for row, (name, values) in enumerate(uses.items()):
+            self._names[row] = np.frombuffer(name.encode().ljust(_TENANT_BYTES, b"\0"), np.uint8)
+            self._uses[row] = values
+        self._count[0] = len(uses)
+
+
+def read_tenant_quotas(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, dict[str, QuotaUse]]:
+    """Return the quotas by tenant and by limit. Empty if the daemon has one tenant, and no such arrays."""
+    if "tenant_quotas" not in arrays:
+        return {}
+    count = int(arrays["tenant_quota_count"][0])
+    names, rows = arrays["tenant_quota_names"][:count], arrays["tenant_quotas"][:count].tolist()
+    return {
+        name.tobytes().rstrip(b"\0").decode(errors="replace"): {
+            limit: QuotaUse(*use) for limit, use in zip(TENANT_LIMITS, row, strict=True)
+        }
+        for name, row in zip(names, rows, strict=True)
+    }
+
+
 # ---- transfers between hosts
 
 

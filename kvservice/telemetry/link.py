@@ -6,22 +6,51 @@ A frame is its length as four bytes, followed by its bytes. The first byte of a 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final, NamedTuple
+
+from kvservice import plain_json
 
 _LENGTH = struct.Struct("<I")
 
 # Requests of the observer.
 WRITE_STATS, BLOCK_HASH = b"w", b"h"
-# Requests of the daemon: b"c" and the configuration, b"s" and a GetSnapshotRequest.
-CONFIGURE, SNAPSHOT = b"c", b"s"
+# Requests of the daemon: b"c" and the configuration; b"s" and a GetSnapshotRequest; b"o", a length, so many bytes of
+# `ShownPart` as JSON, and a GetSnapshotRequest.
+CONFIGURE, SNAPSHOT, SNAPSHOT_OF = b"c", b"s", b"o"
 # First byte of a reply: success or error.
 OK, REFUSED = b"\0", b"\1"
 
 # The limit on the characters of a search for sessions and sequences, of the page and of GetSnapshot.
 MAX_SEARCH_LENGTH: Final = 256
+
+
+class ShownPart(NamedTuple):
+    """What a snapshot may tell of: one tenant, and the ids of its sessions."""
+
+    tenant: str
+    session_ids: Collection[int]
+
+
+def snapshot_question(request: bytes, part: ShownPart | None) -> bytes:
+    """Return the request for a snapshot of a part, or of everything."""
+    if part is None:
+        return SNAPSHOT + request
+    encoded = plain_json.dumps([part.tenant, sorted(part.session_ids)]).encode()
+    return SNAPSHOT_OF + _LENGTH.pack(len(encoded)) + encoded + request
+
+
+def asked_snapshot(question: bytes) -> tuple[bytes, ShownPart | None]:
+    """Return the arguments of `snapshot_question`."""
+    if question[:1] == SNAPSHOT:
+        return question[1:], None
+    begin = 1 + _LENGTH.size
+    end = begin + _LENGTH.unpack_from(question, 1)[0]
+    tenant, session_ids = json.loads(question[begin:end])
+    return question[end:], ShownPart(tenant, frozenset(session_ids))
 
 
 class Asker:

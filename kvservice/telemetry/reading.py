@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.figures import (
+    QuotaUse,
     SavedStats,
     SchedulerReading,
     ServerStats,
@@ -38,6 +39,7 @@ from kvservice.telemetry.figures import (
     read_figures,
     read_schedulers,
     read_store,
+    read_tenant_quotas,
     read_tiers,
     read_transfers,
 )
@@ -96,7 +98,8 @@ class Reading:
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
     `store_bytes` is the size of the block store, 0 if there is none; `store_ready_bytes` of it are there. `tiers` are
     those below it, fastest first. `spill` is None if blocks of the pool are not saved, `saved` if sessions are not,
-    `transfers` if there are no transfer engines.
+    `transfers` if there are no transfer engines. `tenant_quotas` are by tenant and by limit, and empty if the daemon
+    has one tenant.
     """
 
     time_s: float
@@ -117,6 +120,7 @@ class Reading:
     spill: SpillStats | None = None
     saved: SavedStats | None = None
     transfers: TransferReading | None = None
+    tenant_quotas: Mapping[str, Mapping[str, QuotaUse]] = field(default_factory=dict)
 
 
 class Reader:
@@ -153,6 +157,7 @@ class Reader:
             read_figures(arrays, "spill", SpillStats),
             read_figures(arrays, "saved", SavedStats),
             read_transfers(arrays),
+            read_tenant_quotas(arrays),
         )
 
     def sequences(self) -> SequenceRows:

@@ -18,7 +18,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers", "spill", "saved", "transfers")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers", "spill", "saved", "transfers", "tenants")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Snapshot(_message.Message):
     SPILL_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -51,7 +52,8 @@ class Snapshot(_message.Message):
     spill: SpillSnapshot
     saved: SavedSnapshot
     transfers: TransferSnapshot
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ..., spill: _Optional[_Union[SpillSnapshot, _Mapping]] = ..., saved: _Optional[_Union[SavedSnapshot, _Mapping]] = ..., transfers: _Optional[_Union[TransferSnapshot, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantSnapshot]
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ..., spill: _Optional[_Union[SpillSnapshot, _Mapping]] = ..., saved: _Optional[_Union[SavedSnapshot, _Mapping]] = ..., transfers: _Optional[_Union[TransferSnapshot, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantSnapshot, _Mapping]]] = ...) -> None: ...
 
 class SpillSnapshot(_message.Message):
     __slots__ = ("saved_blocks", "saved_bytes", "refused", "torn", "dropped", "loaded_blocks", "loaded_bytes", "hit_tokens", "slower", "crowded", "corrupt", "queued", "loading", "down_bytes_per_s", "up_bytes_per_s")
@@ -494,3 +496,23 @@ class SequenceSnapshot(_message.Message):
     blocks: int
     swapped: bool
     def __init__(self, session_id: _Optional[int] = ..., session_name: _Optional[str] = ..., sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., computed: _Optional[int] = ..., blocks: _Optional[int] = ..., swapped: bool = ...) -> None: ...
+
+class TenantSnapshot(_message.Message):
+    __slots__ = ("name", "quotas")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quotas: _containers.RepeatedCompositeFieldContainer[QuotaSnapshot]
+    def __init__(self, name: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[QuotaSnapshot, _Mapping]]] = ...) -> None: ...
+
+class QuotaSnapshot(_message.Message):
+    __slots__ = ("limit", "used", "value", "refused")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    limit: str
+    used: float
+    value: float
+    refused: int
+    def __init__(self, limit: _Optional[str] = ..., used: _Optional[float] = ..., value: _Optional[float] = ..., refused: _Optional[int] = ...) -> None: ...

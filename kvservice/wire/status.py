@@ -38,6 +38,10 @@ def _details(error: KVServiceError) -> Iterator[Message]:
     if isinstance(error, OutOfBlocksError) and not error.never:
         yield error_details_pb2.RetryInfo(retry_delay=Duration(nanos=RETRY_DELAY_MS * 1_000_000))
     if isinstance(error, QuotaExceededError):
+        if retry_ms := error.metadata.get("retry_ms"):
+            delay = Duration()
+            delay.FromMilliseconds(int(retry_ms))
+            yield error_details_pb2.RetryInfo(retry_delay=delay)
         quota = error_details_pb2.QuotaFailure.Violation(
             subject=error.metadata.get("limit", ""), description=str(error)
         )
@@ -93,4 +97,5 @@ _BY_STATUS = {
     "UNAVAILABLE": errors.ConnectionLostError,
     "DEADLINE_EXCEEDED": errors.CallTimeoutError,
     "UNAUTHENTICATED": errors.UnauthenticatedError,
+    "PERMISSION_DENIED": errors.PermissionDeniedError,
 }

@@ -43,8 +43,9 @@ def test_a_version_that_is_not_tested_is_named_once(
 
 def test_vllm_gives_blocks_back_at_once_though_the_connector_loads(vllm_connector: Any) -> None:
     """vLLM's scheduler makes the connector, asks whether it loads, and gives it the pool of blocks afterwards."""
+    cases: list[dict[str, Any]] = [{}, {"producer": False}, {"consumer": False}]
     with each_row() as row:
-        for role in ({}, {"producer": False}, {"consumer": False}):
+        for role in cases:
             with row(str(role)):
                 config = connector_config(**role)
                 transfer = config.kv_transfer_config

@@ -45,6 +45,8 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
     options: dict[str, Any] = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
     options |= {"store_gib": 1 / 64, "disk": tmp_path_factory.mktemp("disk"), "disk_gib": 1 / 4}
     options |= {"tcp_address": "127.0.0.1:0", "transfer_address": "127.0.0.1"}
+    options["tenants"] = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    options["tenants"].write_text('[tenant.acme]\nunix_socket = "admin"\nmax_sessions = 10\n')
     with (
         Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,

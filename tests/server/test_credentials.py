@@ -43,6 +43,6 @@ def test_without_files_nothing_is_looked_at() -> None:
 
     async def run() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await Credentials(ServeConfig()).keep_current(lambda: None)
+            await Credentials(ServeConfig()).keep_current(lambda: None, lambda: None)
 
     asyncio.run(run())

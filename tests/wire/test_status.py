@@ -99,3 +99,13 @@ def test_a_status_that_is_not_ours_is_the_nearest() -> None:
                 back = from_status(status)
                 assert type(back) is kind
                 assert back.message == "what"
+
+
+def test_a_rate_over_quota_says_when_to_come_again() -> None:
+    error = QuotaExceededError("too many", tenant="red", limit="calls_per_s", value="2", retry_ms=250)
+    status = to_status(error)
+    assert set(details(error)) == {"ErrorInfo", "QuotaFailure", "RetryInfo"}
+    retry = error_details_pb2.RetryInfo()
+    assert details(error)["RetryInfo"].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 250
+    assert from_status(status).metadata == error.metadata

@@ -15,7 +15,8 @@ from kvservice.server.calls.handlers import Handler, OpenHandler, SessionHandler
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions, SavedSize
 from kvservice.server.sessions.session import ServerSession
-from kvservice.telemetry.link import MAX_SEARCH_LENGTH
+from kvservice.server.tenants import EVERYONE, OBSERVERS
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH, ShownPart
 from kvservice.transfer import is_installed
 from kvservice.v1 import (
     inspect_pb2,
@@ -34,10 +35,10 @@ class AdminCalls:
         sessions: SessionRegistry,
         saved: SavedSessions,
         store_bytes: int,
-        snapshot: Callable[[bytes], Awaitable[bytes]],
+        snapshot: Callable[[bytes, ShownPart | None], Awaitable[bytes]],
     ) -> None:
         """`store_bytes` is the size of the block store, 0 if there is none. `snapshot` maps a serialized
-        GetSnapshotRequest to a serialized Snapshot."""
+        GetSnapshotRequest, and the part that it may tell of, to a serialized Snapshot."""
         self._snapshot = snapshot
         self._info = info_response(config, engine.device, store_bytes, __version__)
         self._engine = engine
@@ -46,10 +47,10 @@ class AdminCalls:
 
     def handlers(self) -> tuple[Handler, ...]:
         return (
-            OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info),
-            OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats),
-            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot),
-            OpenHandler("ping", pool_pb2.PingRequest, self.ping),
+            OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info, roles=EVERYONE),
+            OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats, roles=EVERYONE),
+            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=OBSERVERS),
+            OpenHandler("ping", pool_pb2.PingRequest, self.ping, roles=EVERYONE),
             OpenHandler("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
             OpenHandler("close", session_pb2.CloseRequest, self.close),
             SessionHandler("detach", session_pb2.DetachRequest, self.detach),
@@ -64,7 +65,7 @@ class AdminCalls:
     async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> bytes:
         """Return a serialized Snapshot."""
         check_snapshot_request(request)
-        return await self._snapshot(request.SerializeToString())
+        return await self._snapshot(request.SerializeToString(), self._sessions.shown_to_caller())
 
     def ping(self, request: pool_pb2.PingRequest) -> pool_pb2.PingResponse:
         return pool_pb2.PingResponse(payload=request.payload)
@@ -87,6 +88,7 @@ class AdminCalls:
                 f"{request.ttl_s} is not between 0 and {limit}: see max_detach_ttl_s", field="ttl_s"
             )
         ttl_s = request.ttl_s or limit
+        self._sessions.check_detach(session, ttl_s)
         size = await self._saved.save(session, ttl_s) if request.durable else SavedSize(0, 0)
         self._sessions.keep_for(session, ttl_s)
         return session_pb2.DetachResponse(num_sequences=size.num_sequences, num_bytes=size.num_bytes)

@@ -33,6 +33,7 @@ from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
 from kvservice.server.sessions.saved import DiskSwaps
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ADMINS, names_salt
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import (
     blocks_pb2,
@@ -82,7 +83,9 @@ class BlockCalls:
             SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
             SessionHandler("pin", blocks_pb2.PinRequest, self.pin, refused),
             SessionHandler("unpin", blocks_pb2.UnpinRequest, self.unpin),
-            SessionHandler("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache),
+            SessionHandler(
+                "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache, roles=ADMINS
+            ),
             SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
         )
 
@@ -96,7 +99,7 @@ class BlockCalls:
         soon = set(ids).difference(session.allocated_soon)
         session.allocated_soon |= soon
         try:
-            allocations = yield from _allocated(self._allocate, session.namespace, request)
+            allocations = yield from _allocated(self._allocate, session, request)
         finally:
             session.allocated_soon -= soon
         return blocks_pb2.AllocateResponse(
@@ -107,7 +110,7 @@ class BlockCalls:
     def can_allocate(
         self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
     ) -> Waits[blocks_pb2.CanAllocateResponse]:
-        status = yield from _allocated(self._manager.can_allocate_in_slices, session.namespace, request)
+        status = yield from _allocated(self._manager.can_allocate_in_slices, session, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
     def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
@@ -287,12 +290,14 @@ class BlockCalls:
         if num_bytes > self._max_response_bytes:
             raise response_too_large(num_bytes, self._max_response_bytes, "sequence_ids")
 
-    def match_prefix(self, _: ServerSession, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
-        tokens = self._manager.match_prefix(token_array(request), extra_keys(request.extra_keys))
+    def match_prefix(
+        self, session: ServerSession, request: blocks_pb2.MatchPrefixRequest
+    ) -> blocks_pb2.MatchPrefixResponse:
+        tokens = self._manager.match_prefix(token_array(request), extra_keys(session, request.extra_keys))
         return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
 
     def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
-        token_ids, extra = token_array(request), extra_keys(request.extra_keys)
+        token_ids, extra = token_array(request), extra_keys(session, request.extra_keys)
         if self._tier is not None and (event := self._tier.before_pin(token_ids, extra)) is not None:
             yield event
         pin = self._manager.pin(session.namespace, token_ids, extra, ttl_s=request.ttl_s)
@@ -358,7 +363,7 @@ def _own_ids(
 
 def _allocated(
     allocate: Callable[[SessionNamespace, list[AllocationRequest]], Waits[T]],
-    namespace: SessionNamespace,
+    session: ServerSession,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
 ) -> Waits[T]:
     """Call `allocate` with the sequences of a request. Large requests are translated in slices."""
@@ -366,18 +371,27 @@ def _allocated(
     for one in request.sequences:
         if requests and len(requests) % SLICE_SEQUENCES == 0:
             yield None
-        extra = extra_keys(one.extra_keys) if one.extra_keys else ()
+        extra = session.tenancy.salt
+        if one.extra_keys:
+            extra = extra_keys(session, one.extra_keys, f"sequences[{len(requests)}].extra_keys")
         requests.append(AllocationRequest(one.sequence_id, token_array(one), extra, request.lookahead))
     try:
-        return (yield from allocate(namespace, requests))
+        return (yield from allocate(session.namespace, requests))
     except KVServiceError as error:  # name the fields of the message
         field = re.sub(r"^requests\b", "sequences", error.field)
         error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
         raise
 
 
-def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], ...]:
-    return tuple((key.position, key.key) for key in keys)
+def extra_keys(
+    session: ServerSession, keys: Iterable[blocks_pb2.ExtraKey], field: str = "extra_keys"
+) -> tuple[tuple[int, bytes], ...]:
+    """Return the extra keys of a request, and after them those of the session's tenant. Raises InvalidArgumentError for
+    a key that could be another tenant's."""
+    named, salt = tuple((key.position, key.key) for key in keys), session.tenancy.salt
+    if salt and (i := names_salt(named)) is not None:
+        raise InvalidArgumentError("is the daemon's own", field=f"{field}[{i}]")
+    return named + salt
 
 
 def to_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array:

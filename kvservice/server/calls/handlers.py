@@ -23,6 +23,7 @@ from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.loop import Answer, Finished
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ENGINES, Roles
 from kvservice.wire.tensors import Encoded
 
 # Bytes reserved for the fields of a message besides its tensors.
@@ -64,6 +65,7 @@ class SessionHandler(Generic[RequestT, ResponseT]):
     request_type: type[RequestT]
     start: Callable[[ServerSession, RequestT], Started[ResponseT]]
     while_draining: WhileDraining = WhileDraining.ALLOWED
+    roles: Roles = ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class OpenHandler(Generic[RequestT, ResponseT]):
     request_type: type[RequestT]
     start: Callable[[RequestT], Started[ResponseT]]
     while_draining: WhileDraining = WhileDraining.ALLOWED
+    roles: Roles = ENGINES
 
 
 Handler: TypeAlias = SessionHandler[Any, Any] | OpenHandler[Any, Any]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from kvservice.blocks import BlockManager, Slices
+from kvservice.errors import PoolNotSharedError
 from kvservice.server.calls.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.loop import to_the_end
 from kvservice.server.memory.region import GPU, HOST, REMOTE, Region
@@ -154,6 +155,8 @@ class HostCalls:
         return host_pb2.CloseLaneResponse()
 
     def map_pool(self, session: ServerSession, request: host_pb2.MapPoolRequest) -> host_pb2.MapPoolResponse:
+        if not session.tenancy.map_pool:
+            raise PoolNotSharedError(f"not for tenant {session.tenant}: the pool has the blocks of all tenants")
         token, pool_bytes, table_bytes = session.access.map_pool(request.writable)
         return host_pb2.MapPoolResponse(handover_token=token, pool_bytes=pool_bytes, table_bytes=table_bytes)
 

@@ -86,7 +86,7 @@ class SchedulerCalls:
         self, session: ServerSession, request: scheduler_pb2.AddRequestsRequest
     ) -> Slices[scheduler_pb2.AddRequestsResponse]:
         scheduler = scheduler_of(session)
-        requests = yield from requests_of(request)
+        requests = yield from requests_of(session, request)
         yield from scheduler.add(requests, self._clock(), session.allocated_soon)
         return scheduler_pb2.AddRequestsResponse()
 
@@ -114,6 +114,8 @@ class SchedulerCalls:
     def _schedule(
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
     ) -> Finished[scheduler_pb2.ScheduleResponse]:
+        if session.namespace.quota is not None:  # the scheduler plans with what its tenant may take
+            self._engine.manager.enter(session.namespace)
         ended, batch = scheduler_of(session).step(step_request(request), self._clock())
         mapped = published = None
         if batch.step is not None and session.access.shares_steps:
@@ -222,19 +224,19 @@ def opened_response(settings: SchedulerSettings, *, existed: bool) -> scheduler_
     )
 
 
-def requests_of(request: scheduler_pb2.AddRequestsRequest) -> Slices[list[Request]]:
+def requests_of(session: ServerSession, request: scheduler_pb2.AddRequestsRequest) -> Slices[list[Request]]:
     if not request.requests:
         raise InvalidArgumentError("must not be empty", field="requests")
-    return in_turn(_request(one) for one in request.requests)
+    return in_turn(_request(session, i, one) for i, one in enumerate(request.requests))
 
 
-def _request(message: scheduler_pb2.ScheduledRequest) -> Request:
+def _request(session: ServerSession, number: int, message: scheduler_pb2.ScheduledRequest) -> Request:
     return Request(
         message.request_id,
         token_array(message),
         message.max_tokens,
         message.priority,
-        extra_keys(message.extra_keys),
+        extra_keys(session, message.extra_keys, f"requests[{number}].extra_keys"),
         message.width,
         to_ints(message.stop_lengths),
         message.beams,

@@ -33,6 +33,7 @@ from kvservice.server.calls.handlers import (
 from kvservice.server.loop import Answer, Caller, despite_leaving, in_slices, to_the_end
 from kvservice.server.memory.region import REMOTE, Places
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ADMINS
 from kvservice.server.tiering.store import ServerStore
 from kvservice.store import BlockStore, EngineFigures, NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
@@ -74,7 +75,7 @@ class StoreCalls:
             SessionHandler("store_abort", store_pb2.AbortRequest, self.abort),
             SessionHandler("store_touch", store_pb2.TouchRequest, self.touch),
             SessionHandler("store_remove", store_pb2.RemoveRequest, self.remove),
-            SessionHandler("store_clear", store_pb2.ClearRequest, self.clear),
+            SessionHandler("store_clear", store_pb2.ClearRequest, self.clear, roles=ADMINS),
             SessionHandler("store_map_store", store_pb2.MapStoreRequest, self.map_store, refused),
         )
 
@@ -228,6 +229,8 @@ class StoreCalls:
         return cleared
 
     def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
+        if not session.tenancy.map_store:
+            raise StoreNotSharedError(f"not for tenant {session.tenant}: its memory has the blocks of all tenants")
         token = self._store.share(own_store(session), session.access, request.writable)
         growing = not self._store.growth.is_complete
         return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes, growing=growing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -77,7 +77,11 @@ class Target:
 class Regions:
     """The regions of one session by name, in host memory and in GPU memory."""
 
-    def __init__(self, config: ServeConfig, totals: RegionTotals, access: HostAccess) -> None:
+    def __init__(
+        self, config: ServeConfig, totals: RegionTotals, access: HostAccess, check_more: Callable[[], None]
+    ) -> None:
+        """`check_more` raises QuotaExceededError if the session's tenant may have no more regions."""
+        self._check_more = check_more
         self._config = config
         self._totals = totals
         self._access = access
@@ -222,6 +226,7 @@ class Regions:
         limit = self._config.max_regions
         if len(self._regions) >= limit:
             raise QuotaExceededError(f"the session has {limit} regions", field="name", limit="max_regions", value=limit)
+        self._check_more()
 
     def unregister(self, name: str, kind: Kind) -> None:
         """Remove a region, or all regions of this kind if `name` is empty. Unknown names are ignored."""

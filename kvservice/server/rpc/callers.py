@@ -17,9 +17,10 @@ from grpc_status import rpc_status
 from kvservice.auth import CALLER, CertificateFiles, Certificates, Identity, Reloading, Tokens
 from kvservice.auth.tokens import CAUSES, UNKNOWN
 from kvservice.config import ServeConfig
-from kvservice.errors import UnauthenticatedError
+from kvservice.errors import PermissionDeniedError, UnauthenticatedError
 from kvservice.logs import LogBudget
 from kvservice.server.memory.remote import PEER, peer_address
+from kvservice.server.tenants import DOOR, Door, Tenants
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -29,7 +30,7 @@ _SCHEME = "bearer "
 
 
 class Callers(Protocol):
-    """The callers of one port.
+    """The callers of one port. With tenants, each caller belongs to one.
 
     `local` is true if they are on this host, connected to the unix socket. `interceptors` are installed in the gRPC
     server of the port.
@@ -40,20 +41,26 @@ class Callers(Protocol):
 
     def admit(self, context: Context, *, is_check: bool = False) -> None:
         """Admit an RPC. Called at the start of each RPC that the interceptors accepted. `is_check` is true for RPCs of
-        the standard services."""
+        the standard services, which need no tenant. Raises PermissionDeniedError for a caller without a tenant."""
 
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
 
 
 class LocalCallers:
-    """Callers on the unix socket. Its file mode is the only access control."""
+    """Callers on a unix socket. Its file mode is the only access control. They have no names."""
 
     local = True
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
+    def __init__(self, door: Door, tenants: Tenants | None) -> None:
+        self._door, self._tenants = door, tenants
+
     def admit(self, _context: Context, *, is_check: bool = False) -> None:
-        """Do nothing: local callers have no names."""
+        if self._tenants is not None:
+            DOOR.set(self._door)
+            if not is_check:
+                self._tenants.caller()
 
     def check(self, _caller: Identity) -> None:
         """Do nothing: local callers have no tokens."""
@@ -65,12 +72,15 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
 
     local = False
 
-    def __init__(self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit) -> None:
+    def __init__(
+        self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit, tenants: Tenants | None
+    ) -> None:
         """`certified` is true if TLS verifies client certificates. They name the callers unless tokens do."""
         self.interceptors: Sequence[grpc.aio.ServerInterceptor] = () if tokens is None else (self,)
         self._tokens = tokens
         self._named_by_certificate = certified and tokens is None
         self._audit = audit
+        self._tenants = tenants
 
     async def intercept_service(
         self,
@@ -88,7 +98,14 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
         if self._named_by_certificate:
             CALLER.set(Identity(_certificate_name(context.auth_context())))
         PEER.set(peer_address(context.peer()))
-        self._audit.accepted(context.peer(), CALLER.get(), is_check=is_check)
+        tenant = ""
+        if self._tenants is not None and not is_check:
+            try:
+                tenant = self._tenants.caller().tenant.name
+            except PermissionDeniedError as error:
+                self._audit.denied(context.peer(), CALLER.get(), error)
+                raise
+        self._audit.accepted(context.peer(), CALLER.get(), tenant, is_check=is_check)
 
     def check(self, caller: Identity) -> None:
         if caller.credential and self._tokens is not None and not self._tokens.value.has(caller):
@@ -155,8 +172,9 @@ class Audit:
         self._connection_log = LogBudget(logger, clock)
         self._refusal_log = LogBudget(logger, clock)
 
-    def accepted(self, peer: str, caller: Identity, *, is_check: bool = False) -> None:
-        """Record an accepted RPC. `peer` is gRPC's name for the remote end of the connection.
+    def accepted(self, peer: str, caller: Identity, tenant: str = "", *, is_check: bool = False) -> None:
+        """Record an accepted RPC. `peer` is gRPC's name for the remote end of the connection. `tenant` is empty if the
+        daemon has one tenant.
 
         `is_check` is true for RPCs of the standard services. Their connections are counted but not logged, because
         each health check of an orchestrator opens one.
@@ -171,7 +189,12 @@ class Audit:
             self._known.popitem(last=False)
         if is_check:
             return
-        self._connection_log.write(logging.INFO, "%s connected from %s", caller.name or "a client", peer)
+        who = f"{caller.name} of tenant {tenant}" if tenant else caller.name or "a client"
+        self._connection_log.write(logging.INFO, "%s connected from %s", who, peer)
+
+    def denied(self, peer: str, caller: Identity, error: PermissionDeniedError) -> None:
+        """Record an RPC of a caller who may make none."""
+        self._refusal_log.write(logging.WARNING, "%s at %s: %s", caller.name or "a client", peer, error)
 
     async def refused(self, peer: str, method: str, error: UnauthenticatedError) -> None:
         """Record a refused RPC. Returns when the refusal may be sent, after the delay."""
@@ -193,8 +216,8 @@ RELOAD_EVERY_S = 1.0
 
 
 class Credentials:
-    """Tokens and TLS certificates, which are read from files, and again when the files change. `tokens` and
-    `certificates` are None if the configuration names no files for them."""
+    """Tokens, TLS certificates and tenants, which are read from files, and again when the files change. Each is None if
+    the configuration names no file for it."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Raises InvalidArgumentError naming the option whose file cannot be used."""
@@ -207,6 +230,7 @@ class Credentials:
             client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
             files = CertificateFiles(Path(config.tls_cert), Path(config.tls_key), client_ca)
             self.certificates = Reloading(files.paths, lambda: _read(files))
+        self.tenants = Tenants.of(config)
         # The number of TLS handshakes that clients started. gRPC does not report how many of them fail.
         self.num_handshakes = 0
         self._lock = threading.Lock()
@@ -220,15 +244,17 @@ class Credentials:
         newer: Any = self._newer_configuration
         return grpc.dynamic_ssl_server_credentials(_configuration(self._served), newer, bool(self._served.client_ca))
 
-    async def keep_current(self, on_new_tokens: Callable[[], None]) -> None:
-        """Reload changed files until cancelled. Calls `on_new_tokens` after the token file has changed. Returns at once
-        if there are no files."""
-        while self.certificates is not None or self.tokens is not None:
+    async def keep_current(self, on_new_tokens: Callable[[], None], on_new_tenants: Callable[[], None]) -> None:
+        """Reload changed files until cancelled. Calls `on_new_tokens` after the token file has changed, and
+        `on_new_tenants` after the file of tenants has. Returns at once if there are no files."""
+        while self.certificates is not None or self.tokens is not None or self.tenants is not None:
             await asyncio.sleep(RELOAD_EVERY_S)
             if self.certificates is not None:
                 self.certificates.reload()
             if self.tokens is not None and self.tokens.reload():
                 on_new_tokens()
+            if self.tenants is not None and self.tenants.reload():
+                on_new_tenants()
 
     def _newer_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the certificates if they have changed, or None. gRPC's threads call this before each handshake."""

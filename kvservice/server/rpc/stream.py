@@ -32,6 +32,7 @@ from kvservice.errors import (
     InternalError,
     KVServiceError,
     OutOfBlocksError,
+    QuotaExceededError,
     RegionsNotAllowedError,
     RestartingError,
     UnauthenticatedError,
@@ -57,6 +58,7 @@ from kvservice.server.rpc.limits import (
 )
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
+from kvservice.server.tenants import ADMINS, ENGINES, Roles, Tenants
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
@@ -142,16 +144,18 @@ class Services:
                 with self._slots.of_peer("event stream", context.peer()):
                     self._callers.admit(context)
                     check_accepted(request)
+                    self._dispatcher.check_role(ADMINS)
                     async with contextlib.aclosing(self._events.subscribe(request)) as messages:
                         async for message in messages:
+                            self._dispatcher.check_role(ADMINS)
                             with rpc.waiting():
                                 await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC detected it only during a write
 
     async def _connect(self, _: Any, context: Context) -> None:
-        self._callers.admit(context)
         try:
+            self._callers.admit(context)
             self._slots.check_unattached()
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -313,6 +317,7 @@ class Stream:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._callers.check(CALLER.get())
+        self._dispatcher.check_role(ENGINES)
         self._dispatcher.refuse_new_work()
         restoring = None if request.reconnects else self._sessions.restoring(request.session_token)
         if restoring is not None:
@@ -355,9 +360,11 @@ class Dispatcher:
         table: CallTable,
         tracer: Tracer | None,
         end_operation: Callable[[], object],
+        tenants: Tenants | None = None,
     ) -> None:
         """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
-        manager counts, also if the process dies now."""
+        manager counts, also if the process dies now. `tenants` is None if every caller may make every call."""
+        self._tenants = tenants
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
         # The methods whose requests may have a request id.
@@ -399,6 +406,9 @@ class Dispatcher:
         try:
             if not local:
                 self._check_remote(request, session)
+            if self._tenants is not None:
+                self.check_role(self._handlers[method].roles, session)
+                self._tenants.count_call()
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, (Message, Encoded, bytes)):
                 return started
@@ -408,6 +418,8 @@ class Dispatcher:
         except KVServiceError as error:
             status = error.status
             self.out_of_blocks += isinstance(error, OutOfBlocksError)
+            if self._tenants is not None and isinstance(error, QuotaExceededError):
+                self._tenants.note_refusal(error)
             if logger.isEnabledFor(logging.DEBUG):
                 fields = self._log_fields(method, status, request, session)
                 logger.debug("%s refused: %s", method, error.reason, extra=fields)
@@ -424,6 +436,12 @@ class Dispatcher:
             self._table.observe(method, status, transport, time.perf_counter() - start)
             if span is not None:
                 span.end(status, self._session_id(request, session))
+
+    def check_role(self, roles: Roles, session: ServerSession | None = None) -> None:
+        """Raise PermissionDeniedError unless the caller has one of these roles, and still belongs to the tenant of the
+        stream's session."""
+        if self._tenants is not None:
+            self._tenants.check(roles, None if session is None else session.tenant)
 
     def refuse_new_work(self) -> None:
         """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""

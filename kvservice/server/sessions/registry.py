@@ -14,16 +14,19 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
-from kvservice.auth import CALLER, Identity
-from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
+from kvservice.auth import CALLER, UNNAMED, Identity
+from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices, TenantQuota
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
+    PermissionDeniedError,
     QuotaExceededError,
     SessionTakenError,
     UnauthenticatedError,
@@ -39,7 +42,10 @@ from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
+from kvservice.server.tenants import Role, Tenant, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
+from kvservice.telemetry.figures import NO_LIMIT, TENANT_LIMITS, QuotaUse
+from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,16 @@ MAX_NAME_LENGTH = 64
 ATTACH_S = 5.0
 # The end of a session that leaves memory and stays on the disk.
 ASLEEP = "asleep"
+
+
+@dataclass
+class TenantUse:
+    """What the sessions of one tenant have together. `sessions` counts those that are still being freed, too."""
+
+    regions: RegionTotals
+    # None if the daemon has one tenant.
+    quota: TenantQuota | None
+    sessions: int = 0
 
 
 class SessionRegistry:
@@ -64,7 +80,10 @@ class SessionRegistry:
         memory: SessionMemory,
         clock: Clock | None = None,
         store: BlockStore | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
+        """`tenants` is None if the daemon has one tenant, whatever sessions call it."""
+        self._tenants = tenants
         self._clock = clock or SystemClock()
         self._config = config
         self._manager = manager
@@ -96,6 +115,7 @@ class SessionRegistry:
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
         self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
+        self._uses: dict[str, TenantUse] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -119,6 +139,7 @@ class SessionRegistry:
             return self.get(token)
         _check_name(name, "name")
         _check_name(tenant, "tenant")
+        tenant = chosen_tenant(self._tenants, tenant)
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
             raise InvalidArgumentError(
@@ -136,6 +157,10 @@ class SessionRegistry:
             value = self._config.max_sessions
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
+        tenancy = self._tenancy(tenant)
+        use = self._uses.get(tenant)
+        tenancy.check("max_sessions", 0 if use is None else use.sessions)
+        self._check_detached(tenancy, wait_s)
         self.num_opened += 1
         self._num_hidden += 1
         record = SessionRecord(
@@ -170,6 +195,17 @@ class SessionRegistry:
             extra={"session_id": session.session_id},
         )
 
+    def check_detach(self, session: ServerSession, wait_s: float) -> None:
+        """Raise QuotaExceededError if the session's tenant may not have one more session that waits for so long."""
+        if session.wait_s <= self._config.session_grace_s:
+            self._check_detached(session.tenancy, wait_s)
+
+    def _check_detached(self, tenancy: Tenant, wait_s: float) -> None:
+        grace = self._config.session_grace_s
+        if wait_s > grace and tenancy.quotas.max_detached_sessions is not None:
+            used = sum(one.tenant == tenancy.name and one.wait_s > grace for one in self)
+            tenancy.check("max_detached_sessions", used)
+
     def keep_for(self, session: ServerSession, wait_s: float) -> None:
         """Let a session wait for so many seconds when its stream ends, from now on if it has none."""
         session.wait_s = wait_s
@@ -202,18 +238,32 @@ class SessionRegistry:
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
+        tenancy = self._tenancy(record.tenant)
+        if (use := self._uses.get(record.tenant)) is None:
+            quotas = tenancy.quotas
+            quota = TenantQuota(record.tenant, quotas.max_blocks, quotas.max_sequences) if self._tenants else None
+            use = self._uses[record.tenant] = TenantUse(RegionTotals(whole=self.region_totals), quota)
+        use.sessions += 1
+        if use.quota is not None:
+            use.quota.namespaces.add(namespace)
+            namespace.quota = use.quota
+
+        def check_regions() -> None:
+            self._tenancy(record.tenant).check("max_regions", use.regions.count, field="name")
+
         access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
         return ServerSession(
             session_id=record.session_id,
             token=record.token,
             name=record.name,
             tenant=record.tenant,
+            tenancy=tenancy,
             owner=Identity(record.owner, record.credential),
             namespace=namespace,
             access=access,
-            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
+            regions=Regions(self._config, RegionTotals(whole=use.regions, row=row), access, check_regions),
             row=row,
-            store=None if self._store is None else SessionStore(self._store, record.tenant, record.session_id),
+            store=None if self._store is None else SessionStore(self._store, tenancy.domain, record.session_id),
             replies=Replies(self._memory.replies.ring(row.number)),
             wait_s=record.wait_s,
         )
@@ -221,7 +271,63 @@ class SessionRegistry:
     def find(self, token: bytes) -> ServerSession | None:
         """Return the session of this token, or None if there is none or it belongs to another identity."""
         session = self._sessions.get(token)
-        return session if session is not None and session.owner == CALLER.get() else None
+        if session is None or session.owner != CALLER.get():
+            return None
+        return session if self._tenants is None or self._tenants.has(session.tenant) else None
+
+    def is_of_caller(self, tenant: str) -> bool:
+        """Return whether the caller may have sessions of this tenant."""
+        return self._tenants is None or self._tenants.has(tenant)
+
+    def shown_to_caller(self) -> ShownPart | None:
+        """Return the caller's tenant with its sessions, or None if the caller may see all."""
+        if self._tenants is None or Role.ADMIN in (caller := self._tenants.caller()).roles:
+            return None
+        name = caller.tenant.name
+        return ShownPart(name, [one.session_id for one in self if one.tenant == name])
+
+    def tenant_uses(self) -> dict[str, list[QuotaUse]]:
+        """Return what each tenant uses of its quotas, in the order of TENANT_LIMITS. Empty without tenants."""
+        if self._tenants is None:
+            return {}
+        detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
+        found = {}
+        for name, tenant in self._tenants.rules.tenants.items():
+            use, quotas = self._uses.get(name), tenant.quotas
+            quota = None if use is None else use.quota
+            used = (
+                0 if use is None else use.sessions,
+                detached[name],
+                0 if quota is None else quota.num_sequences,
+                0 if quota is None else quota.num_blocks(self._manager.sequences),
+                0 if use is None else use.regions.count,
+                self._tenants.calls_lately(tenant),
+            )
+            limits = [quotas.limit(limit) for limit in TENANT_LIMITS]
+            refused = self._tenants.refused[name]
+            found[name] = [
+                QuotaUse(one, NO_LIMIT if value is None else value, refused[limit])
+                for limit, one, value in zip(TENANT_LIMITS, used, limits, strict=True)
+            ]
+        return found
+
+    def _tenancy(self, tenant: str) -> Tenant:
+        return Tenant(tenant, tenant) if self._tenants is None else self._tenants.tenant(tenant)
+
+    def apply_tenants(self) -> None:
+        """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
+        callers belong to another tenant end."""
+        assert self._tenants is not None, "they have new rules"
+        for session in list(self):
+            tenancy = self._tenancy(session.tenant)
+            if tenancy.domain != session.tenancy.domain:
+                in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
+                continue
+            session.tenancy = tenancy
+            if (quota := session.namespace.quota) is not None:
+                quota.max_blocks, quota.max_sequences = tenancy.quotas.max_blocks, tenancy.quotas.max_sequences
+            if session.end_stream is not None and not self._tenants.rules.has(session.owner, session.tenant):
+                session.end_stream(PermissionDeniedError("the session is another tenant's now", tenant=session.tenant))
 
     def get(self, token: bytes) -> ServerSession:
         session = self.find(token)
@@ -322,8 +428,10 @@ class SessionRegistry:
         yield from self.close_in_slices(session, writers_done=0 != holder == session.holder)
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
-        session = self.find(token)
-        return None if session is None else session.access.user.introduce(peer)
+        session = self._sessions.get(token)
+        if session is None or session.owner != UNNAMED:
+            return None
+        return session.access.user.introduce(peer)
 
     def _lose_after(self, session: ServerSession, wait_s: float) -> None:
         """Close a session if no stream attaches to it in time."""
@@ -365,6 +473,12 @@ class SessionRegistry:
         if scheduled is not None:
             yield from scheduled
         self._num_closing -= 1
+        use = self._uses[session.tenant]
+        use.sessions -= 1
+        if use.quota is not None:
+            use.quota.namespaces.discard(session.namespace)
+        if not use.sessions:
+            del self._uses[session.tenant]
         self._memory.table.close(session.row)
         number = session.session_id
         fields = {"session_id": number, "reason": end.partition(":")[0]}

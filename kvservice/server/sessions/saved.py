@@ -173,7 +173,7 @@ class SavedSessions:
 
     async def _restore_from(self, files: SessionFiles, opened: OpenedSession, token: bytes) -> None:
         values = opened.manifest.session
-        if values.owner != CALLER.get().name:
+        if values.owner != CALLER.get().name or not self._sessions.is_of_caller(values.tenant):
             self._sessions.note_foreign("a saved session")
             raise _unknown()
         files.check_identity(opened)
@@ -356,12 +356,9 @@ class DiskSwaps:
         config, device = self._manager.config, self._manager.device
         on_disk = session.namespace.on_disk
         required = sum(-(-on_disk[name].length // config.block_size) for name in sequence_ids)
-        fits = device.num_available - required >= config.watermark_blocks
-        return (
-            AllocStatus.OK
-            if fits and len(sequence_ids) <= len(self._manager.sequences.free_rows)
-            else AllocStatus.LATER
-        )
+        self._manager.enter(session.namespace)
+        fits = device.room(config.watermark_blocks) >= required
+        return AllocStatus.OK if fits and len(sequence_ids) <= self._manager.sequences.num_free else AllocStatus.LATER
 
     def swap_in(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:
         """Swap sequences in, all of which are on the disk. Returns the number of blocks read.
@@ -391,6 +388,7 @@ class DiskSwaps:
         async with self._transfers:
             saving.check()
             hidden = self._manager.open_namespace(self._hidden_numbers.pop(), [0] * NUM_COUNTERS)
+            hidden.quota = session.namespace.quota
             try:
                 num_blocks = 0
                 for name, on_disk in list(session.on_disk.items()):

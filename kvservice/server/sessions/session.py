@@ -18,6 +18,7 @@ from kvservice.server.memory.host import HostAccess
 from kvservice.server.memory.regions import Regions
 from kvservice.server.sessions.replies import KeptReplies, Replies
 from kvservice.server.sessions.scheduler import SessionScheduler
+from kvservice.server.tenants import Tenant
 from kvservice.store import SessionStore
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 
@@ -103,6 +104,8 @@ class ServerSession:
     token: bytes
     name: str
     tenant: str
+    # What the daemon's configuration says of the tenant now.
+    tenancy: Tenant
     owner: Identity
     namespace: SessionNamespace
     access: HostAccess

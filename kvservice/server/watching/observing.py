@@ -29,6 +29,7 @@ from kvservice.server.rpc.callers import Audit, Credentials
 from kvservice.server.rpc.stream import Dispatcher
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
+from kvservice.server.tenants import MAX_TENANTS
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.server.tiering.store import ServerStore
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch
@@ -41,10 +42,20 @@ from kvservice.telemetry.figures import (
     SchedulerTable,
     ServerStats,
     StoreTable,
+    TenantTable,
     TierTable,
     TransferTable,
 )
-from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
+from kvservice.telemetry.link import (
+    BLOCK_HASH,
+    CONFIGURE,
+    WRITE_STATS,
+    Asker,
+    ShownPart,
+    answer_all,
+    open_link,
+    snapshot_question,
+)
 from kvservice.tiers import TierChain, TierStats
 from kvservice.tiers.spill_stats import SpillStats
 
@@ -96,14 +107,15 @@ class Observing:
         self._http = listening
         self._wanted.set()
 
-    async def snapshot(self, request: bytes) -> bytes:
-        """Return the observer's response to a serialized GetSnapshotRequest. Raises ObserverUnavailableError."""
+    async def snapshot(self, request: bytes, part: ShownPart | None = None) -> bytes:
+        """Return the observer's response to a serialized GetSnapshotRequest, of a part or of everything.
+        Raises ObserverUnavailableError."""
         self._wanted.set()
         try:
             async with asyncio.timeout(self._answer_s):
                 await self._ready.wait()
                 assert self._asker is not None, "it is ready"
-                return await self._asker.ask(SNAPSHOT + request)
+                return await self._asker.ask(snapshot_question(request, part))
         except ConnectionError:
             raise ObserverUnavailableError("the observer has ended; another is started") from None
         except TimeoutError:
@@ -232,6 +244,7 @@ class StatsWriter:
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
         self._engine_table = EngineTable(config.max_sessions, arrays.zeros)
         self._transfer_table = TransferTable(arrays.zeros)
+        self._tenant_table = TenantTable(MAX_TENANTS, arrays.zeros) if config.tenants else None
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -275,6 +288,8 @@ class StatsWriter:
             own = {session.row.number: session.store for session in sessions if session.store is not None}
             self._engine_table.write({row: store.engine for row, store in own.items() if store.engine is not None})
         self._tiers.write()
+        if self._tenant_table is not None:
+            self._tenant_table.write(sessions.tenant_uses())
         sessions.transfers.write(self._transfer_table)
         schedulers = engine.schedulers
         by_row = {namespace - 1: figures for namespace, figures in schedulers.figures().items()}
