@@ -120,6 +120,7 @@ class FakeStream:
     answered with its name, and attach as by the daemon."""
 
     def __init__(self, waiting: FakeWaiting, on_end: Callable[[Any], None], answers: list[Any]) -> None:
+        self.max_calls = 1
         self.error: KVServiceError | None = None
         self.calls: list[str] = []
         self.ended = False
