@@ -111,7 +111,7 @@ class _FullBlock(NamedTuple):
     group: int
 
 
-class _Offer(NamedTuple):
+class _OfferedBlocks(NamedTuple):
     """Full blocks of a request, in lists of their parts: a step may offer hundreds."""
 
     keys: Sequence[bytes]
@@ -551,7 +551,7 @@ class ConnectorScheduler:
     def _num_prompt_blocks(self, tracked: _Tracked) -> int:
         return int(tracked.request.num_prompt_tokens) // self._block_size
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> _Offer | None:
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> _OfferedBlocks | None:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
         vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
         blocks are being filled that it computes with: its own would be wrong if these were. If it ends, it is known
@@ -576,19 +576,19 @@ class ConnectorScheduler:
         self._unsure.append((filling, list(offer.blocks())))
         return None
 
-    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> _Offer:
+    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> _OfferedBlocks:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
         hashes = tracked.request.block_hashes
         if self._groups.leading and not tracked.loaded:
             stop = first + len(keys)
-            return _Offer(keys, tracked.block_ids[0][first:stop], hashes[first:stop], [0] * len(keys))
+            return _OfferedBlocks(keys, tracked.block_ids[0][first:stop], hashes[first:stop], [0] * len(keys))
         every = ((block, group) for block in itertools.count(first) for group in range(len(self._groups)))
         found = [
             _FullBlock(key, block_id, hashes[block], group)
             for key, (block, group) in zip(keys, every, strict=False)
             if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
         ]
-        return _Offer(*zip(*found, strict=True)) if found else _Offer((), (), (), ())
+        return _OfferedBlocks(*zip(*found, strict=True)) if found else _OfferedBlocks((), (), (), ())
 
     def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
         """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
@@ -598,7 +598,7 @@ class ConnectorScheduler:
         block_hash = tracked.request.block_hashes[block]
         return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
 
-    def _hold(self, offers: Sequence[_Offer]) -> None:
+    def _hold(self, offers: Sequence[_OfferedBlocks]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
         first those that wait for it, then these. The others wait."""
         held = self._held
@@ -618,7 +618,7 @@ class ConnectorScheduler:
             held.hold(self._number, block_ids)
             self._saves.append(BlockSave(self._number, tuple(keys), tuple(block_ids)))
 
-    def _chosen(self, offers: Sequence[_Offer], room: int) -> dict[bytes, int]:
+    def _chosen(self, offers: Sequence[_OfferedBlocks], room: int) -> dict[bytes, int]:
         """Return keys and blocks for which there is room, each once, without those that are held. The others wait."""
         held = self._held
         assert held is not None
