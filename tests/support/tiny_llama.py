@@ -13,7 +13,7 @@ PROJECTIONS = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
 RANK = 8
 
 
-def save_tiny_llama(directory: Path, num_kv_heads: int = 2) -> None:
+def save_tiny_llama(directory: Path) -> None:
     """Write config, float32 weights and tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +25,7 @@ def save_tiny_llama(directory: Path, num_kv_heads: int = 2) -> None:
         intermediate_size=256,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
-        num_key_value_heads=num_kv_heads,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=8192,
         # Far from the default of 0.02: attention then depends on single tokens, so wrong K/V change the output.

@@ -17,7 +17,7 @@ import torch
 from ports import free_port
 from small_pool import SMALL_POOL
 from store_memory import damage_values, zero_values
-from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter, save_tiny_llama
+from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter
 from vllm_processes import Engine, Server, connector, source_of
 from waiting import until
 
@@ -303,19 +303,3 @@ def test_ranks_of_a_tensor_parallel_engine_load_their_own_blocks(
         assert first["cached"] == [0]
         store.restart()
         assert_is_used_again(engine, first["tokens"])
-
-
-@pytest.mark.skipif(
-    "kv_tp_replicas" not in source_of("v1/kv_cache_interface.py"), reason="this vLLM does not tell which are equal"
-)
-def test_ranks_with_the_same_heads_keep_one_copy(store: Restartable, tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path / "model", num_kv_heads=1)
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    transfer = connector(store.running.address)
-    with Engine(tmp_path / "model", tmp_path / "log", kv_transfer_config=transfer, **options) as engine:
-        first = engine.generate(LONG[:1])
-        assert first["cached"] == [0]
-        assert_is_used_again(engine, first["tokens"])
-    kept = re.findall("are kept in (.*)", (tmp_path / "log").read_text())
-    assert len(kept) == 2, "each worker says it"
-    assert kept[0] == kept[1]

@@ -94,8 +94,8 @@ def groups_of_caches() -> tuple[type, ...]:
 
 
 def num_replicas(kv_cache_config: Any) -> int:
-    """Return how many ranks of tensor parallelism, one after the other, have the same bytes in all blocks: all of a
-    model with MLA, and those that share a head of K/V. Before 0.31 each rank keeps its own."""
+    """Return how many ranks of tensor parallelism, one after the other, have the same bytes in all blocks, as with MLA.
+    Before 0.31 each rank keeps its own."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
