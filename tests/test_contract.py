@@ -101,8 +101,8 @@ def test_every_rpc_is_served(daemon: Daemon) -> None:
 def test_calls_of_a_session_and_nothing_else_can_go_over_its_stream() -> None:
     calls, replies = (message.DESCRIPTOR.fields_by_name for message in (session_pb2.Call, session_pb2.Reply))
     names = OF_SESSIONS.keys() | OTHER_STREAM_CALLS
-    assert set(calls) == names | {"call_id", "traceparent"}
-    assert set(replies) == names | {"call_id", "error"}
+    assert set(calls) == names | {"call_id", "traceparent", "calls"}
+    assert set(replies) == names | {"call_id", "error", "replies"}
     others = {}
     for name, method in OF_SESSIONS.items():
         call, reply = calls[name], replies[name]

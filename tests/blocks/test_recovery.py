@@ -27,6 +27,7 @@ NOT_REACHED = {
     "if expected_lengths is not None",
     "if np.count_nonzero(finished)",
     "if with_steps",
+    "if quota is not None or self.device.quota is not None",  # nothing of a quota is kept
     "for number in [number for number in state.kept.lost if number not in open_namespaces]",
     "else of: if number in namespaces and fits and self._device.indexed[blocks].all()",
 }
