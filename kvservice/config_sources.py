@@ -97,7 +97,8 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             return tomllib.load(stream)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # tomllib raises ValueError for what is no TOML, and for very long numbers.
         raise InvalidArgumentError(f"{file}: {reason_of(error)}", field="config") from None
 
 

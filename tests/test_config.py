@@ -32,6 +32,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str, str, str]] = [
     ({"blok_size": 16}, {}, "", "blok_size", "option"),
     ({}, {"KVSERVICE_BLOCK_SIZE": "twelve"}, "", "block_size", "environment"),
     ({}, {}, "block_size = 12", "block_size", "kvservice.toml"),
+    ({}, {}, f"block_size = {'1' * 5000}", "config", "kvservice.toml"),
+    ({}, {}, f"block_size = {'[' * 5000}{']' * 5000}", "config", "kvservice.toml"),
     ({"block_size": 512}, {}, "", "block_size", "option"),
     ({"dtype": "int8"}, {}, "", "dtype", "option"),
     ({"head_size": 36}, {}, "", "head_size", "option"),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 from kvservice.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def open_at_once(file: Path) -> BinaryIO:
+    """Open a file for reading. A named pipe does not wait for a writer, which would hold the daemon up."""
+    return open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 class Reloading(Generic[T]):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvservice.auth.reloading import open_at_once
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
 
 # ---- identity of the caller of an RPC
@@ -117,7 +118,7 @@ def load(file: Path, owners: Collection[int] = ()) -> str:
     its owner.
     """
     try:
-        with file.open("rb") as stream:
+        with open_at_once(file) as stream:
             _check_owner_and_mode(os.fstat(stream.fileno()), owners, file)
             data = stream.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvservice.auth import CALLER, Identity, Reloading
+from kvservice.auth import CALLER, Identity, Reloading, open_at_once
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
 
@@ -181,13 +181,14 @@ class TenantRules:
     def read(file: Path) -> TenantRules:
         """Raises InvalidArgumentError naming the file and the key that is wrong."""
         try:
-            with file.open("rb") as stream:
+            with open_at_once(file) as stream:
                 _check_owner_and_mode(os.fstat(stream.fileno()))
                 data = stream.read(_MAX_FILE_BYTES + 1)
             if len(data) > _MAX_FILE_BYTES:
                 raise InvalidArgumentError(f"has more than {_MAX_FILE_BYTES} bytes")
             return TenantRules(_tables(tomllib.loads(data.decode())))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, InvalidArgumentError) as error:
+        except (OSError, ValueError, RecursionError, InvalidArgumentError) as error:
+            # tomllib raises ValueError for what is no TOML, and for very long numbers.
             raise InvalidArgumentError(f"{file}: {reason_of(error)}", field=_FIELD) from None
 
     def has(self, owner: Identity, tenant: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -138,7 +139,10 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\ncalls_per_s = 0", "tenant.a.calls_per_s", "greater than 0"),
         ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
         ("[tenant.a", "", "Expected ']'"),
+        (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
+        (f"[tenant.a]\nengines = {'[' * 5000}{']' * 5000}", "", "maximum recursion depth"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, text: str, field: str, message: str) -> None:
     file = written(tmp_path, text)
@@ -156,6 +160,9 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
         TenantRules.read(file)
     with pytest.raises(InvalidArgumentError, match="No such file"):
         TenantRules.read(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(InvalidArgumentError, match="is not a regular file"):
+        TenantRules.read(tmp_path / "pipe")  # nobody writes to it
 
 
 def test_names_need_a_daemon_that_asks_for_them(tmp_path: Path) -> None:
@@ -710,3 +717,11 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert "alice of tenant red connected from ipv4" in log.read_text()
         assert "carol belongs to no tenant" in log.read_text()
         assert not ask(running.daemon.address, TIMEOUT_S, ClientCredentials()).note
+
+        with alice.store(namespace) as store:
+            file.write_text('[tenant.blue]\nengines = ["bob"]\n')
+            until(lambda: not store.reachable)
+            file.write_text(FILE)
+            until(lambda: store.reachable)
+            store.put([bytes(32)], block_bytes)
+            assert store.lookup([bytes(32)]).num_leading == 1

@@ -10,6 +10,7 @@ the one before have ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -255,7 +256,8 @@ class StoreAccess:
         lost_token = b""
         if self._lost is not None:
             lost_token = self._lost.token
-            await self._lost.close(self._dialer, lost=True)
+            with contextlib.suppress(KVServiceError):  # the daemon may refuse this client now
+                await self._lost.close(self._dialer, lost=True)
             self._lost = None  # its mapping keeps the memory of a daemon that is gone
         pause_s, waiting = PAUSE_S, self._dialer.waiting
         restarts_until = waiting.clock() + RECONNECT_WAIT_S
@@ -270,7 +272,8 @@ class StoreAccess:
                 pause_s = min(2 * pause_s, limit_s)
             else:
                 if lost_token:  # the daemon may have restarted, and know the session
-                    await self._dialer.close_session(lost_token, ANY_HOLDER)
+                    with contextlib.suppress(KVServiceError):
+                        await self._dialer.close_session(lost_token, ANY_HOLDER)
                 if not self._join(link):
                     await link.close(self._dialer)
                 return
