@@ -94,7 +94,9 @@ def ask(address: str, timeout_s: float, credentials: ClientCredentials) -> Healt
             request, headers = health_pb2.HealthCheckRequest(), credentials.headers()
             answer, call = stub.Check.with_call(request, timeout=timeout_s, metadata=headers)
         except grpc.RpcError as error:
-            no_answer = str(connection_error(f"{error.code().name}: {error.details()}"))
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            said = f"no answer within {timeout_s:g} s" if is_late else f"{error.code().name}: {error.details()}"
+            no_answer = str(connection_error(said))
             return HealthAnswer(_said_by_keeper(address) or no_answer)
     metadata: dict[str, str] = dict(call.trailing_metadata() or ())
     reason, note = metadata.get(HEALTH_REASON, ""), metadata.get(HEALTH_NOTE, "")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from pathlib import Path
 from typing import Any
 
 from each_row import each_row
 from grpc_health.v1 import health_pb2
 
+from kvservice.auth import ClientCredentials
+from kvservice.health import HealthAnswer, ask
 from kvservice.server.rpc.standard import Health, note_of
 from kvservice.tiers import TierStats
 
@@ -104,3 +108,11 @@ def test_tiers_that_are_not_open_are_named() -> None:
     # A note of the transfers is added.
     assert note_of((), "no engine") == note_of([TierStats("disk")], "no engine") == "no engine"
     assert note_of([TierStats("disk", "failed")], "no engine") == "the tier disk has failed, no engine"
+
+
+def test_a_daemon_that_does_not_answer_is_said_to_be_late(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(tmp_path / "kvservice.sock"))
+        frozen.listen()
+        answer = ask(f"unix:{tmp_path}/kvservice.sock", 0.25, ClientCredentials())
+    assert answer == HealthAnswer("no answer within 0.25 s")
