@@ -47,7 +47,7 @@ from kvservice.blocks.plans import (
 from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.prefix import chain_hashes
-from kvservice.blocks.quotas import TenantQuota
+from kvservice.blocks.quotas import TenantQuota, quota_exceeded
 from kvservice.blocks.recovery import Recovery
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
@@ -115,4 +115,5 @@ __all__ = [
     "finish",
     "in_turn",
     "numpy_memory",
+    "quota_exceeded",
 ]

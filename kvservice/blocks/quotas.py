@@ -16,14 +16,14 @@ from kvservice.errors import QuotaExceededError
 
 
 class QuotaNamespace(Protocol):
-    """What a quota sees of a SessionNamespace: its sequences."""
+    """A quota counts the sequences of a SessionNamespace, and uses nothing else of it."""
 
     @property
     def rows(self) -> Mapping[int, int]: ...
 
 
 class QuotaPool(Protocol):
-    """What a quota sees of the pool. It sets `withheld`."""
+    """A quota reads these counts of the pool, and sets `withheld`."""
 
     withheld: int
 
@@ -38,7 +38,7 @@ class QuotaPool(Protocol):
 
 
 class QuotaSlots(Protocol):
-    """What a quota sees of SequenceSlots. It sets `withheld`."""
+    """A quota reads these parts of SequenceSlots, and sets `withheld`."""
 
     withheld: int
 
@@ -93,22 +93,26 @@ class TenantQuota:
     def never(self, num_blocks: int, num_sequences: int) -> QuotaExceededError | None:
         """Return the error if the tenant may never have so much."""
         if self.max_blocks is not None and num_blocks > self.max_blocks:
-            return self._exceeded("max_blocks", self.max_blocks, 0, num_blocks, "")
+            return quota_exceeded(self.tenant, "max_blocks", self.max_blocks, 0, num_blocks)
         if self.max_sequences is not None and num_sequences > self.max_sequences:
-            return self._exceeded("max_sequences", self.max_sequences, 0, num_sequences, "")
+            return quota_exceeded(self.tenant, "max_sequences", self.max_sequences, 0, num_sequences)
         return None
 
     def blocks_exceeded(self, required: int, left: int) -> QuotaExceededError:
         """Return the error for an operation that needs so many blocks, of which the tenant may take `left`."""
         assert self.max_blocks is not None, "it is exceeded"
-        return self._exceeded("max_blocks", self.max_blocks, self.max_blocks - left, required, "")
+        return quota_exceeded(self.tenant, "max_blocks", self.max_blocks, self.max_blocks - left, required)
 
     def sequences_exceeded(self, count: int, field: str) -> QuotaExceededError:
         assert self.max_sequences is not None, "it is exceeded"
-        return self._exceeded("max_sequences", self.max_sequences, self.num_sequences, count, field)
+        return quota_exceeded(self.tenant, "max_sequences", self.max_sequences, self.num_sequences, count, field)
 
-    def _exceeded(self, limit: str, value: int, used: int, required: int, field: str) -> QuotaExceededError:
-        return QuotaExceededError(
-            f"tenant {self.tenant} has {used} of {limit} {value}, and {required} more are needed",
-            field=field, tenant=self.tenant, limit=limit, value=value, used=used, required=required,
-        )  # fmt: skip
+
+def quota_exceeded(
+    tenant: str, limit: str, value: int, used: int, required: int, field: str = ""
+) -> QuotaExceededError:
+    """Return the error for a tenant that uses so much of a quota, and needs more than is left."""
+    return QuotaExceededError(
+        f"tenant {tenant} has {used} of {limit} {value}, and {required} more are needed",
+        field=field, tenant=tenant, limit=limit, value=value, used=used, required=required,
+    )  # fmt: skip

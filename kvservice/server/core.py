@@ -56,7 +56,7 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
     return {
         **asdict(config.layout),
         **{name: getattr(config, name) for name in names},
-        # What is stored before there are tenants belongs to names that clients chose.
+        # Before there were tenants, clients chose the names of theirs: what was kept then is nobody's now.
         **({"tenants": True} if config.tenants else {}),
         # Earlier versions did not name the weights.
         **({"weights": config.weights} if config.weights else {}),

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Final, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvservice.auth import CALLER, Identity, Reloading, open_at_once
+from kvservice.blocks import quota_exceeded
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
 
@@ -117,10 +118,7 @@ class Tenant:
         """Raise QuotaExceededError if the tenant, which uses so much, would use more than the quota of this name."""
         value = getattr(self.quotas, limit)
         if value is not None and used + more > value:
-            raise QuotaExceededError(
-                f"tenant {self.name} has {used} of {limit} {value}, and {more} more are needed",
-                field=field, tenant=self.name, limit=limit, value=value, used=used, required=more,
-            )  # fmt: skip
+            raise quota_exceeded(self.name, limit, value, used, more, field)
 
 
 OPERATOR: Final = Tenant("", "")

@@ -60,7 +60,7 @@ ASLEEP = "asleep"
 
 @dataclass
 class TenantUse:
-    """What the sessions of one tenant have together. `sessions` counts those that are still being freed, too."""
+    """Counts what the sessions of one tenant have together. `sessions` counts those that are still being freed, too."""
 
     regions: RegionTotals
     # None if the daemon has one tenant.

@@ -104,7 +104,7 @@ class ServerSession:
     token: bytes
     name: str
     tenant: str
-    # What the daemon's configuration says of the tenant now.
+    # The tenant as the daemon's configuration describes it now.
     tenancy: Tenant
     owner: Identity
     namespace: SessionNamespace
