@@ -21,6 +21,7 @@ if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
 import mooncake_rig  # noqa: E402  the path comes first
 import outliving  # noqa: E402  the path comes first
 import ports  # noqa: E402
+import todays_part  # noqa: E402, F401  the workers of a run try the same part
 from small_pool import SMALL_POOL  # noqa: E402
 
 from kvservice.client import KVClient  # noqa: E402  the path comes first

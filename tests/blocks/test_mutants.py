@@ -1,11 +1,12 @@
 """Block managers with a fault in their source. The state machine, the tests of recovery and the churn with blocks that
-leave and return must each detect their own. See also test_integrity.py."""
+leave and return must each detect their own. A run tries a third of the faults. See also test_integrity.py."""
 
 from __future__ import annotations
 
 import pytest
 from blocks_machine import run_quick
-from edited_package import DETECTED, check_edited
+from edited_package import DETECTED, check_edited, edits_in
+from todays_part import ENTRIES
 
 pytestmark = pytest.mark.slow
 
@@ -215,10 +216,18 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize(("check", "fault"), [(check, fault) for check, faults in CHECKS.items() for fault in faults])
+FAULTS = [(check, fault) for check, faults in CHECKS.items() for fault in faults]
+
+
+@pytest.mark.parametrize(("check", "fault"), FAULTS[ENTRIES])
 def test_a_fault_is_detected(check: str, fault: str) -> None:
     done = check_edited("kvservice.blocks", CHECKS[check][fault], check)
     assert done.returncode == DETECTED, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_every_fault_can_be_made() -> None:
+    """Also those that another run tries."""
+    assert all(edits_in("kvservice.blocks", CHECKS[check][fault]) for check, fault in FAULTS)
 
 
 def test_no_edits_are_no_fault() -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kv_machine import NUM_SESSIONS, KVMachine
 from kv_model import POOL
 from kv_systems import DaemonSystem, EngineSystem
+from todays_part import ENTRIES
 
 from kvservice import chain_hash, ops
 from kvservice.blocks import AllocationRequest, BlockManager, StepPlan
@@ -212,12 +213,14 @@ MUTANTS: list[Patch] = [
 
 @pytest.mark.slow
 def test_a_wrong_engine_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its behavior can reveal it, because the integrity checks of the bookkeeping are disabled here."""
+    """Only its behavior can reveal it, because the integrity checks of the bookkeeping are disabled here. A run
+    looks for a third of them."""
     with each_row() as row:
         for mutate in MUTANTS:
             with row(mutate.__name__), monkeypatch.context() as patch:
                 mutate(patch)
-                check_it_is_found_out()
+                if mutate in MUTANTS[ENTRIES]:
+                    check_it_is_found_out()
 
 
 def check_it_is_found_out() -> None:

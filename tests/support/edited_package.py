@@ -24,15 +24,20 @@ DETECTED = 3
 def check_edited(package: str, diff: str, check: str) -> subprocess.CompletedProcess[str]:
     """Run a check on an edited package. The exit status is 0 if it passes, and DETECTED if it fails as it does when the
     package is wrong."""
+    work = {"package": package, "edits": edits_in(package, diff), "check": check, "path": sys.path}
+    command = [sys.executable, "-B", __file__]
+    return subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, check=False)
+
+
+def edits_in(package: str, diff: str) -> list[Edit]:
+    """Return the edits of a diff, which the package must have room for."""
     folder = importlib.import_module(package).__path__[0]
     sources = [path.read_text() for path in Path(folder).rglob("*.py")]
     edits = edits_of(diff)
     for old, _ in edits:
         count = sum(source.count(old) for source in sources)
         assert count == 1, f"{package} has these lines {count} times:\n{old}"
-    work = {"package": package, "edits": edits, "check": check, "path": sys.path}
-    command = [sys.executable, "-B", __file__]
-    return subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, check=False)
+    return edits
 
 
 def edits_of(diff: str) -> list[Edit]:
