@@ -26,7 +26,7 @@ def test_lanes_survive_arbitrary_content_of_their_memory(tmp_path: Path) -> None
         pytest.skip("there is no C++ compiler")
     probe = tmp_path / "probe.cpp"
     probe.write_text("int main() {}")
-    flags = ["-std=gnu++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
+    flags = ["-std=gnu++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
     if subprocess.run([compiler, *flags, probe, "-o", tmp_path / "probe"], check=False).returncode != 0:
         pytest.skip("the compiler has no sanitizers")
     program = tmp_path / "lane_fuzz"

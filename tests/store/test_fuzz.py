@@ -23,7 +23,7 @@ def test_random_calls_under_sanitizers(tmp_path: Path) -> None:
         pytest.skip("there is no C++ compiler")
     probe = tmp_path / "probe.cpp"
     probe.write_text("int main() {}")
-    flags = ["-std=gnu++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = ["-std=gnu++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags.append("-DKVSERVICE_STORE_FUZZ")
     if subprocess.run([compiler, *flags, probe, "-o", tmp_path / "probe"], check=False).returncode != 0:
         pytest.skip("the compiler has no sanitizers")
