@@ -52,7 +52,12 @@ MAX_WORKERS = 4
 MAX_GPU_WORKERS = 16
 MANY_FILES = 400
 # A run may leave out these. A test counts for its first marker here; the value is how it runs.
-LEFT_OUT = {"alone": '-m "gpu and alone" -n0', "gpu": '-m "gpu and not alone" --dist=worksteal', "slow": "-m slow"}
+LEFT_OUT = {
+    "alone": '-m "gpu and alone" -n0',
+    "gpu": '-m "gpu and not alone" --dist=worksteal',
+    "slow": "-m slow",
+    "brief": "-m brief",
+}
 NUM_LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from constants import set_constants
 from each_row import each_row
+from todays_part import ENTRIES
 
 from kvservice.blocks import (
     NAMESPACE,
@@ -428,7 +429,7 @@ def test_operations_in_between_are_no_corruption(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3)[ENTRIES])
 def test_many_operations_in_between_are_no_corruption(
     seed: int, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
 ) -> None:

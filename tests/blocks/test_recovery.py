@@ -50,6 +50,7 @@ def operated(seeds: Iterable[int], num_operations: int) -> list[Operations]:
     return made
 
 
+@pytest.mark.brief
 def test_operations_ended_at_every_line() -> None:
     """Operations.one fails if a recovery from one of the lines is wrong."""
     rigs = operated(range(100, 106), 40)

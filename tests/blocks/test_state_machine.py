@@ -15,6 +15,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.brief
 class TestShortly(BlockManagerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=60, **SETTINGS)
 

@@ -16,6 +16,7 @@ import torch
 from each_row import each_row
 from forced_schedules import FORCED, POOL, force
 from model_families import FAMILIES, build
+from todays_part import ENTRIES
 
 from kvservice.client import KVClient
 from kvservice.integrations.transformers import pool_options
@@ -54,5 +55,6 @@ def test_each_request_gets_the_tokens_that_it_gets_alone(connect: Any) -> None:
 
 
 @pytest.mark.slow
-def test_requests_to_all_families_get_the_tokens_that_they_get_alone(connect: Any) -> None:
-    assert_schedules_change_no_token(connect, [family for family in FAMILIES if family != "mistral"])
+def test_requests_to_other_families_get_the_tokens_that_they_get_alone(connect: Any) -> None:
+    """A run tries a third of them."""
+    assert_schedules_change_no_token(connect, [family for family in FAMILIES if family != "mistral"][ENTRIES])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from attention_reference import DTYPES, Case, check, make_batch, reference
 from each_row import each_row
+from todays_part import ENTRIES
 
 from kvservice import ops
 
@@ -52,8 +53,10 @@ def test_sampled_cases() -> None:
 
 
 @pytest.mark.slow
-def test_all_other_sampled_cases() -> None:
-    assert_sampled_right([case for at, case in enumerate(attention_cases.sample_cases(NUM_CASES)) if at % 4])
+def test_other_sampled_cases() -> None:
+    """A run tries a third of them."""
+    others = [case for at, case in enumerate(attention_cases.sample_cases(NUM_CASES)) if at % 4]
+    assert_sampled_right(others[ENTRIES])
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)

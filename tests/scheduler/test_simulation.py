@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from schedule_rig import EngineRig, make_manager, open_rig
+from todays_part import ENTRIES
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import OutOfBlocksError
@@ -169,6 +170,7 @@ def simulate(seed: int, num_actions: int) -> Simulation:
     return simulation
 
 
+@pytest.mark.brief
 def test_under_faults_no_request_starves_and_no_token_changes() -> None:
     """A simulation fails if they do."""
     made = [simulate(seed, 150) for seed in range(100, 104)]
@@ -177,7 +179,7 @@ def test_under_faults_no_request_starves_and_no_token_changes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(12)[ENTRIES])
 def test_under_many_faults_no_request_starves_and_no_token_changes(seed: int) -> None:
     """A simulation fails if they do."""
     simulation = simulate(seed, 400)

@@ -158,6 +158,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.brief
 class TestShortly(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=10, **SETTINGS)
 

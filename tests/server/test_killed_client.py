@@ -63,6 +63,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
     assert_kills_leave_nothing(daemon, client, ROUNDS, CLIENTS)
 
 
+@pytest.mark.brief
 def test_a_killed_client_of_each_kind_leaves_nothing_behind(
     daemon: Daemon, client: KVClient, wire: Any, raw: Any
 ) -> None:

@@ -76,6 +76,7 @@ def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport
         assert getattr(stats, counter) > 0, f"the machine never came to {counter}"
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_daemon_for_a_while(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region
@@ -104,6 +105,7 @@ def test_engine() -> None:
                 run_against_engine(changes, 40)
 
 
+@pytest.mark.brief
 def test_engine_for_a_while() -> None:
     """The machine fails if a block has other bytes than the model expects."""
     with each_row() as row:
