@@ -46,6 +46,9 @@ LONG = (
     "tiers/test_mooncake_daemons.py",
     "top/test_app.py",
     "vllm/test_real_vllm.py",
+    "vllm/test_real_bench.py",
+    "vllm/test_real_groups.py",
+    "vllm/test_real_recurrent.py",
 )
 # Each worker process loads torch and starts its own daemons.
 MAX_WORKERS = 4
