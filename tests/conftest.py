@@ -21,8 +21,8 @@ if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
 import mooncake_rig  # noqa: E402  the path comes first
 import outliving  # noqa: E402  the path comes first
 import ports  # noqa: E402
-import todays_part  # noqa: E402, F401  the workers of a run try the same part
 from small_pool import SMALL_POOL  # noqa: E402
+from todays_part import ENTRIES  # noqa: E402
 
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
@@ -58,6 +58,7 @@ MANY_FILES = 400
 LEFT_OUT = {
     "alone": '-m "gpu and alone" -n0',
     "gpu": '-m "gpu and not alone" --dist=worksteal',
+    "third": "with TEST_PART=all",
     "slow": "-m slow",
     "brief": "-m brief",
 }
@@ -109,8 +110,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"left out: {', '.join(reversed(left))}", yellow=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start with the files that mostly wait, so that others run in parallel with them; then those with long tests."""
+    if "TEST_PART" in os.environ:
+        thirds = [item for item in items if item.get_closest_marker("third")]
+        other_days = set(thirds) - set(thirds[ENTRIES])
+        config.hook.pytest_deselected(items=[item for item in items if item in other_days])
+        items[:] = [item for item in items if item not in other_days]
     places = {HERE / file: place for place, file in enumerate(LONG)}
     items.sort(key=lambda item: (item.path.name not in WAITING, places.get(item.path, len(LONG))))
 

@@ -27,6 +27,7 @@ def test_blocks() -> None:
     assert all(results[name] > 0 for name in ("append_step_256_s", "allocate_1024_s", "fork_s", "free_s"))
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_schedule(tmp_path: Path) -> None:
     """Traces are made from seeds, or read."""
@@ -61,6 +62,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
                 assert refused.stderr.startswith("Error: trace: ")
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_limits() -> None:
     """Large requests of every RPC are sent, among them some without a meaning. A ping counts for a request."""
@@ -92,6 +94,7 @@ def test_limits() -> None:
     assert [one for one in above if one not in " ".join(last.split())] == []
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_store() -> None:
     results = measured("store", "--quick")
@@ -106,6 +109,7 @@ def test_store() -> None:
     assert all(results[name] > 0 for name in speeds | calls | {"echo_s"})
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_rpc() -> None:
     """Calls by unary RPCs and over a stream, a layer's call by each transport, and what watching costs."""
@@ -126,6 +130,7 @@ def test_rpc() -> None:
         assert 0 < watched[f"{name}_p50_s"] <= watched[f"{name}_p99_s"]
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_restart() -> None:
     """The parts of a round add up."""
@@ -143,6 +148,7 @@ def test_restart() -> None:
     assert invoke("restart", *options, "--gib", "1").exit_code == 2
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_start() -> None:
     """A store of 2.1 GiB is complete some time after the daemon serves."""
@@ -155,6 +161,7 @@ def test_start() -> None:
     assert [row[0] for row in rows[1:3]] == ["start until it serves", "start until all memory is there"]
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_mooncake() -> None:
     """The tier compares all checksums itself. Figures are in units of the library."""
@@ -165,6 +172,7 @@ def test_mooncake() -> None:
     assert of_library == {"(1.00)"}
 
 
+@pytest.mark.third
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("fio") is None, reason="there is no fio")
 def test_disk(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvservice.bench.remote import BLOCK_BYTES, LABELS, WAYS, ways
 from kvservice.bench.store import OPTIONS, StoreWay
 from kvservice.launch import Daemon
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("transfer_engine")]
+pytestmark = [pytest.mark.slow, pytest.mark.third, pytest.mark.usefixtures("transfer_engine")]
 
 
 def test_every_way_moves_the_same_bytes() -> None:

@@ -32,6 +32,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_every_way_moves_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     with Daemon(**OPTIONS | {"store_gib": 1 / 16}) as daemon, KVClient(daemon.address) as client:

@@ -137,6 +137,7 @@ def test_blocks_that_stay_cached_are_a_problem_and_seen_on_a_live_map(play, monk
     assert text.count("32 of 32") == 8
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_blocks_that_are_not_freed_are_a_problem(play, monkeypatch) -> None:
     monkeypatch.setattr(Session, "free", lambda *_: None)
@@ -191,6 +192,7 @@ def test_one_wrong_value_is_a_mismatch(play, monkeypatch) -> None:
     assert_mismatch(play, monkeypatch, 1, repeat_value)
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_one_wrong_tensor_of_any_layer_is_a_mismatch(play, monkeypatch) -> None:
     for layer, key_or_value in enumerate((repeat_key, repeat_value, repeat_key, repeat_value)):
@@ -198,6 +200,7 @@ def test_one_wrong_tensor_of_any_layer_is_a_mismatch(play, monkeypatch) -> None:
             assert_mismatch(play, monkeypatch, layer, spoiled)
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_in_bfloat16_one_wrong_attention_output_is_a_wrong_logit(monkeypatch) -> None:
     spoil_once(monkeypatch, 2, exchange_outputs)

@@ -58,6 +58,7 @@ def test_it_needs_daemons_of_its_own() -> None:
     assert "--tiers starts its own daemons" in refused.output
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_wrong_attention_outputs_after_the_restart_are_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one layer, the heads of the output are exchanged. A terminal has a live map."""
@@ -90,6 +91,7 @@ def test_wrong_attention_outputs_after_the_restart_are_a_mismatch(monkeypatch: p
     assert not re.search(r"▒{97}", text)
 
 
+@pytest.mark.third
 @pytest.mark.slow
 def test_blocks_that_are_lost_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second daemon finds the saved session, but no values."""
