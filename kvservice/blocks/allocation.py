@@ -235,7 +235,10 @@ def _allocation_status(state: BlockState, num_sequences: int, required: int, num
         return AllocStatus.NEVER
     if state.device.quota is not None and state.device.quota.never(required, num_sequences):
         return AllocStatus.NEVER
-    if state.config.num_blocks - required < state.config.watermark_blocks and not fits:
+    kept = state.config.watermark_blocks
+    if state.device.owners is not None:
+        kept = max(kept, state.device.owners.guaranteed_to_others(state.device.quota))
+    if state.config.num_blocks - required < kept and not fits:
         return AllocStatus.NEVER
     return AllocStatus.LATER
 

@@ -300,6 +300,9 @@ class _Holders:
             require(num_pinned == device.num_pinned_cached, "the count of pinned cached blocks is wrong")
             require(num_indexed == len(device.index), "the index does not name the indexed blocks")
             require(num_loading == device.num_loading, "the count of blocks that are being loaded is wrong")
+            if device.owners is not None:
+                cached = device.evictable.has(slice(0, device.num_blocks))
+                require(device.owners.agree(~self._free, cached), "the counts of tenants' blocks are wrong")
 
 
 def _count_holders(state: BlockState, device: _Holders, swap: _Holders, size: int) -> Slices[None]:

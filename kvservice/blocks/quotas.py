@@ -1,17 +1,19 @@
 """Quotas: what the namespaces of one tenant may have together, of the pool's blocks and of sequences.
 
-An operation of a namespace with a quota sees less of the pool: what its tenant may not take is withheld from it. So
-`can_...` and the operation, and a scheduler, agree as they do for the pool itself.
+An operation of a namespace with a quota sees less of the pool: what its tenant may not take is withheld from it, and
+so is what other tenants have guaranteed. So `can_...` and the operation, and a scheduler, agree as they do for the pool
+itself. `BlockOwners` says whose blocks are, and so who loses cached blocks first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.errors import QuotaExceededError
 
 
@@ -68,8 +70,12 @@ class TenantQuota:
 
     def num_blocks(self, sequences: QuotaSlots) -> int:
         """Return how many blocks of the pool the tenant's sequences hold."""
+        return len(self.blocks(sequences))
+
+    def blocks(self, sequences: QuotaSlots) -> Int64Array:
+        """Return the blocks of the pool that the tenant's sequences hold, each once."""
         _, blocks = sequences.table_entries(self._resident(sequences))
-        return len(np.unique(blocks))
+        return np.unique(blocks)
 
     def _resident(self, sequences: QuotaSlots) -> Int64Array:
         """Return the rows of the tenant's sequences that are not swapped out."""
@@ -106,6 +112,146 @@ class TenantQuota:
     def sequences_exceeded(self, count: int, field: str) -> QuotaExceededError:
         assert self.max_sequences is not None, "it is exceeded"
         return quota_exceeded(self.tenant, "max_sequences", self.max_sequences, self.num_sequences, count, field)
+
+
+# The owner of blocks of the daemon itself, and of sessions without a tenant.
+NOBODY: Final = 0
+# The most blocks whose changes wait to be counted.
+_MAX_NOTED: Final = 4096
+
+
+class BlockOwners:
+    """Which tenant each block belongs to: the one that took it last, when it was free or could be evicted. So the
+    cached blocks of a tenant are its own until another one finds them.
+
+    Each tenant can hold the number of blocks that it has guaranteed, at any time. Others get these only as cached
+    blocks. Who has most above its guaranteed blocks loses cached blocks first.
+
+    `of` int16[num_blocks] are the numbers of the owners; those of free blocks do not count.
+    """
+
+    def __init__(self, num_blocks: int, guaranteed: Mapping[str, int]) -> None:
+        self.numbers = {name: number for number, name in enumerate(guaranteed, start=NOBODY + 1)}
+        self.of: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
+        self.current = NOBODY
+        self._guaranteed = np.array([0, *guaranteed.values()], np.int64)
+        self._total_guaranteed = int(self._guaranteed.sum())
+        # The blocks of each tenant that are not free, and those of them that can be evicted.
+        self._used, self._cached = np.zeros_like(self._guaranteed), np.zeros_like(self._guaranteed)
+        # Owners of blocks whose changes are not in the counts yet. They are counted together, when counts are needed.
+        self._freed: list[npt.NDArray[np.int16]] = []
+        self._queued: list[npt.NDArray[np.int16]] = []
+        self._unqueued: list[npt.NDArray[np.int16]] = []
+        self._num_noted = 0
+
+    def inherit(self, other: BlockOwners) -> None:
+        """Let the tenants own what they owned in another one. What a tenant owned that is no more is nobody's."""
+        numbers = np.full(len(other._used), NOBODY, np.int16)
+        for name, number in other.numbers.items():
+            numbers[number] = self.numbers.get(name, NOBODY)
+        self.of = numbers[other.of]
+
+    def claim(self, blocks: Int64Array, quota: TenantQuota) -> None:
+        """Let a tenant own those of the blocks that its sequences hold that are nobody's, before the first `count`."""
+        self.of[blocks[self.of[blocks] == NOBODY]] = self._number(quota)
+
+    def count(self, used: BoolArray, cached: BoolArray) -> None:
+        """Count all blocks: which ones are not free, and which can be evicted, bool[num_blocks] each."""
+        self._count()
+        self._used, self._cached = self._counted(used), self._counted(cached)
+
+    def agree(self, used: BoolArray, cached: BoolArray) -> bool:
+        """Return whether the counts are those of these blocks."""
+        self._count()
+        right = np.array_equal(self._used, self._counted(used)), np.array_equal(self._cached, self._counted(cached))
+        return all(right)
+
+    def _counted(self, blocks: BoolArray) -> Int64Array:
+        return np.bincount(self.of[blocks], minlength=len(self._used))
+
+    def enter(self, quota: TenantQuota | None) -> int:
+        """Begin an operation of a tenant. Returns how many blocks are kept from it, because others have them
+        guaranteed."""
+        self.current = self._number(quota)
+        if not self._total_guaranteed:
+            return 0
+        self._count()
+        missing = np.maximum(self._guaranteed - self._used + self._cached, 0)
+        missing[self.current] = 0
+        return int(missing.sum())
+
+    def _number(self, quota: TenantQuota | None) -> int:
+        return NOBODY if quota is None else self.numbers.get(quota.tenant, NOBODY)
+
+    def guaranteed_to_others(self, quota: TenantQuota | None) -> int:
+        """Return how many blocks the tenant with this quota may never have."""
+        return self._total_guaranteed - int(self._guaranteed[self._number(quota)])
+
+    def num_held(self, tenant: str) -> int:
+        """Return how many blocks of a tenant are neither free nor can be evicted."""
+        self._count()
+        number = self.numbers.get(tenant, NOBODY)
+        return int(self._used[number] - self._cached[number])
+
+    def take(self, blocks: Int64Array) -> None:
+        """Record that the tenant of the operation got blocks that were free."""
+        self.of[blocks] = self.current
+        self._used[self.current] += len(blocks)
+
+    def take_over(self, blocks: Int64Array) -> None:
+        """Record that the tenant of the operation got blocks that could be evicted, and left the queue."""
+        self._note(self._freed, blocks)
+        self.take(blocks)
+
+    def free(self, blocks: Int64Array) -> None:
+        self._note(self._freed, blocks)
+
+    def queue(self, blocks: Int64Array) -> None:
+        self._note(self._queued, blocks)
+
+    def unqueue(self, blocks: Int64Array) -> None:
+        self._note(self._unqueued, blocks)
+
+    def _note(self, notes: list[npt.NDArray[np.int16]], blocks: Int64Array) -> None:
+        notes.append(self.of[blocks])
+        self._num_noted += 16 + len(blocks)
+        if self._num_noted > _MAX_NOTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Add the noted changes to the counts."""
+        if not self._num_noted:
+            return
+        for notes, counts, sign in (
+            (self._freed, self._used, -1),
+            (self._queued, self._cached, 1),
+            (self._unqueued, self._cached, -1),
+        ):
+            if notes:
+                counts += sign * np.bincount(np.concatenate(notes), minlength=len(counts))
+                notes.clear()
+        self._num_noted = 0
+
+    def losing(self, count: int) -> list[tuple[int, int]]:
+        """Return who loses how many of the next `count` cached blocks: who has most above what is guaranteed, until
+        others have as much.
+
+        Above a level, owner i loses min(cached[i], excess[i] - level). The level is where the sum of that is `count`.
+        """
+        self._count()
+        excess = self._used - self._guaranteed
+        edges = np.concatenate([excess, excess - self._cached])
+        order = np.argsort(-edges, kind="stable")
+        edges = edges[order]
+        slopes = np.cumsum(np.where(order < len(excess), 1, -1))
+        lost_above = np.concatenate([[0], np.cumsum(slopes[:-1] * (edges[:-1] - edges[1:]))])
+        last = int(np.searchsorted(lost_above, count))
+        level = int(edges[last]) + (int(lost_above[last]) - count) // max(int(slopes[last - 1]), 1)
+        lost = np.clip(excess - level, 0, self._cached)
+        # They are as many as `count`, or a few more, as the last ones lose together what does not divide by them.
+        surplus = int(lost.sum()) - count
+        lost[np.flatnonzero((excess - lost == level) & (lost > 0))[:surplus]] -= 1
+        return [(number, int(lost[number])) for number in np.flatnonzero(lost).tolist()]
 
 
 def quota_exceeded(

@@ -84,8 +84,10 @@ class Quotas(BaseModel):
     # Sessions that wait for longer than session_grace_s when their streams end.
     max_detached_sessions: _Count = None
     max_sequences: _Count = None
-    # Blocks of the pool that sequences hold. Cached blocks are nobody's.
+    # Blocks of the pool that sequences hold. Cached blocks do not count.
     max_blocks: _Count = None
+    # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
+    guaranteed_blocks: _Count = None
     max_regions: _Count = None
     calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
 
@@ -195,6 +197,19 @@ class TenantRules:
         caller = self.callers.get(owner.name) if owner.name else unnamed
         return caller is not None and caller.tenant.name == tenant
 
+    def guaranteed(self) -> dict[str, int]:
+        """Return the blocks that each tenant has guaranteed."""
+        return {name: tenant.quotas.guaranteed_blocks or 0 for name, tenant in self.tenants.items()}
+
+    def check_pool(self, num_blocks: int) -> None:
+        """Raise InvalidArgumentError if a pool of this size cannot hold what is guaranteed."""
+        total = 0
+        for name, number in self.guaranteed().items():
+            total += number
+            if total > num_blocks:
+                message = f"with those before it, {total} blocks are guaranteed, and the pool has {num_blocks}"
+                raise _wrong(f"{name}.guaranteed_blocks", message)
+
 
 def _tables(found: dict[str, Any]) -> dict[str, _Settings]:
     """Raises InvalidArgumentError naming the key."""
@@ -271,7 +286,10 @@ class Tenants:
         self._calls_left: dict[str, tuple[float, float]] = {}
         # Calls over a quota, by tenant and by the quota's name without max_.
         self.refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._rules = Reloading([file], lambda: TenantRules.read(file), "the daemon")
+        self._file = file
+        # The number of blocks of the pool, when it is known.
+        self._num_blocks: int | None = None
+        self._rules = Reloading([file], self._read, "the daemon")
 
     @staticmethod
     def of(config: ServeConfig) -> Tenants | None:
@@ -286,6 +304,24 @@ class Tenants:
                 field=_FIELD,
             )
         return tenants
+
+    def _read(self) -> TenantRules:
+        rules = TenantRules.read(self._file)
+        self._check_pool(rules)
+        return rules
+
+    def _check_pool(self, rules: TenantRules) -> None:
+        try:
+            if self._num_blocks is not None:
+                rules.check_pool(self._num_blocks)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._file}: {error}", field=_FIELD) from None
+
+    def set_pool(self, num_blocks: int) -> None:
+        """Check now, and whenever the file is read, that a pool of this size can hold what is guaranteed. Raises
+        InvalidArgumentError naming the file and the key that is wrong."""
+        self._num_blocks = num_blocks
+        self._check_pool(self.rules)
 
     @property
     def rules(self) -> TenantRules:

@@ -33,6 +33,7 @@ from kvservice.blocks import (
     BlocksConfig,
     EventJournal,
     StepPlan,
+    TenantQuota,
     extra_keys_by_block,
 )
 from kvservice.chain_hash import block_hash, root_hash
@@ -123,9 +124,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_layers=st.integers(1, 2),
         watermark=st.sampled_from([0.0, 0.15]),
         caching=st.sampled_from([True, True, True, False]),
+        guaranteed=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)),
     )
     def start(
-        self, num_blocks: int, block_size: int, num_swap_blocks: int, num_layers: int, watermark: float, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_swap_blocks: int,
+        num_layers: int,
+        watermark: float,
+        caching: bool,
+        guaranteed: tuple[int, int] | None,
     ) -> None:
         self.now = 0.0
         self.config = BlocksConfig(
@@ -142,6 +151,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
         self.replica = EventReplica(journal)
         self.spaces = [self.manager.open_namespace(), self.manager.open_namespace()]
+        self.guaranteed: list[int] = []
+        if guaranteed is not None:
+            self.guarantee(list(guaranteed))
         self.models: list[dict[int, Model]] = [{}, {}]
         self.steps: list[dict[int, LiveStep]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
@@ -151,6 +163,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     # Helpers of the rules
+
+    def guarantee(self, guaranteed: list[int]) -> None:
+        """Make each client a tenant of its own, with these blocks guaranteed."""
+        self.guaranteed = guaranteed
+        for i, space in enumerate(self.spaces):
+            space.quota = TenantQuota(str(i), None, None)
+        self.manager.set_tenants({str(i): number for i, number in enumerate(guaranteed)})
+
+    def missing(self, who: int) -> int:
+        """Return how many of its guaranteed blocks a client does not hold."""
+        owners = self.manager.device.owners
+        return max(0, self.guaranteed[who] - owners.num_held(str(who))) if owners is not None else 0
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -235,6 +259,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ]
         manager, space = self.manager, self.spaces[who]
         if manager.can_allocate(space, requests) is not AllocStatus.OK:
+            required = sum(self.blocks_for(len(prompt) + lookahead) for prompt in prompts)
+            places = len(requests) + sum(map(len, self.models))
+            assert required + self.config.watermark_blocks > self.missing(who) or places > self.config.max_sequences
             self.refused(manager.allocate, space, requests)
             return
         known = [manager.match_prefix(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
@@ -691,6 +718,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.common_prefix_blocks(self.spaces[who], ids) == shared
 
     # Invariants
+
+    @invariant()
+    def keeps_what_is_guaranteed(self) -> None:
+        if hasattr(self, "manager"):
+            device = self.manager.device
+            assert device.num_free + len(device.evictable) >= self.missing(0) + self.missing(1)
 
     @invariant()
     def is_whole(self) -> None:

@@ -116,6 +116,9 @@ class SessionRegistry:
         self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
         self._uses: dict[str, TenantUse] = {}
+        if tenants is not None:
+            tenants.set_pool(manager.config.num_blocks)
+            manager.set_tenants(tenants.rules.guaranteed())
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -234,6 +237,8 @@ class SessionRegistry:
                 self._manager.forget_lost(session.namespace, lost)
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
+        if self._tenants is not None:
+            self._manager.set_tenants(self._tenants.rules.guaranteed())
         return recovery
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
@@ -294,12 +299,13 @@ class SessionRegistry:
         found = {}
         for name, tenant in self._tenants.rules.tenants.items():
             use, quotas = self._uses.get(name), tenant.quotas
-            quota = None if use is None else use.quota
+            quota, owners = None if use is None else use.quota, self._manager.device.owners
             used = (
                 0 if use is None else use.sessions,
                 detached[name],
                 0 if quota is None else quota.num_sequences,
                 0 if quota is None else quota.num_blocks(self._manager.sequences),
+                0 if owners is None else owners.num_held(name),
                 0 if use is None else use.regions.count,
                 self._tenants.calls_lately(tenant),
             )
@@ -318,6 +324,7 @@ class SessionRegistry:
         """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
         callers belong to another tenant end."""
         assert self._tenants is not None, "they have new rules"
+        self._manager.set_tenants(self._tenants.rules.guaranteed())
         for session in list(self):
             tenancy = self._tenancy(session.tenant)
             if tenancy.domain != session.tenancy.domain:
