@@ -267,8 +267,6 @@ class CachingBlockPool(BlockPool):
             self.ages.evict(evicted)
             self.remove_from_index(evicted)
             self.num_evicted += len(evicted)
-            if self.owners is not None:
-                self.owners.free(evicted)
             blocks = np.concatenate([blocks, evicted])
         self.ages.allocate(blocks)
         if self.owners is not None:
@@ -523,8 +521,11 @@ class EvictionQueue:
         for owner, blocks, head in self._next(count):
             self._heads[owner] = head
             parts.append(blocks)
+            if self._owners is not None:
+                self._owners.lose(owner, len(blocks))
         popped = np.concatenate(parts)
-        self.remove(popped)
+        self._stamp[popped] = _NOWHERE
+        self.size -= count
         return popped
 
     def _next(self, count: int) -> Iterator[tuple[int, Int64Array, int]]:

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.plans import BoolArray, Int64Array
+from kvservice.blocks.plans import BoolArray, Int64Array, item_view
 from kvservice.errors import QuotaExceededError
 
 
@@ -116,8 +116,6 @@ class TenantQuota:
 
 # The owner of blocks of the daemon itself, and of sessions without a tenant.
 NOBODY: Final = 0
-# The most blocks whose changes wait to be counted.
-_MAX_NOTED: Final = 4096
 
 
 class BlockOwners:
@@ -136,17 +134,15 @@ class BlockOwners:
         self.current = NOBODY
         self._guaranteed = np.array([0, *guaranteed.values()], np.int64)
         self._total_guaranteed = int(self._guaranteed.sum())
-        # The blocks of each tenant that are not free, and those of them that can be evicted.
-        self._used, self._cached = np.zeros_like(self._guaranteed), np.zeros_like(self._guaranteed)
-        # Owners of blocks whose changes are not in the counts yet. They are counted together, when counts are needed.
-        self._freed: list[npt.NDArray[np.int16]] = []
-        self._queued: list[npt.NDArray[np.int16]] = []
-        self._unqueued: list[npt.NDArray[np.int16]] = []
-        self._num_noted = 0
+        # The blocks of each tenant that can be evicted, and the others that are not free.
+        self._cached, self._held = np.zeros_like(self._guaranteed), np.zeros_like(self._guaranteed)
+        # The same as items, and the sum of what tenants do not hold of their guaranteed blocks.
+        self._items = item_view(self._guaranteed), item_view(self._held), item_view(self._cached)
+        self._missing = self._total_guaranteed
 
     def inherit(self, other: BlockOwners) -> None:
         """Let the tenants own what they owned in another one. What a tenant owned that is no more is nobody's."""
-        numbers = np.full(len(other._used), NOBODY, np.int16)
+        numbers = np.full(len(other._held), NOBODY, np.int16)
         for name, number in other.numbers.items():
             numbers[number] = self.numbers.get(name, NOBODY)
         self.of = numbers[other.of]
@@ -157,28 +153,26 @@ class BlockOwners:
 
     def count(self, used: BoolArray, cached: BoolArray) -> None:
         """Count all blocks: which ones are not free, and which can be evicted, bool[num_blocks] each."""
-        self._count()
-        self._used, self._cached = self._counted(used), self._counted(cached)
+        self._held[:], self._cached[:] = self._counted(used & ~cached), self._counted(cached)
+        self._missing = int(np.maximum(self._guaranteed - self._held, 0).sum())
 
     def agree(self, used: BoolArray, cached: BoolArray) -> bool:
         """Return whether the counts are those of these blocks."""
-        self._count()
-        right = np.array_equal(self._used, self._counted(used)), np.array_equal(self._cached, self._counted(cached))
-        return all(right)
+        held, missing = self._counted(used & ~cached), np.maximum(self._guaranteed - self._held, 0).sum()
+        right = np.array_equal(self._held, held) and np.array_equal(self._cached, self._counted(cached))
+        return right and self._missing == missing
 
     def _counted(self, blocks: BoolArray) -> Int64Array:
-        return np.bincount(self.of[blocks], minlength=len(self._used))
+        return np.bincount(self.of[blocks], minlength=len(self._held))
 
     def enter(self, quota: TenantQuota | None) -> int:
         """Begin an operation of a tenant. Returns how many blocks are kept from it, because others have them
         guaranteed."""
-        self.current = self._number(quota)
-        if not self._total_guaranteed:
+        self.current = number = self._number(quota)
+        if not self._missing:
             return 0
-        self._count()
-        missing = np.maximum(self._guaranteed - self._used + self._cached, 0)
-        missing[self.current] = 0
-        return int(missing.sum())
+        guaranteed, held, _ = self._items
+        return self._missing - max(0, guaranteed[number] - held[number])
 
     def _number(self, quota: TenantQuota | None) -> int:
         return NOBODY if quota is None else self.numbers.get(quota.tenant, NOBODY)
@@ -189,48 +183,49 @@ class BlockOwners:
 
     def num_held(self, tenant: str) -> int:
         """Return how many blocks of a tenant are neither free nor can be evicted."""
-        self._count()
-        number = self.numbers.get(tenant, NOBODY)
-        return int(self._used[number] - self._cached[number])
+        return int(self._held[self.numbers.get(tenant, NOBODY)])
 
     def take(self, blocks: Int64Array) -> None:
-        """Record that the tenant of the operation got blocks that were free."""
+        """Record that the tenant of the operation got blocks that were free or evicted."""
         self.of[blocks] = self.current
-        self._used[self.current] += len(blocks)
+        self._add(self.current, len(blocks), 0)
 
     def take_over(self, blocks: Int64Array) -> None:
         """Record that the tenant of the operation got blocks that could be evicted, and left the queue."""
-        self._note(self._freed, blocks)
+        self.free(blocks)
         self.take(blocks)
 
     def free(self, blocks: Int64Array) -> None:
-        self._note(self._freed, blocks)
+        """Record that blocks that nobody could evict are free."""
+        self._move(blocks, -1, 0)
 
     def queue(self, blocks: Int64Array) -> None:
-        self._note(self._queued, blocks)
+        """Record that blocks can be evicted from now on."""
+        self._move(blocks, -1, 1)
 
     def unqueue(self, blocks: Int64Array) -> None:
-        self._note(self._unqueued, blocks)
+        """Record that blocks cannot be evicted any more."""
+        self._move(blocks, 1, -1)
 
-    def _note(self, notes: list[npt.NDArray[np.int16]], blocks: Int64Array) -> None:
-        notes.append(self.of[blocks])
-        self._num_noted += 16 + len(blocks)
-        if self._num_noted > _MAX_NOTED:
-            self._count()
+    def lose(self, number: int, count: int) -> None:
+        """Record that cached blocks of this owner are evicted."""
+        self._add(number, 0, -count)
 
-    def _count(self) -> None:
-        """Add the noted changes to the counts."""
-        if not self._num_noted:
+    def _move(self, blocks: Int64Array, held: int, cached: int) -> None:
+        numbers = self.of[blocks]
+        if np.count_nonzero(numbers == self.current) == len(numbers):  # as nearly always
+            self._add(self.current, held * len(numbers), cached * len(numbers))
             return
-        for notes, counts, sign in (
-            (self._freed, self._used, -1),
-            (self._queued, self._cached, 1),
-            (self._unqueued, self._cached, -1),
-        ):
-            if notes:
-                counts += sign * np.bincount(np.concatenate(notes), minlength=len(counts))
-                notes.clear()
-        self._num_noted = 0
+        for number, count in enumerate(np.bincount(numbers).tolist()):
+            self._add(number, held * count, cached * count)
+
+    def _add(self, number: int, more_held: int, more_cached: int) -> None:
+        guaranteed, held, cached = self._items
+        before = held[number]
+        held[number] = after = before + more_held
+        cached[number] += more_cached
+        if limit := guaranteed[number]:
+            self._missing += max(0, limit - after) - max(0, limit - before)
 
     def losing(self, count: int) -> list[tuple[int, int]]:
         """Return who loses how many of the next `count` cached blocks: who has most above what is guaranteed, until
@@ -238,8 +233,12 @@ class BlockOwners:
 
         Above a level, owner i loses min(cached[i], excess[i] - level). The level is where the sum of that is `count`.
         """
-        self._count()
-        excess = self._used - self._guaranteed
+        excess = self._held + self._cached - self._guaranteed
+        left = np.where(self._cached > 0, excess, -(1 << 62))
+        furthest = int(left.argmax())
+        left[furthest] = -(1 << 62)
+        if count <= self._cached[furthest] and excess[furthest] - count >= left.max():
+            return [(furthest, count)]
         edges = np.concatenate([excess, excess - self._cached])
         order = np.argsort(-edges, kind="stable")
         edges = edges[order]

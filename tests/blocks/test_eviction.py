@@ -42,7 +42,7 @@ def test_the_least_recently_used_are_evicted_and_of_a_prompt_the_deepest_first()
 
 
 def test_who_is_furthest_above_its_guaranteed_blocks_loses_cached_blocks_first() -> None:
-    """And each tenant loses its own oldest. Prompt n is a tenant's, and has n % 5 + 1 full blocks and one token more."""
+    """And each loses its own oldest. Prompt n is a tenant's, and has n % 5 + 1 full blocks and one token more."""
     choose, guaranteed = random.Random(1), {"a": 0, "b": 8, "c": 30}
     manager = BlockManager(BlocksConfig(num_blocks=64, block_size=2, watermark=0.0))
     spaces = {name: manager.open_namespace() for name in guaranteed}

@@ -32,6 +32,7 @@ from kvservice.blocks import (
     BlockManager,
     BlocksConfig,
     EventJournal,
+    SessionNamespace,
     StepPlan,
     TenantQuota,
     extra_keys_by_block,
@@ -150,10 +151,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         journal = EventJournal(window=1 << 30, with_tokens=True)
         self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
         self.replica = EventReplica(journal)
-        self.spaces = [self.manager.open_namespace(), self.manager.open_namespace()]
-        self.guaranteed: list[int] = []
+        self.guaranteed = guaranteed
         if guaranteed is not None:
-            self.guarantee(list(guaranteed))
+            self.manager.set_tenants({str(who): guaranteed[who] for who in (0, 1)})
+        self.spaces = [self.open_namespace(0), self.open_namespace(1)]
         self.models: list[dict[int, Model]] = [{}, {}]
         self.steps: list[dict[int, LiveStep]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
@@ -164,17 +165,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     # Helpers of the rules
 
-    def guarantee(self, guaranteed: list[int]) -> None:
-        """Make each client a tenant of its own, with these blocks guaranteed."""
-        self.guaranteed = guaranteed
-        for i, space in enumerate(self.spaces):
-            space.quota = TenantQuota(str(i), None, None)
-        self.manager.set_tenants({str(i): number for i, number in enumerate(guaranteed)})
+    def open_namespace(self, who: int) -> SessionNamespace:
+        """Open a client's namespace. Each client is a tenant of its own, if there are tenants."""
+        space = self.manager.open_namespace()
+        if self.guaranteed is not None:
+            space.quota = TenantQuota(str(who), None, None)
+        return space
 
     def missing(self, who: int) -> int:
         """Return how many of its guaranteed blocks a client does not hold."""
         owners = self.manager.device.owners
-        return max(0, self.guaranteed[who] - owners.num_held(str(who))) if owners is not None else 0
+        if self.guaranteed is None or owners is None:
+            return 0
+        return max(0, self.guaranteed[who] - owners.num_held(str(who)))
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -701,7 +704,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def close(self, who: int) -> None:
         assert self.manager.close_namespace(self.spaces[who]) == len(self.models[who])
         self.pins = [pin for pin in self.pins if pin[0] != who]
-        self.spaces[who], self.models[who], self.stale[who] = self.manager.open_namespace(), {}, []
+        self.spaces[who], self.models[who], self.stale[who] = self.open_namespace(who), {}, []
         self.steps[who] = {}
 
     @precondition(resident)
