@@ -83,6 +83,8 @@ class Quotas(BaseModel):
     max_sessions: _Count = None
     # Sessions that wait for longer than session_grace_s when their streams end.
     max_detached_sessions: _Count = None
+    # Streams of sessions and of events.
+    max_streams: _Count = None
     max_sequences: _Count = None
     # Blocks of the pool that sequences hold. Cached blocks do not count.
     max_blocks: _Count = None
@@ -284,6 +286,8 @@ class Tenants:
         self._clock = clock
         # The calls that each tenant may make now, and the time of its last one.
         self._calls_left: dict[str, tuple[float, float]] = {}
+        # Open streams of events by tenant.
+        self.event_streams: Counter[str] = Counter()
         # Calls over a quota, by tenant and by the quota's name without max_.
         self.refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._file = file

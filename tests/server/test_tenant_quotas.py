@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_lives import Life, finish
+from daemon_lives import Life, end_stream, finish
 from kept_files import HeldFiles
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
@@ -51,6 +51,29 @@ def test_sessions_over_quota(options: dict[str, Any], clock: Any) -> None:
     with calling("bob"):
         for _ in range(3):
             life.open(detachable=True)
+    life.kill()
+
+
+def test_streams_over_quota(options: dict[str, Any], clock: Any) -> None:
+    """Streams of sessions and of events. A stream that takes a session over replaces another one."""
+    life = with_quotas(options, clock, max_streams=2)
+    with calling("alice"):
+        one, other, third = (life.open(attached=False) for _ in range(3))
+        for session in (one, other):
+            life.attach(session.token)
+        for refused in (lambda: life.attach(third.token), lambda: life.sessions.event_stream().__enter__()):
+            with pytest.raises(QuotaExceededError) as caught:
+                refused()
+            assert over(caught.value) == ("red", "max_streams", "2", "2", "1")
+        life.attach(one.token, holder=7)
+        life.sessions.detach(other, end_stream)
+        with life.sessions.event_stream(), pytest.raises(QuotaExceededError):
+            life.attach(third.token)
+        life.attach(third.token)
+    with calling("bob"):
+        for _ in range(3):
+            life.open()
+    assert life.sessions.tenant_uses()["red"][2].used == 2
     life.kill()
 
 
@@ -160,7 +183,7 @@ async def test_guaranteed_blocks(options: dict[str, Any], clock: Any) -> None:
             await life.call(bob, "add_requests", scheduler_pb2.AddRequestsRequest(requests=[large]))
         assert caught.value.metadata["never"] == "true"
         await life.call(bob, "free", blocks_pb2.FreeRequest(sequence_ids=[1]))
-    (held_blocks,) = [uses[4] for name, uses in life.sessions.tenant_uses().items() if name == "red"]
+    (held_blocks,) = [uses[5] for name, uses in life.sessions.tenant_uses().items() if name == "red"]
     assert (held_blocks.used, held_blocks.limit) == (3, 8)
     life.manager.check_integrity()
     life.end()

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -145,11 +145,12 @@ class Services:
                     self._callers.admit(context)
                     check_accepted(request)
                     self._dispatcher.check_role(ADMINS)
-                    async with contextlib.aclosing(self._events.subscribe(request)) as messages:
-                        async for message in messages:
-                            self._dispatcher.check_role(ADMINS)
-                            with rpc.waiting():
-                                await context.write(message)
+                    with self._dispatcher.noting_refusals(), self._sessions.event_stream():
+                        async with contextlib.aclosing(self._events.subscribe(request)) as messages:
+                            async for message in messages:
+                                self._dispatcher.check_role(ADMINS)
+                                with rpc.waiting():
+                                    await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC detected it only during a write
 
@@ -327,7 +328,8 @@ class Stream:
             finally:
                 self._expect_attach()
             self._dispatcher.refuse_new_work()
-        self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
+        with self._dispatcher.noting_refusals():
+            self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
         return session_pb2.AttachResponse(
             session_id=self._session.session_id, daemon_start=self._sessions.daemon_start, max_calls=MAX_CALLS
@@ -442,6 +444,16 @@ class Dispatcher:
         stream's session."""
         if self._tenants is not None:
             self._tenants.check(roles, None if session is None else session.tenant)
+
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Count what is refused meanwhile because of a tenant's quota."""
+        try:
+            yield
+        except QuotaExceededError as error:
+            if self._tenants is not None:
+                self._tenants.note_refusal(error)
+            raise
 
     def refuse_new_work(self) -> None:
         """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""

@@ -11,6 +11,7 @@ stream.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -296,6 +297,7 @@ class SessionRegistry:
         if self._tenants is None:
             return {}
         detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
+        streams = self._num_streams()
         found = {}
         for name, tenant in self._tenants.rules.tenants.items():
             use, quotas = self._uses.get(name), tenant.quotas
@@ -303,6 +305,7 @@ class SessionRegistry:
             used = (
                 0 if use is None else use.sessions,
                 detached[name],
+                streams[name],
                 0 if quota is None else quota.num_sequences,
                 0 if quota is None else quota.num_blocks(self._manager.sequences),
                 0 if owners is None else owners.num_held(name),
@@ -361,12 +364,14 @@ class SessionRegistry:
         """Give the lease to a holder's stream, and end the stream that had it.
 
         Unless the holder reconnects, the memory that the session shared with its former client is closed, and the new
-        client sets up its own. Raises UnknownSessionError, and SessionTakenError if the holder reconnects and another
-        one has taken the session over.
+        client sets up its own. Raises UnknownSessionError, SessionTakenError if the holder reconnects and another
+        one has taken the session over, and QuotaExceededError if the tenant has too many streams.
         """
         session = self.get(token)
         if reconnects:
             _check_holder(session, holder)
+        if session.end_stream is None:
+            self._check_streams(session.tenancy)
         _cancel_timers(session)
         session.end_saving(_taken())
         session.asleep = False
@@ -381,6 +386,29 @@ class SessionRegistry:
         session.row.set(ATTACHED, 1)
         self._save(session, None)
         return session
+
+    def _check_streams(self, tenancy: Tenant) -> None:
+        if tenancy.quotas.max_streams is not None:
+            tenancy.check("max_streams", self._num_streams()[tenancy.name])
+
+    def _num_streams(self) -> Counter[str]:
+        """Return how many streams of sessions and of events each tenant has."""
+        assert self._tenants is not None, "there are quotas of streams"
+        return Counter(one.tenant for one in self if one.end_stream is not None) + self._tenants.event_streams
+
+    @contextlib.contextmanager
+    def event_stream(self) -> Iterator[None]:
+        """Count a stream of events of the caller's tenant. Raises QuotaExceededError."""
+        if self._tenants is None:
+            yield
+            return
+        tenancy = self._tenants.caller().tenant
+        self._check_streams(tenancy)
+        self._tenants.event_streams[tenancy.name] += 1
+        try:
+            yield
+        finally:
+            self._tenants.event_streams[tenancy.name] -= 1
 
     def detach(self, session: ServerSession, end_stream: Callable[[KVServiceError], None]) -> None:
         """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the
