@@ -91,6 +91,8 @@ class Quotas(BaseModel):
     # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
     guaranteed_blocks: _Count = None
     max_regions: _Count = None
+    # Bytes of the block store, together with those with whom the tenant shares.
+    max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
     calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
 
     def limit(self, of: str) -> float | None:
@@ -203,6 +205,11 @@ class TenantRules:
         """Return the blocks that each tenant has guaranteed."""
         return {name: tenant.quotas.guaranteed_blocks or 0 for name, tenant in self.tenants.items()}
 
+    def store_bytes(self) -> dict[str, int]:
+        """Return the most bytes in the store by the tenants' domains."""
+        limits = {tenant.domain: tenant.quotas.max_store_bytes for tenant in self.tenants.values()}
+        return {domain: limit for domain, limit in limits.items() if limit is not None}
+
     def check_pool(self, num_blocks: int) -> None:
         """Raise InvalidArgumentError if a pool of this size cannot hold what is guaranteed."""
         total = 0
@@ -251,6 +258,8 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
             raise _wrong(field, f"{other!r} is no tenant")
         if {other, *tables[other].shares_with} != sharing:
             raise _wrong(field, f"{other!r} must name the same tenants: who shares, shares with all of them")
+        if tables[other].max_store_bytes != settings.max_store_bytes:
+            raise _wrong(f"{name}.max_store_bytes", f"must be {other}'s, because they share the store")
     domain = ",".join(sorted(sharing))
     quotas = Quotas(**{key: getattr(settings, key) for key in Quotas.model_fields})
     return Tenant(name, domain, ((0, _salt(domain)),), settings.map_pool, settings.map_store, quotas)
@@ -398,8 +407,8 @@ class Tenants:
         return max(0.0, max(rate, 1.0) - left - (self._clock() - before) * rate)
 
     def note_refusal(self, error: QuotaExceededError) -> None:
-        """Count a call that was refused, if it was over a tenant's quota."""
-        if tenant := error.metadata.get("tenant"):
+        """Count a call that was refused, if it was over a tenant's quota, or over that of tenants who share."""
+        for tenant in filter(None, error.metadata.get("tenant", "").split(",")):
             self.refused[tenant][error.metadata["limit"].removeprefix("max_")] += 1
 
     def has(self, tenant: str) -> bool:

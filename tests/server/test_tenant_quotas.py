@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from daemon_lives import Life, end_stream, finish
 from kept_files import HeldFiles
+from raw_store import block, identity, keys
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
 from kvservice.server.tenants import Tenants
-from kvservice.v1 import blocks_pb2, pool_pb2, scheduler_pb2, session_pb2, shared_memory_pb2
+from kvservice.telemetry.figures import QuotaUse
+from kvservice.v1 import blocks_pb2, pool_pb2, scheduler_pb2, session_pb2, shared_memory_pb2, store_pb2
 
 
 @pytest.fixture
@@ -206,6 +208,39 @@ def test_no_more_blocks_are_guaranteed_than_there_are(options: dict[str, Any]) -
     with pytest.raises(InvalidArgumentError, match=r"tenant.b.guaranteed_blocks: .* 65 blocks .* the pool has 64"):
         Life(**options, num_blocks=64)
     life = Life(**options, num_blocks=65)
+    life.kill()
+
+
+@in_loop
+async def test_store_bytes_over_quota(options: dict[str, Any], clock: Any) -> None:
+    """Over every way into the store: through the daemon, and for a client that writes the memory itself."""
+    life = with_quotas(options, clock, max_store_bytes=2 * len(block(1)))
+    for name in ("alice", "bob"):
+        with calling(name):
+            session = life.open()
+            opened = await life.call(
+                session, "store_open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity())
+            )
+            own = opened.namespace_id
+            for number in (1, 2, 3):
+                put = store_pb2.BatchPutRequest(namespace_id=own, keys=keys(number), data=block(number))
+                await life.call(session, "store_batch_put", put)
+            found = store_pb2.LookupRequest(namespace_id=own, keys=keys(1, 2, 3))
+            has = (await life.call(session, "store_lookup", found)).found
+            assert has == {"alice": b"\x06", "bob": b"\x07"}[name]
+            session.store.add_writer(1)
+            reserve = store_pb2.ReserveRequest(namespace_id=own, keys=keys(*range(10, 13)))
+            if name == "alice":
+                for method in ("store_reserve", "store_batch_put"):
+                    request = store_pb2.BatchPutRequest(namespace_id=own, keys=reserve.keys, data=3 * block(1))
+                    with pytest.raises(QuotaExceededError) as caught:
+                        await life.call(session, method, reserve if method == "store_reserve" else request)
+                    size = len(block(1))
+                    assert over(caught.value) == ("red", "max_store_bytes", f"{2 * size}", f"{2 * size}", f"{3 * size}")
+                (uses,) = [uses for tenant, uses in life.sessions.tenant_uses().items() if tenant == "red"]
+                assert QuotaUse(2 * size, 2 * size, 2) in uses
+            else:
+                assert (await life.call(session, "store_reserve", reserve)).reservation_id
     life.kill()
 
 

@@ -90,6 +90,11 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nshares_with = ['b']", "tenant.a.shares_with", "'b' is no tenant"),
         ("[tenant.a]\nshares_with = ['a']", "tenant.a.shares_with", "twice, or its own"),
         ("[tenant.a]\nshares_with = ['b']\n[tenant.b]", "tenant.a.shares_with", "'b' must name the same tenants"),
+        (
+            "[tenant.a]\nshares_with = ['b']\nmax_store_bytes = 1\n[tenant.b]\nshares_with = ['a']",
+            "tenant.a.max_store_bytes",
+            "must be b's",
+        ),
         ("[tenant.a]\nmax_sessions = -1", "tenant.a.max_sessions", "greater than or equal to 0"),
         ("[tenant.a]\nmax_sessions = true", "tenant.a.max_sessions", "valid integer"),
         ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),

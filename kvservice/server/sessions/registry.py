@@ -43,7 +43,7 @@ from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
-from kvservice.server.tenants import Role, Tenant, Tenants, chosen_tenant
+from kvservice.server.tenants import Role, Tenant, TenantRules, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.figures import NO_LIMIT, TENANT_LIMITS, QuotaUse
 from kvservice.telemetry.link import ShownPart
@@ -119,7 +119,7 @@ class SessionRegistry:
         self._uses: dict[str, TenantUse] = {}
         if tenants is not None:
             tenants.set_pool(manager.config.num_blocks)
-            manager.set_tenants(tenants.rules.guaranteed())
+            self._set_shares(tenants.rules)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -239,8 +239,14 @@ class SessionRegistry:
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
         if self._tenants is not None:
-            self._manager.set_tenants(self._tenants.rules.guaranteed())
+            self._set_shares(self._tenants.rules)
         return recovery
+
+    def _set_shares(self, rules: TenantRules) -> None:
+        """Give the tenants their shares of the pool and of the store."""
+        self._manager.set_tenants(rules.guaranteed())
+        if self._store is not None:
+            self._store.tenant_limits = rules.store_bytes()
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
@@ -298,6 +304,7 @@ class SessionRegistry:
             return {}
         detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
         streams = self._num_streams()
+        store_bytes = Counter[str]() if self._store is None else self._store.bytes_by_tenant()
         found = {}
         for name, tenant in self._tenants.rules.tenants.items():
             use, quotas = self._uses.get(name), tenant.quotas
@@ -310,6 +317,7 @@ class SessionRegistry:
                 0 if quota is None else quota.num_blocks(self._manager.sequences),
                 0 if owners is None else owners.num_held(name),
                 0 if use is None else use.regions.count,
+                store_bytes[tenant.domain],
                 self._tenants.calls_lately(tenant),
             )
             limits = [quotas.limit(limit) for limit in TENANT_LIMITS]
@@ -327,7 +335,7 @@ class SessionRegistry:
         """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
         callers belong to another tenant end."""
         assert self._tenants is not None, "they have new rules"
-        self._manager.set_tenants(self._tenants.rules.guaranteed())
+        self._set_shares(self._tenants.rules)
         for session in list(self):
             tenancy = self._tenancy(session.tenant)
             if tenancy.domain != session.tenancy.domain:
