@@ -33,9 +33,6 @@ class QuotaPool(Protocol):
     def num_free(self) -> int: ...
 
     @property
-    def num_shared(self) -> int: ...
-
-    @property
     def evictable(self) -> Sized: ...
 
 
@@ -48,17 +45,14 @@ class QuotaSlots(Protocol):
     def free_rows(self) -> Sequence[int]: ...
 
     @property
-    def num_blocks(self) -> Int64Array: ...
-
-    @property
     def swapped(self) -> Int64Array: ...
 
     def table_entries(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]: ...
 
 
 class TenantQuota:
-    """The quota of one tenant. None: no limit but the pool's. A block counts once, however many of the tenant's
-    sequences have it."""
+    """The quota of one tenant. None: no limit but the pool's. The blocks that it limits are those that the tenant owns,
+    see BlockOwners, and that cannot be evicted: each counts once, however many sequences have it."""
 
     def __init__(self, tenant: str, max_blocks: int | None, max_sequences: int | None) -> None:
         self.tenant, self.max_blocks, self.max_sequences = tenant, max_blocks, max_sequences
@@ -68,30 +62,18 @@ class TenantQuota:
     def num_sequences(self) -> int:
         return sum(len(namespace.rows) for namespace in self.namespaces)
 
-    def num_blocks(self, sequences: QuotaSlots) -> int:
-        """Return how many blocks of the pool the tenant's sequences hold."""
-        return len(self.blocks(sequences))
-
     def blocks(self, sequences: QuotaSlots) -> Int64Array:
-        """Return the blocks of the pool that the tenant's sequences hold, each once."""
-        _, blocks = sequences.table_entries(self._resident(sequences))
+        """Return the blocks of the pool that the tenant's sequences have, each once."""
+        rows = np.array([row for namespace in self.namespaces for row in namespace.rows.values()], np.int64)
+        _, blocks = sequences.table_entries(rows[sequences.swapped[rows] == 0])
         return np.unique(blocks)
 
-    def _resident(self, sequences: QuotaSlots) -> Int64Array:
-        """Return the rows of the tenant's sequences that are not swapped out."""
-        rows = np.array([row for namespace in self.namespaces for row in namespace.rows.values()], np.int64)
-        resident: Int64Array = rows[sequences.swapped[rows] == 0]
-        return resident
-
-    def withhold(self, device: QuotaPool, sequences: QuotaSlots) -> None:
-        """Withhold from the next operation what is available, and is more than the tenant may take."""
+    def withhold(self, device: QuotaPool, sequences: QuotaSlots, num_held: int) -> None:
+        """Withhold from the next operation what is available, and is more than the tenant may take, which holds so many
+        blocks."""
         if self.max_blocks is not None:
             available = device.num_free + len(device.evictable)
-            # The sum counts shared blocks more than once. They are counted exactly where that matters.
-            held = int(sequences.num_blocks[self._resident(sequences)].sum())
-            if device.num_shared and self.max_blocks - held < available:
-                held = self.num_blocks(sequences)
-            device.withheld = max(0, available - max(0, self.max_blocks - held))
+            device.withheld = max(device.withheld, available - max(0, self.max_blocks - num_held))
         if self.max_sequences is not None:
             left = max(0, self.max_sequences - self.num_sequences)
             sequences.withheld = max(0, len(sequences.free_rows) - left)
@@ -116,6 +98,7 @@ class TenantQuota:
 
 # The owner of blocks of the daemon itself, and of sessions without a tenant.
 NOBODY: Final = 0
+_PATTERN_BLOCKS: Final = 512
 
 
 class BlockOwners:
@@ -139,6 +122,9 @@ class BlockOwners:
         # The same as items, and the sum of what tenants do not hold of their guaranteed blocks.
         self._items = item_view(self._guaranteed), item_view(self._held), item_view(self._cached)
         self._missing = self._total_guaranteed
+        # The bytes of many blocks of the same owner, for each owner. To compare bytes is the fastest test that blocks
+        # have the same owner.
+        self._patterns = [np.full(_PATTERN_BLOCKS, i, np.int16).tobytes() for i in range(len(self._guaranteed))]
 
     def inherit(self, other: BlockOwners) -> None:
         """Let the tenants own what they owned in another one. What a tenant owned that is no more is nobody's."""
@@ -183,7 +169,7 @@ class BlockOwners:
 
     def num_held(self, tenant: str) -> int:
         """Return how many blocks of a tenant are neither free nor can be evicted."""
-        return int(self._held[self.numbers.get(tenant, NOBODY)])
+        return self._items[1][self.numbers.get(tenant, NOBODY)]
 
     def take(self, blocks: Int64Array) -> None:
         """Record that the tenant of the operation got blocks that were free or evicted."""
@@ -213,7 +199,7 @@ class BlockOwners:
 
     def _move(self, blocks: Int64Array, held: int, cached: int) -> None:
         numbers = self.of[blocks]
-        if np.count_nonzero(numbers == self.current) == len(numbers):  # as nearly always
+        if self._patterns[self.current].startswith(numbers.tobytes()):  # as nearly always
             self._add(self.current, held * len(numbers), cached * len(numbers))
             return
         for number, count in enumerate(np.bincount(numbers).tolist()):

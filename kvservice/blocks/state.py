@@ -670,16 +670,12 @@ class BlockState:
         self.generation += 1
         if self.pins.deadlines:
             self.pins.expire()
-        quota = None if namespace is None else namespace.quota
-        owners = self.device.owners
-        if quota is not None or self.device.quota is not None or owners is not None:
-            self.device.quota = quota
-            self.device.withheld = self.sequences.withheld = 0
+        if (owners := self.device.owners) is not None:
+            self.device.quota = quota = None if namespace is None else namespace.quota
+            self.device.withheld = self.device.reserved = owners.enter(quota)
+            self.sequences.withheld = 0
             if quota is not None:
-                quota.withhold(self.device, self.sequences)
-            if owners is not None:
-                self.device.reserved = owners.enter(quota)
-                self.device.withheld = max(self.device.withheld, self.device.reserved)
+                quota.withhold(self.device, self.sequences, owners.num_held(quota.tenant))
 
     def set_tenants(self, guaranteed: Mapping[str, int]) -> None:
         """Tell the blocks of these tenants apart, and let each have the number of blocks that it has guaranteed. Called

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Final, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvservice.auth import CALLER, Identity, Reloading, open_at_once
-from kvservice.blocks import quota_exceeded
+from kvservice.blocks import TenantSalt, quota_exceeded
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
 
@@ -86,7 +86,7 @@ class Quotas(BaseModel):
     # Streams of sessions and of events.
     max_streams: _Count = None
     max_sequences: _Count = None
-    # Blocks of the pool that sequences hold. Cached blocks do not count.
+    # Blocks of the pool that sequences and pins hold. Those that can be evicted do not count.
     max_blocks: _Count = None
     # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
     guaranteed_blocks: _Count = None
@@ -262,7 +262,7 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
             raise _wrong(f"{name}.max_store_bytes", f"must be {other}'s, because they share the store")
     domain = ",".join(sorted(sharing))
     quotas = Quotas(**{key: getattr(settings, key) for key in Quotas.model_fields})
-    return Tenant(name, domain, ((0, _salt(domain)),), settings.map_pool, settings.map_store, quotas)
+    return Tenant(name, domain, TenantSalt(_salt(domain)), settings.map_pool, settings.map_store, quotas)
 
 
 def _salt(domain: str) -> bytes:
@@ -354,7 +354,7 @@ class Tenants:
         if not name:
             return OPERATOR
         found = self.rules.tenants.get(name)
-        return Tenant(name, name, ((0, _salt(name)),), map_pool=False, map_store=False) if found is None else found
+        return Tenant(name, name, TenantSalt(_salt(name)), map_pool=False, map_store=False) if found is None else found
 
     def caller(self) -> TenantCaller:
         """Return who calls. Raises PermissionDeniedError if the caller has no tenant."""
@@ -370,6 +370,15 @@ class Tenants:
             return _AT_OWN_DOOR
         return self.rules.local if door is Door.UNIX else self.rules.callers.get(CALLER.get().name)
 
+    def admit(self, roles: Roles, tenant: str | None) -> None:
+        """Do as `check`, for a call that counts. Raises QuotaExceededError, too, if the caller's tenant makes more
+        calls a second than it may. It may make those of one second at once."""
+        caller = self._of(DOOR.get())
+        if caller is None or caller.roles.isdisjoint(roles) or tenant not in (None, caller.tenant.name):
+            self.check(roles, tenant)
+        elif (rate := caller.tenant.quotas.calls_per_s) is not None:
+            self._count_call(caller.tenant.name, rate)
+
     def check(self, roles: Roles, tenant: str | None = None) -> None:
         """Raise PermissionDeniedError unless the caller has one of these roles, and belongs to `tenant` if that is
         given."""
@@ -380,22 +389,16 @@ class Tenants:
         if tenant is not None and tenant != caller.tenant.name:
             raise PermissionDeniedError("the session is another tenant's now", tenant=caller.tenant.name)
 
-    def count_call(self) -> None:
-        """Raise QuotaExceededError if the caller's tenant makes more calls a second than it may. It may make those of
-        one second at once."""
-        tenant = self.caller().tenant
-        rate = tenant.quotas.calls_per_s
-        if rate is None:
-            return
+    def _count_call(self, tenant: str, rate: float) -> None:
         now, most = self._clock(), max(rate, 1.0)
-        left, before = self._calls_left.get(tenant.name, (most, now))
+        left, before = self._calls_left.get(tenant, (most, now))
         left = min(most, left + (now - before) * rate)
-        self._calls_left[tenant.name] = max(left - 1, 0.0) if left >= 1 else left, now
+        self._calls_left[tenant] = left - 1 if left >= 1 else left, now
         if left < 1:
             retry_ms = math.ceil((1 - left) / rate * 1000)
             raise QuotaExceededError(
-                f"tenant {tenant.name} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
-                tenant=tenant.name, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
+                f"tenant {tenant} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
+                tenant=tenant, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
             )  # fmt: skip
 
     def calls_lately(self, tenant: Tenant) -> float:

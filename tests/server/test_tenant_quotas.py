@@ -14,7 +14,7 @@ from raw_store import block, identity, keys
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
-from kvservice.server.tenants import Tenants
+from kvservice.server.tenants import EVERYONE, Tenants
 from kvservice.telemetry.figures import QuotaUse
 from kvservice.v1 import blocks_pb2, pool_pb2, scheduler_pb2, session_pb2, shared_memory_pb2, store_pb2
 
@@ -306,14 +306,14 @@ def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
         done = 0
         with calling(name), contextlib.suppress(QuotaExceededError):
             for _ in range(count):
-                tenants.count_call()
+                tenants.admit(EVERYONE, None)
                 done += 1
         return done
 
     assert (accepted("alice", 5), accepted("bob", 5)) == (2, 5)
     clock.advance(0.25)
     with calling("alice"), pytest.raises(QuotaExceededError) as caught:
-        tenants.count_call()
+        tenants.admit(EVERYONE, None)
     assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "2", "retry_ms": "250"}
     clock.advance(0.25)
     assert accepted("alice", 5) == 1

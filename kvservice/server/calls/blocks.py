@@ -391,7 +391,7 @@ def extra_keys(
     named, salt = tuple((key.position, key.key) for key in keys), session.tenancy.salt
     if salt and (i := names_salt(named)) is not None:
         raise InvalidArgumentError("is the daemon's own", field=f"{field}[{i}]")
-    return named + salt
+    return named + salt if named else salt
 
 
 def to_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array:

@@ -409,8 +409,7 @@ class Dispatcher:
             if not local:
                 self._check_remote(request, session)
             if self._tenants is not None:
-                self.check_role(self._handlers[method].roles, session)
-                self._tenants.count_call()
+                self._tenants.admit(self._handlers[method].roles, None if session is None else session.tenant)
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, (Message, Encoded, bytes)):
                 return started
