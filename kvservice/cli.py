@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvservice import __version__, plain_json
-from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.connection import Presented, connection_options, failed
 from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
@@ -259,7 +259,7 @@ def top(
     try:
         run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
-        raise click.ClickException(f"no answer from {where}: {error}") from None
+        raise failed(where, error) from None
 
 
 @main.group()

@@ -13,8 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvloop
@@ -41,6 +39,7 @@ from kvservice.bench.workloads import (
     take,
 )
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedFolder
 
 
 async def unary_rate(workload: Workload, rounds: int) -> float:
@@ -124,7 +123,7 @@ def run_tenants(number: int, quick: bool = False) -> dict[str, Any]:
     """Compare daemons without tenants, with so many, and with quotas for each. Return `<call>_<daemon>_p50_s` of calls
     on a stream. The daemons take turns in each round, so that a slow machine affects all."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
+        folder = stack.enter_context(OwnedFolder("kvservice-tenants-"))
         addresses = {}
         for name, lines in TENANTS.items():
             options: dict[str, Any] = {}

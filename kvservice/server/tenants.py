@@ -30,7 +30,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvservice.auth import CALLER, Identity, Reloading, open_at_once
+from kvservice.auth import CALLER, Identity, Reloading, open_regular
 from kvservice.blocks import TenantSalt, quota_exceeded
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
@@ -42,6 +42,7 @@ MAX_TENANTS: Final = 1024
 MAX_SHARING: Final = 16
 # The first bytes of the extra keys that keep tenants apart. Clients cannot use them.
 SALT_PREFIX: Final = b"kvservice tenant "
+MIN_CALLS_PER_S: Final = 3.0
 _MAX_FILE_BYTES: Final = 1 << 20
 _Count: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 40)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -93,7 +94,8 @@ class Quotas(BaseModel):
     max_regions: _Count = None
     # Bytes of the block store, together with those with whom the tenant shares.
     max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
-    calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
+    # A client makes its first calls at once: a store makes three before it is open.
+    calls_per_s: Annotated[float | None, Field(ge=MIN_CALLS_PER_S, le=1e9)] = None
 
     def limit(self, of: str) -> float | None:
         """Return the quota of sessions, sequences and so on, by its name without max_."""
@@ -185,7 +187,7 @@ class TenantRules:
     def read(file: Path) -> TenantRules:
         """Raises InvalidArgumentError naming the file and the key that is wrong."""
         try:
-            with open_at_once(file) as stream:
+            with open_regular(file) as stream:
                 _check_owner_and_mode(os.fstat(stream.fileno()))
                 data = stream.read(_MAX_FILE_BYTES + 1)
             if len(data) > _MAX_FILE_BYTES:
@@ -278,8 +280,6 @@ def _wrong(key: str, message: str) -> InvalidArgumentError:
 
 
 def _check_owner_and_mode(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgumentError("is not a regular file")
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise InvalidArgumentError("others than root and the daemon's user may write it")
 

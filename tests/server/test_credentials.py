@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (said,) = refusals_to_serve(configured(tmp_path, mismatched))
     files = f"{tmp_path}/tls.crt and {tmp_path}/tls.key"
     assert f"tls_cert: {files}: certificate and key cannot be used: KEY_VALUES_MISMATCH" in said
+
+
+def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Although nobody writes to it. The daemon would wait for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    files = configured(tmp_path, AUTHORITY.sign("daemon"))
+    options = {"tls_cert": files, "tls_key": files, "tls_client_ca": files, "config": {}}
+    said = refusals_to_serve(*({**given, name: str(pipe)} for name, given in options.items()))
+    assert [f"{name}: {pipe}: is not a regular file" in one for name, one in zip(options, said, strict=True)] == [
+        True
+    ] * 4
 
 
 def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: Secured) -> None:

@@ -98,7 +98,7 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nmax_sessions = -1", "tenant.a.max_sessions", "greater than or equal to 0"),
         ("[tenant.a]\nmax_sessions = true", "tenant.a.max_sessions", "valid integer"),
         ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),
-        ("[tenant.a]\ncalls_per_s = 0", "tenant.a.calls_per_s", "greater than 0"),
+        ("[tenant.a]\ncalls_per_s = 2.9", "tenant.a.calls_per_s", "greater than or equal to 3"),
         ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
         ("[tenant.a", "", "Expected ']'"),
         (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
@@ -425,10 +425,16 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert quotas["red"]["blocks"]["used"] == 3.0
         assert [*quotas] == ["red", "blue", "local"]
         (tmp_path / "token").write_text(tokens["grafana"])
-        own = ["tenants", "--address", running.address, "--token-file", str(tmp_path / "token")]
-        table = CliRunner().invoke(main, own).output
+        own = ["--address", running.address, "--token-file", str(tmp_path / "token")]
+        table = CliRunner().invoke(main, ["tenants", *own]).output
         assert re.search(r"blue +sessions +2 +2 +2 *\n", table), table
         assert "red" not in table, "an observer sees its own tenant"
+        for token, said in ((tokens["alice"], "is for callers with the role admin or observer"), ("none", "token")):
+            (tmp_path / "token").write_text(token)
+            for command in (["tenants"], ["top", "--once"]):
+                done = CliRunner().invoke(main, [*command, *own])
+                assert done.exit_code == 1
+                assert re.match(rf"Error: {running.address} refuses: .*{said}", done.output), done.output
         samples = scrape(running.http_port)
         assert value(samples, "kvservice_tenant_quota", tenant="blue", limit="sessions") == 2
         assert value(samples, "kvservice_tenant_quota_used", tenant="red", limit="blocks") == 3
