@@ -58,7 +58,7 @@ class NewSequence(NamedTuple):
 
 # Called with new sequences before they are allocated. Returns what to wait for, or None. More of their blocks may be
 # cached then.
-BeforeAllocation: TypeAlias = Callable[[list[NewSequence]], Awaitable[object] | None]
+BeforeAllocation: TypeAlias = Callable[[SessionNamespace, list[NewSequence]], Awaitable[object] | None]
 
 
 class FoundPrompt(NamedTuple):
@@ -131,7 +131,7 @@ def allocate_in_slices(
     """`allocate` in slices; the last slice creates all sequences. `before` may load missing blocks first. Raises
     UnknownSessionError if the namespace is closed in the meantime."""
     plan = yield from _plan(state, namespace, requests)
-    if before is not None and (event := before(plan.sequences)) is not None:
+    if before is not None and (event := before(namespace, plan.sequences)) is not None:
         yield event
         plan = yield from _plan(state, namespace, requests)
     _execute(state, namespace, plan)

@@ -352,7 +352,7 @@ class CachingBlockPool(BlockPool):
         """Remove blocks from the index. Their hashes stay, because the chains of their holders need them."""
         forgotten = self._pop_from_index(blocks)
         if self.journal is not None and forgotten:
-            self.journal.removed(forgotten)
+            self.journal.removed(forgotten, self.domains_of(blocks))
 
     def _pop_from_index(self, blocks: Int64Array) -> list[bytes]:
         """Remove blocks from the index without a journal entry. Returns their hashes."""
@@ -393,6 +393,10 @@ class CachingBlockPool(BlockPool):
         cached = np.flatnonzero(unreferenced & self.indexed)
         self.evictable.recover(cached[np.argsort(-depths[cached], kind="stable")])
 
+    def domains_of(self, blocks: Int64Array) -> str | list[str]:
+        """Return the domains of these blocks, at least one, or the one of all of them."""
+        return "" if self.owners is None else self.owners.domains_of(blocks)
+
     def set_owners(self, owners: BlockOwners) -> None:
         """Tell the blocks of tenants apart. `owners` knows whose each block is, and counts them here."""
         used = np.ones(self.num_blocks, np.bool_)
@@ -415,7 +419,7 @@ class CachingBlockPool(BlockPool):
             if whole and not self.index.blocks:
                 self.journal.cleared()
             else:
-                self.journal.removed(forgotten)
+                self.journal.removed(forgotten, self.domains_of(blocks))
         self.evictable.remove(unreferenced)
         self._free(unreferenced)
         return len(unreferenced)

@@ -111,8 +111,12 @@ class BlockOwners:
     `of` int16[num_blocks] are the numbers of the owners; those of free blocks do not count.
     """
 
-    def __init__(self, num_blocks: int, guaranteed: Mapping[str, int]) -> None:
+    def __init__(
+        self, num_blocks: int, guaranteed: Mapping[str, int], domains: Mapping[str, str] | None = None
+    ) -> None:
+        """Tenants with the same domain find each other's blocks. By default each has its own name's."""
         self.numbers = {name: number for number, name in enumerate(guaranteed, start=NOBODY + 1)}
+        self._domains = ["", *((domains or {}).get(name, name) for name in guaranteed)]
         self.of: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
         self.current = NOBODY
         self._guaranteed = np.array([0, *guaranteed.values()], np.int64)
@@ -166,6 +170,13 @@ class BlockOwners:
     def guaranteed_to_others(self, quota: TenantQuota | None) -> int:
         """Return how many blocks the tenant with this quota may never have."""
         return self._total_guaranteed - int(self._guaranteed[self._number(quota)])
+
+    def domains_of(self, blocks: Int64Array) -> str | list[str]:
+        """Return the domains of these blocks, at least one, or the one of all of them. Nobody's is ""."""
+        numbers = self.of[blocks]
+        if self._patterns[first := int(numbers[0])].startswith(numbers.tobytes()):
+            return self._domains[first]
+        return [self._domains[number] for number in numbers.tolist()]
 
     def num_held(self, tenant: str) -> int:
         """Return how many blocks of a tenant are neither free nor can be evicted."""

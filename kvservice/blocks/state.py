@@ -665,22 +665,27 @@ class BlockState:
         expire pins. The operation before counts from now on. Raises UnknownSessionError."""
         if namespace is not None and namespace.closed:
             raise UnknownSessionError("the session of the sequences is closed")
+        self.enter_for(None if namespace is None else namespace.quota)
+
+    def enter_for(self, quota: TenantQuota | None) -> None:
+        """Start an operation of the daemon for the tenant with this quota, or for itself, as `enter` does."""
         if self.intents.pending:
             self.end_operation()
         self.generation += 1
         if self.pins.deadlines:
             self.pins.expire()
         if (owners := self.device.owners) is not None:
-            self.device.quota = quota = None if namespace is None else namespace.quota
+            self.device.quota = quota
             self.device.withheld = self.device.reserved = owners.enter(quota)
             self.sequences.withheld = 0
             if quota is not None:
                 quota.withhold(self.device, self.sequences, owners.num_held(quota.tenant))
 
-    def set_tenants(self, guaranteed: Mapping[str, int]) -> None:
+    def set_tenants(self, guaranteed: Mapping[str, int], domains: Mapping[str, str] | None = None) -> None:
         """Tell the blocks of these tenants apart, and let each have the number of blocks that it has guaranteed. Called
-        again when the tenants change, and after a recovery: then the cached blocks are nobody's."""
-        owners = BlockOwners(self.config.num_blocks, guaranteed)
+        again when the tenants change, and after a recovery: then the cached blocks are nobody's. `domains`: see
+        BlockOwners."""
+        owners = BlockOwners(self.config.num_blocks, guaranteed, domains)
         if self.device.owners is not None:
             owners.inherit(self.device.owners)
         for quota in {namespace.quota for namespace in self.namespaces if namespace.quota is not None}:

@@ -414,6 +414,11 @@ class Tenants:
         for tenant in filter(None, error.metadata.get("tenant", "").split(",")):
             self.refused[tenant][error.metadata["limit"].removeprefix("max_")] += 1
 
+    def event_domain(self) -> str | None:
+        """Return the domain whose events the caller may see, None for those of all. Raises PermissionDeniedError."""
+        caller = self.caller()
+        return None if Role.ADMIN in caller.roles else caller.tenant.domain
+
     def has(self, tenant: str) -> bool:
         """Return whether the caller belongs to this tenant."""
         found = self._of(DOOR.get())

@@ -287,6 +287,41 @@ async def test_tenants_share_if_both_say_so(tmp_path: Path, options: dict[str, A
     life.kill()
 
 
+@in_loop
+async def test_events_of_a_tenant_are_for_those_who_share(life: Life) -> None:
+    """Blocks that several tenants lose at once are reported to each apart. Without a domain all is reported."""
+    own: dict[str, list[bytes]] = {}
+    for name in ("alice", "bob"):
+        with calling(name):
+            session = life.open()
+            await life.compute(session, 1, TOKENS)
+            put = store_pb2.BatchPutRequest(namespace_id=await opened_store(life, session), keys=keys(1), data=block(1))
+            await life.call(session, "store_batch_put", put)
+            own[name] = [life.manager.block_hash(one) for one in life.manager.device.index.blocks.values()][-3:]
+            await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[1]))
+    with calling(door=Door.OWN):
+        await life.allocate(life.open(), 1, [9] * 4 * 64)
+
+    async def seen(domain: str | None) -> list[tuple[str, list[bytes]]]:
+        found = []
+        async with contextlib.aclosing(life.events.subscribe(subscribe, lambda: domain)) as batches:
+            while len(found) < (3 if domain else 5):
+                (event,) = events_pb2.KVEventBatch.FromString(await anext(batches)).events
+                kind = str(event.WhichOneof("event"))
+                hashes = getattr(getattr(event, kind), "block_hashes", [])
+                found.append((kind, list(hashes)))
+        return found
+
+    subscribe = events_pb2.SubscribeRequest(start_number=1)
+    for name, domain in (("alice", "red"), ("bob", "blue")):
+        stored, store, removed = await seen(domain)
+        assert (stored, store[0]) == (("block_stored", own[name]), "store_blocks_stored")
+        assert (removed[0], set(removed[1])) == ("block_removed", set(own[name]))
+    kinds, hashes = zip(*await seen(None), strict=True)
+    assert kinds[-1] == "block_removed"
+    assert set(hashes[-1]) == {*own["alice"], *own["bob"]}
+
+
 def test_a_session_is_its_tenants(life: Life) -> None:
     """Callers without a name are told apart by their door."""
     with calling(door=Door.UNIX):
@@ -402,10 +437,9 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
             assert blue.lookup([bytes(32)]).num_leading == 0
 
         subscribe = events_pb2.SubscribeRequest(start_number=1)
-        for name in ("alice", "", "grafana"):
-            with pytest.raises(grpc.RpcError) as caught:
-                next(wires[name].methods["subscribe"](subscribe, timeout=TIMEOUT_S))
-            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.RpcError) as caught:
+            next(wires["carol"].methods["subscribe"](subscribe, timeout=TIMEOUT_S))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         for name in ("own", "ops"):
             shown = wires[name].unary("get_snapshot", inspect_pb2.GetSnapshotRequest(max_sessions=10))
             assert {one.tenant for one in shown.sessions} == {"red", "blue"}
@@ -440,8 +474,11 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert value(samples, "kvservice_tenant_quota_used", tenant="red", limit="blocks") == 3
         assert value(samples, "kvservice_tenant_refused_calls_total", tenant="blue", limit="sessions") == 2
 
-        events = wires["ops"].methods["subscribe"](subscribe, timeout=60)
-        assert next(events).number == 1
+        names = ("ops", "alice", "grafana")
+        events, red, blue = (wires[name].methods["subscribe"](subscribe, timeout=60) for name in names)
+        assert next(events).number == next(red).number == 1, "an engine and an admin"
+        theirs.open_step([theirs.allocate(TOKENS)]).write(keys, values)
+        assert next(blue).number > 1, "the first events that an observer sees are its own tenant's"
 
         file.write_text("[tenant.red]\nengine = []")
         until(lambda: "tenant.red.engine: unknown key" in log.read_text())

@@ -298,7 +298,7 @@ class BlockCalls:
 
     def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
         token_ids, extra = token_array(request), extra_keys(session, request.extra_keys)
-        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra)) is not None:
+        if self._tier is not None and (event := self._tier.before_pin(session.namespace, token_ids, extra)) is not None:
             yield event
         pin = self._manager.pin(session.namespace, token_ids, extra, ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)

@@ -58,7 +58,7 @@ from kvservice.server.rpc.limits import (
 )
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
-from kvservice.server.tenants import ADMINS, ENGINES, Roles, Tenants
+from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
@@ -144,11 +144,11 @@ class Services:
                 with self._slots.of_peer("event stream", context.peer()):
                     self._callers.admit(context)
                     check_accepted(request)
-                    self._dispatcher.check_role(ADMINS)
+                    self._dispatcher.check_role(EVERYONE)
                     with self._dispatcher.noting_refusals(), self._sessions.event_stream():
-                        async with contextlib.aclosing(self._events.subscribe(request)) as messages:
+                        domain = self._dispatcher.event_domain
+                        async with contextlib.aclosing(self._events.subscribe(request, domain)) as messages:
                             async for message in messages:
-                                self._dispatcher.check_role(ADMINS)
                                 with rpc.waiting():
                                     await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
@@ -443,6 +443,11 @@ class Dispatcher:
         stream's session."""
         if self._tenants is not None:
             self._tenants.check(roles, None if session is None else session.tenant)
+
+    def event_domain(self) -> str | None:
+        """Return the domain of tenants whose events the caller may see now, None for all. Raises
+        PermissionDeniedError."""
+        return None if self._tenants is None else self._tenants.event_domain()
 
     @contextlib.contextmanager
     def noting_refusals(self) -> Iterator[None]:

@@ -244,7 +244,7 @@ class SessionRegistry:
 
     def _set_shares(self, rules: TenantRules) -> None:
         """Give the tenants their shares of the pool and of the store."""
-        self._manager.set_tenants(rules.guaranteed())
+        self._manager.set_tenants(rules.guaranteed(), {name: one.domain for name, one in rules.tenants.items()})
         if self._store is not None:
             self._store.tenant_limits = rules.store_bytes()
 
