@@ -273,7 +273,7 @@ def _index_blocks(state: BlockState, full: _FullBlocks) -> None:
         contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
         parents = (None if parent == root else parent for parent in full.parents)
         stored = list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found))
-        journal.stored(stored, device.domains_of(full.blocks[found]))
+        journal.stored(stored, device.domains_of(full.blocks, found))
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

@@ -393,9 +393,12 @@ class CachingBlockPool(BlockPool):
         cached = np.flatnonzero(unreferenced & self.indexed)
         self.evictable.recover(cached[np.argsort(-depths[cached], kind="stable")])
 
-    def domains_of(self, blocks: Int64Array) -> str | list[str]:
-        """Return the domains of these blocks, at least one, or the one of all of them."""
-        return "" if self.owners is None else self.owners.domains_of(blocks)
+    def domains_of(self, blocks: Int64Array, found: list[bool] | None = None) -> str | list[str]:
+        """Return the domains of the tenants of these blocks, or of those that are `found`, at least one; or the one of
+        all of them."""
+        if self.owners is None:
+            return ""
+        return self.owners.domains_of(blocks if found is None else blocks[found])
 
     def set_owners(self, owners: BlockOwners) -> None:
         """Tell the blocks of tenants apart. `owners` knows whose each block is, and counts them here."""

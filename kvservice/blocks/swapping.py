@@ -574,7 +574,7 @@ def _index(state: BlockState, numbers: list[int], made: RestoredBlocks) -> None:
     found = device.add_to_index(blocks, hashes)
     if journal is not None and any(found):
         stored = list(itertools.compress(_stored(state, numbers, made, with_tokens=journal.with_tokens), found))
-        journal.stored(stored, device.domains_of(blocks[found]))
+        journal.stored(stored, device.domains_of(blocks, found))
 
 
 def _stored(state: BlockState, numbers: list[int], made: RestoredBlocks, *, with_tokens: bool) -> Iterator[StoredBlock]:
