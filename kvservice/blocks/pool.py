@@ -520,7 +520,7 @@ class EvictionQueue:
 
     def peek(self, count: int) -> Int64Array:
         """Return the `count` blocks to evict first, in that order."""
-        return np.concatenate([blocks for _, blocks, _ in self._next(count)])
+        return _joined([blocks for _, blocks, _ in self._next(count)])
 
     def pop(self, count: int) -> Int64Array:
         """Remove and return the `count` blocks to evict first, in that order."""
@@ -530,7 +530,7 @@ class EvictionQueue:
             parts.append(blocks)
             if self._owners is not None:
                 self._owners.lose(owner, len(blocks))
-        popped = np.concatenate(parts)
+        popped = _joined(parts)
         self._stamp[popped] = _NOWHERE
         self.size -= count
         return popped
@@ -556,7 +556,7 @@ class EvictionQueue:
             left -= len(found)
             width *= 2
             head = stop if left else head + int(found[-1]) + 1
-        return np.concatenate(parts) if parts else _NO_BLOCKS, head
+        return _joined(parts), head
 
     def recover(self, blocks: Int64Array) -> None:
         """Fill the queue with distinct blocks int64[n], in the order of the stamps of an earlier process. Blocks that
@@ -591,6 +591,11 @@ class EvictionQueue:
         self._stamp[valid] = np.arange(1, 1 + len(valid))
         self._tail = 1 + len(valid)
         self._heads.clear()
+
+
+def _joined(parts: list[Int64Array]) -> Int64Array:
+    """Return one array of all parts, which is the first if there is no other, as nearly always."""
+    return parts[0] if len(parts) == 1 else np.concatenate([_NO_BLOCKS, *parts])
 
 
 class BlockAges:

@@ -303,7 +303,7 @@ async def test_events_of_a_tenant_are_for_those_who_share(life: Life) -> None:
         await life.allocate(life.open(), 1, [9] * 4 * 64)
 
     async def seen(domain: str | None) -> list[tuple[str, list[bytes]]]:
-        found = []
+        found: list[tuple[str, list[bytes]]] = []
         async with contextlib.aclosing(life.events.subscribe(subscribe, lambda: domain)) as batches:
             while len(found) < (3 if domain else 5):
                 (event,) = events_pb2.KVEventBatch.FromString(await anext(batches)).events
