@@ -7,13 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from certificates import Authority, Signed
+from each_row import each_row
 from refused_starts import refusals_to_serve
 from secure_daemon import Secured
 from small_pool import SMALL_POOL
 from waiting import PATIENCE_S
 
 from kvservice.config import ServeConfig
+from kvservice.config_sources import load_config
+from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 from kvservice.server.rpc.callers import Credentials
 
@@ -36,12 +40,13 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
     """Although nobody writes to it. The daemon would wait for ever."""
     os.mkfifo(pipe := tmp_path / "pipe")
-    files = configured(tmp_path, AUTHORITY.sign("daemon"))
-    options = {"tls_cert": files, "tls_key": files, "tls_client_ca": files, "config": {}}
-    said = refusals_to_serve(*({**given, name: str(pipe)} for name, given in options.items()))
-    assert [f"{name}: {pipe}: is not a regular file" in one for name, one in zip(options, said, strict=True)] == [
-        True
-    ] * 4
+    files = {name: str(one) for name, one in configured(tmp_path, AUTHORITY.sign("daemon")).items()}
+    with pytest.raises(InvalidArgumentError, match=f"config: {pipe}: is not a regular file"):
+        load_config({}, {}, pipe)
+    with each_row() as row:
+        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+            with row(name), pytest.raises(InvalidArgumentError, match=f"{name}: {pipe}: is not a regular file"):
+                Credentials(ServeConfig(**files | {name: str(pipe)}))
 
 
 def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: Secured) -> None:
