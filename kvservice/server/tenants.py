@@ -42,7 +42,7 @@ MAX_TENANTS: Final = 1024
 MAX_SHARING: Final = 16
 # The first bytes of the extra keys that keep tenants apart. Clients cannot use them.
 SALT_PREFIX: Final = b"kvservice tenant "
-MIN_CALLS_PER_S: Final = 3.0
+MIN_CALLS_PER_S: Final = 8.0
 _MAX_FILE_BYTES: Final = 1 << 20
 _Count: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 40)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -94,7 +94,7 @@ class Quotas(BaseModel):
     max_regions: _Count = None
     # Bytes of the block store, together with those with whom the tenant shares.
     max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
-    # A client makes its first calls at once: a store makes three before it is open.
+    # A client makes its first calls at once, six for a store that it maps. With fewer a second it would never be open.
     calls_per_s: Annotated[float | None, Field(ge=MIN_CALLS_PER_S, le=1e9)] = None
 
     def limit(self, of: str) -> float | None:

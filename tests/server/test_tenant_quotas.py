@@ -299,7 +299,7 @@ def test_scheduled_requests_wait_for_the_quota(options: dict[str, Any], clock: A
 
 
 def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
-    tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 4.0')), clock.time)
+    tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 8.0')), clock.time)
 
     def accepted(name: str, count: int) -> int:
         done = 0
@@ -309,23 +309,23 @@ def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
                 done += 1
         return done
 
-    assert (accepted("alice", 5), accepted("bob", 5)) == (4, 5)
-    clock.advance(0.125)
+    assert (accepted("alice", 9), accepted("bob", 9)) == (8, 9)
+    clock.advance(0.0625)
     with calling("alice"), pytest.raises(QuotaExceededError) as caught:
         tenants.admit(EVERYONE, None)
-    assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "4", "retry_ms": "125"}
-    clock.advance(0.125)
+    assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "8", "retry_ms": "63"}
+    clock.advance(0.0625)
     assert accepted("alice", 5) == 1
     clock.advance(60)
-    assert accepted("alice", 5) == 4
+    assert accepted("alice", 9) == 8
 
 
 @in_loop
 async def test_calls_over_quota_are_refused(options: dict[str, Any], clock: Any) -> None:
-    life = with_quotas(options, clock, calls_per_s=3)
+    life = with_quotas(options, clock, calls_per_s=8)
     with calling("alice"):
         session = life.open()
-        calls = (life.call(session, "ping", pool_pb2.PingRequest()) for _ in range(1000))  # in less than five minutes
+        calls = (life.call(session, "ping", pool_pb2.PingRequest()) for _ in range(1000))  # in less than two minutes
         found = [await asyncio.gather(one, return_exceptions=True) for one in calls]
         assert any(isinstance(one, QuotaExceededError) for (one,) in found)
     with calling("bob"):

@@ -98,7 +98,7 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nmax_sessions = -1", "tenant.a.max_sessions", "greater than or equal to 0"),
         ("[tenant.a]\nmax_sessions = true", "tenant.a.max_sessions", "valid integer"),
         ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),
-        ("[tenant.a]\ncalls_per_s = 2.9", "tenant.a.calls_per_s", "greater than or equal to 3"),
+        ("[tenant.a]\ncalls_per_s = 7.9", "tenant.a.calls_per_s", "greater than or equal to 8"),
         ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
         ("[tenant.a", "", "Expected ']'"),
         (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
