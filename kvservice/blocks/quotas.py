@@ -143,17 +143,19 @@ class BlockOwners:
 
     def count(self, used: BoolArray, cached: BoolArray) -> None:
         """Count all blocks: which ones are not free, and which can be evicted, bool[num_blocks] each."""
-        self._held[:], self._cached[:] = self._counted(used & ~cached), self._counted(cached)
+        self._held[:], self._cached[:] = self.counted(slice(None), used, cached)
         self._missing = int(np.maximum(self._guaranteed - self._held, 0).sum())
 
-    def agree(self, used: BoolArray, cached: BoolArray) -> bool:
-        """Return whether the counts are those of these blocks."""
-        held, missing = self._counted(used & ~cached), np.maximum(self._guaranteed - self._held, 0).sum()
-        right = np.array_equal(self._held, held) and np.array_equal(self._cached, self._counted(cached))
-        return right and self._missing == missing
+    def counted(self, part: slice, used: BoolArray, cached: BoolArray) -> Int64Array:
+        """Return how many of a part of the blocks the tenants hold, and have cached, int64[2, tenants]. `used` and
+        `cached` are bool[n], see `count`."""
+        owners, size = self.of[part], len(self._held)
+        return np.array([np.bincount(owners[one], minlength=size) for one in (used & ~cached, cached)])
 
-    def _counted(self, blocks: BoolArray) -> Int64Array:
-        return np.bincount(self.of[blocks], minlength=len(self._held))
+    def agree(self, counted: int | Int64Array) -> bool:
+        """Return whether these are the counts of all blocks."""
+        missing = np.maximum(self._guaranteed - self._held, 0).sum()
+        return np.array_equal([self._held, self._cached], counted) and self._missing == missing
 
     def enter(self, quota: TenantQuota | None) -> int:
         """Begin an operation of a tenant. Returns how many blocks are kept from it, because others have them

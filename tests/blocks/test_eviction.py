@@ -6,8 +6,10 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, TenantQuota
+from kvservice.errors import InternalError
 
 NUM_BLOCKS = 14
 
@@ -84,3 +86,7 @@ def test_who_is_furthest_above_its_guaranteed_blocks_loses_cached_blocks_first()
         cached[name][number] = num_full
     manager.check_integrity()
     assert min(losers[who] for who in guaranteed) > 50
+    assert manager.device.owners is not None
+    manager.device.owners.free(np.zeros(1, np.int64))
+    with pytest.raises(InternalError, match="the counts of tenants' blocks are wrong"):
+        manager.check_integrity()
