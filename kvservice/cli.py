@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvservice import __version__, plain_json
-from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.connection import Presented, connection_options, failed
 from kvservice.commands.extras import needs
 from kvservice.commands.generate import generate
 from kvservice.commands.plan import plan
@@ -259,7 +259,7 @@ def top(
     try:
         run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
-        raise click.ClickException(f"no answer from {where}: {error}") from None
+        raise failed(where, error) from None
 
 
 @main.group()
@@ -365,7 +365,8 @@ def bench_cluster(as_json: bool, **options: Any) -> None:
 @_device_option
 @_quick_option
 @_json_option
-def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
+@click.option("--tenants", type=click.IntRange(1, 1000), help="Compare daemons with so many tenants and without any.")
+def bench_rpc(device: str, quick: bool, as_json: bool, tenants: int | None) -> None:
     """Measure calls to a real daemon on a unix socket, in units of an echo.
 
     Also measure the call of one layer with every transport (inline messages, shared memory, a lane, the mapped pool),
@@ -374,6 +375,9 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
     _reexec_with(missing_environment(os.environ))
     from kvservice.bench import rpc
 
+    if tenants is not None:
+        _report(lambda: rpc.run_tenants(tenants, quick), rpc.render_tenants, as_json)
+        return
     with needs("torch"):
         _report(lambda: rpc.run(quick, device), rpc.render, as_json)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvservice.auth import open_regular
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.errors import InvalidArgumentError, reason_of
 from kvservice.model_shape import read_pool_options, snapshot_name
@@ -95,7 +96,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return tomllib.load(stream)
     except (OSError, ValueError, RecursionError) as error:
         # tomllib raises ValueError for what is no TOML, and for very long numbers.

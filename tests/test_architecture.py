@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     # Processes with Mooncake's library, and the messages that the daemon exchanges with them.
     "mooncake": {"_ext"},
     # Tiers below the block store. They read and write its memory.
-    "tiers": {"_ext", "logs", "mooncake", "owned", "store"},
+    "tiers": {"_ext", "errors", "logs", "mooncake", "owned", "store"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
@@ -65,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     # How large tiers should be. It reads traces and config.json, and asks no daemon.
     "planning": {"config_sources", "errors", "model_shape", "pool.layout"},
     "config": {"pool.layout"},
-    "config_sources": {"config", "errors", "model_shape"},
+    "config_sources": {"auth", "config", "errors", "model_shape"},
     "devices": {
         "_cuda",
         "_ext",

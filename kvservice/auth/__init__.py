@@ -8,7 +8,7 @@ reloading   a value that is read again when its files change
 
 from kvservice.auth.certificates import CertificateFiles, Certificates
 from kvservice.auth.client import ClientCredentials, TLSConfig, is_loopback
-from kvservice.auth.reloading import Reloading, open_at_once
+from kvservice.auth.reloading import Reloading, open_regular
 from kvservice.auth.token_file import add as add_token
 from kvservice.auth.token_file import remove as remove_token
 from kvservice.auth.tokens import CALLER, UNNAMED, Identity, Tokens, new_token
@@ -26,6 +26,6 @@ __all__ = [
     "add_token",
     "is_loopback",
     "new_token",
-    "open_at_once",
+    "open_regular",
     "remove_token",
 ]

@@ -8,6 +8,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvservice.auth.reloading import open_regular
 from kvservice.errors import InvalidArgumentError
 
 # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
@@ -94,7 +95,8 @@ class Certificates:
 
 def _read(file: Path, field: str) -> bytes:
     try:
-        return file.read_bytes()
+        with open_regular(file) as stream:
+            return stream.read()
     except OSError as error:
         raise InvalidArgumentError(f"{file}: {error.strerror or error}", field=field) from None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
@@ -15,9 +17,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def open_at_once(file: Path) -> BinaryIO:
-    """Open a file for reading. A named pipe does not wait for a writer, which would hold the daemon up."""
-    return open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file for reading. A named pipe, which would wait for a writer and hold the daemon up, is refused
+    at once. Raises OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is a directory" if stat.S_ISDIR(mode) else "is not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 class Reloading(Generic[T]):
@@ -76,7 +84,7 @@ class Reloading(Generic[T]):
 
 def _version(file: Path) -> tuple[int, int, int, int] | None:
     try:
-        stat = file.stat()
+        found = file.stat()
     except OSError:
         return None
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvservice.auth.reloading import open_at_once
+from kvservice.auth.reloading import open_regular
 from kvservice.errors import InvalidArgumentError, UnauthenticatedError
 
 # ---- identity of the caller of an RPC
@@ -118,7 +118,7 @@ def load(file: Path, owners: Collection[int] = ()) -> str:
     its owner.
     """
     try:
-        with open_at_once(file) as stream:
+        with open_regular(file) as stream:
             _check_owner_and_mode(os.fstat(stream.fileno()), owners, file)
             data = stream.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -149,8 +149,6 @@ def parse(text: str, file: Path) -> Iterator[Identity]:
 
 
 def _check_owner_and_mode(status: os.stat_result, owners: Collection[int], file: Path) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgumentError(f"{file} is not a regular file", field=_FIELD)
     if owners and status.st_uid not in owners:
         raise InvalidArgumentError(
             f"{file} belongs to user {status.st_uid}, who could add tokens: it must belong to this user or root",

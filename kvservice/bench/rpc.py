@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import uvloop
@@ -37,6 +39,7 @@ from kvservice.bench.workloads import (
     take,
 )
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedFolder
 
 
 async def unary_rate(workload: Workload, rounds: int) -> float:
@@ -106,6 +109,59 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
         results["echo_unary_per_s"] = await unary_rate(echo, rounds)
         results["echo_stream_per_s"] = await stream_rate(echo, rounds)
     return results
+
+
+# The lines of the clients' tenant, for each daemon that `run_tenants` compares. The first one has no tenants.
+TENANTS = {
+    "none": None,
+    "tenants": "",
+    "quotas": "max_blocks = 8000\nmax_sequences = 8000\nguaranteed_blocks = 10\ncalls_per_s = 1e6",
+}
+
+
+def run_tenants(number: int, quick: bool = False) -> dict[str, Any]:
+    """Compare daemons without tenants, with so many, and with quotas for each. Return `<call>_<daemon>_p50_s` of calls
+    on a stream. The daemons take turns in each round, so that a slow machine affects all."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(OwnedFolder("kvservice-tenants-"))
+        addresses = {}
+        for name, lines in TENANTS.items():
+            options: dict[str, Any] = {}
+            if lines is not None:
+                tables = [f"[tenant.number-{i}]\n{lines}\n" for i in range(number)]
+                tables[-1] += 'unix_socket = "engine"\n'
+                options["tenants"] = folder / f"{name}.toml"
+                options["tenants"].write_text("".join(tables))
+            addresses[name] = stack.enter_context(Daemon(**POOL, **options)).address
+        return uvloop.run(_measure_tenants(addresses, 3 if quick else 60))
+
+
+async def _measure_tenants(addresses: dict[str, str], rounds: int) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        workloads: dict[str, dict[str, Workload]] = {}
+        for name, address in addresses.items():
+            api = await stack.enter_async_context(connected(address))
+            parent = await new_sequence(api, LONG_CONTEXT)
+            append = Append(api, IN_FLIGHT, 1, LONG_CONTEXT)
+            await append.prepare()
+            calls = {"echo": Echo(api), "allocate_1024": Allocate(api, parent), "free": Free(api, parent)}
+            workloads[name] = calls | {"append_1": append}
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for turn in range(-1, rounds):
+            for call in workloads["none"]:
+                for name, calls in workloads.items():
+                    measured = await latencies(calls[call], calls[call].api.call, 1)
+                    if turn >= 0:
+                        seconds[f"{call}_{name}"] += measured
+    return {key: value for name, times in seconds.items() for key, value in quantiles(name, times).items()}
+
+
+def render_tenants(results: dict[str, Any], console: Console) -> None:
+    rows = table("a call on a stream: p50 in µs; in brackets: of the daemon without tenants", ("call",), tuple(TENANTS))
+    for call in dict.fromkeys(key.rsplit("_", 3)[0] for key in results):
+        found = [results[f"{call}_{name}_p50_s"] for name in TENANTS]
+        rows.add_row(call, *(f"{one * 1e6:.1f} ({one / found[0]:.3f})" for one in found))
+    console.print(rows)
 
 
 def open_native(device: str) -> transports.Way:

@@ -27,7 +27,7 @@ plans        frozen results
 """
 
 from kvservice.blocks.allocation import FoundPrompt
-from kvservice.blocks.arguments import BlocksConfig, extra_keys_by_block
+from kvservice.blocks.arguments import BlocksConfig, TenantSalt, extra_keys_by_block
 from kvservice.blocks.events import Cleared, EventJournal, RemovedBlocks, StoreChange, StoredBlock
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.loading import Loader, MissingBlocks, PoolCopy, PoolLoad
@@ -109,6 +109,7 @@ __all__ = [
     "StoredBlock",
     "SwapPlan",
     "TenantQuota",
+    "TenantSalt",
     "Waits",
     "chain_hashes",
     "extra_keys_by_block",

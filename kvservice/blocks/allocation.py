@@ -58,7 +58,7 @@ class NewSequence(NamedTuple):
 
 # Called with new sequences before they are allocated. Returns what to wait for, or None. More of their blocks may be
 # cached then.
-BeforeAllocation: TypeAlias = Callable[[list[NewSequence]], Awaitable[object] | None]
+BeforeAllocation: TypeAlias = Callable[[SessionNamespace, list[NewSequence]], Awaitable[object] | None]
 
 
 class FoundPrompt(NamedTuple):
@@ -131,7 +131,7 @@ def allocate_in_slices(
     """`allocate` in slices; the last slice creates all sequences. `before` may load missing blocks first. Raises
     UnknownSessionError if the namespace is closed in the meantime."""
     plan = yield from _plan(state, namespace, requests)
-    if before is not None and (event := before(plan.sequences)) is not None:
+    if before is not None and (event := before(namespace, plan.sequences)) is not None:
         yield event
         plan = yield from _plan(state, namespace, requests)
     _execute(state, namespace, plan)
@@ -235,7 +235,10 @@ def _allocation_status(state: BlockState, num_sequences: int, required: int, num
         return AllocStatus.NEVER
     if state.device.quota is not None and state.device.quota.never(required, num_sequences):
         return AllocStatus.NEVER
-    if state.config.num_blocks - required < state.config.watermark_blocks and not fits:
+    kept = state.config.watermark_blocks
+    if state.device.owners is not None:
+        kept = max(kept, state.device.owners.guaranteed_to_others(state.device.quota))
+    if state.config.num_blocks - required < kept and not fits:
         return AllocStatus.NEVER
     return AllocStatus.LATER
 

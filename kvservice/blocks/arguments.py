@@ -7,7 +7,7 @@ import math
 import operator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -165,9 +165,21 @@ def whole_number(value: object, field: str, lowest: int, highest: int) -> int:
     return number
 
 
+class TenantSalt(tuple[tuple[int, bytes], ...]):
+    """The extra keys of all sequences of a tenant: one key at position 0. They are encoded once."""
+
+    def __new__(cls, salt: bytes) -> Self:
+        return super().__new__(cls, ((0, salt),))
+
+    def __init__(self, _: bytes) -> None:
+        self.by_block = encoded_extra_keys(self, 1)
+
+
 def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tokens: int) -> dict[int, bytes]:
-    """Map each block number to the length-prefixed keys at its positions, sorted by (position, key). Raises
-    InvalidArgumentError."""
+    """Map each block number to the length-prefixed keys at its positions, sorted by (position, key). Callers must not
+    modify the map. Raises InvalidArgumentError."""
+    if isinstance(extra_keys, TenantSalt):
+        return extra_keys.by_block
     if not isinstance(extra_keys, list | tuple):
         raise InvalidArgumentError("must be a list of (position, bytes)", field=field)
     if len(extra_keys) > MAX_EXTRA_KEYS:

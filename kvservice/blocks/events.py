@@ -46,12 +46,14 @@ Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared | StoreChange"
 
 
 class EventBatch(NamedTuple):
-    """The changes of one operation. `number` starts at 1; `time_s` is in seconds since 1970."""
+    """The changes of one operation. `number` starts at 1; `time_s` is in seconds since 1970. `domains` are those
+    of the tenants whose blocks were stored or removed, or the one of all of them; "" stands for nobody."""
 
     number: int
     time_s: float
     change: Change
     num_blocks: int
+    domains: str | list[str] = ""
 
 
 def _nobody_listens() -> None:
@@ -81,13 +83,13 @@ class EventJournal:
         """Number of the oldest batch that is kept, or of the next batch if none is kept."""
         return self._batches[0].number if self._batches else self.newest + 1
 
-    def stored(self, blocks: list[StoredBlock]) -> None:
+    def stored(self, blocks: list[StoredBlock], domains: str | list[str] = "") -> None:
         self.num_stored += len(blocks)
-        self._add(blocks, len(blocks))
+        self._add(blocks, len(blocks), domains)
 
-    def removed(self, block_hashes: list[bytes]) -> None:
+    def removed(self, block_hashes: list[bytes], domains: str | list[str] = "") -> None:
         self.num_removed += len(block_hashes)
-        self._add(RemovedBlocks(block_hashes), len(block_hashes))
+        self._add(RemovedBlocks(block_hashes), len(block_hashes), domains)
 
     def cleared(self) -> None:
         self.num_cleared += 1
@@ -101,9 +103,9 @@ class EventJournal:
         first = max(0, number - self.oldest)
         return [self._batches[i] for i in range(first, min(first + limit, len(self._batches)))]
 
-    def _add(self, change: Change, num_blocks: int) -> None:
+    def _add(self, change: Change, num_blocks: int, domains: str | list[str] = "") -> None:
         self.newest += 1
-        self._batches.append(EventBatch(self.newest, self.clock(), change, num_blocks))
+        self._batches.append(EventBatch(self.newest, self.clock(), change, num_blocks, domains))
         self._num_blocks += num_blocks
         while self._num_blocks > self.window and len(self._batches) > 1:
             self._num_blocks -= self._batches.popleft().num_blocks

@@ -264,6 +264,7 @@ class _Holders:
     def check(self, size: int) -> Slices[None]:
         """Compare the counts with the pool, after all entries were added."""
         pool, device = self._pool, self._pool if isinstance(self._pool, CachingBlockPool) else None
+        owned: int | Int64Array = 0
         num_free = num_active = num_shared = num_queued = num_pinned = num_indexed = num_loading = 0
         for window in windows(pool.num_blocks, size):
             counts, free = self._counts[window], self._free[window]
@@ -287,6 +288,8 @@ class _Holders:
                 num_pinned += int(np.count_nonzero(cached & pinned))
                 num_indexed += int(np.count_nonzero(device.indexed[window]))
                 num_loading += int(np.count_nonzero(loading))
+                if device.owners is not None:
+                    owned = owned + device.owners.counted(window, ~free, queued)
             require((states == 1).all(), "free + held + cached + loading are not all blocks, once each")
             num_free += int(np.count_nonzero(free))
             num_active += int(np.count_nonzero(counts))
@@ -300,6 +303,7 @@ class _Holders:
             require(num_pinned == device.num_pinned_cached, "the count of pinned cached blocks is wrong")
             require(num_indexed == len(device.index), "the index does not name the indexed blocks")
             require(num_loading == device.num_loading, "the count of blocks that are being loaded is wrong")
+            require(device.owners is None or device.owners.agree(owned), "the counts of tenants' blocks are wrong")
 
 
 def _count_holders(state: BlockState, device: _Holders, swap: _Holders, size: int) -> Slices[None]:

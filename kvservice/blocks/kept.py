@@ -34,6 +34,9 @@ class KeptMaps:
 
 def pack_extra_keys(by_block: Mapping[int, bytes]) -> bytes:
     """Encode the extra keys of a row, by block number."""
+    if len(by_block) == 1:  # as those of all sequences of a tenant
+        ((block, key),) = by_block.items()
+        return _BLOCK_AND_SIZE.pack(block, len(key)) + key
     return b"".join(_BLOCK_AND_SIZE.pack(block, len(key)) + key for block, key in by_block.items())
 
 

@@ -272,7 +272,8 @@ def _index_blocks(state: BlockState, full: _FullBlocks) -> None:
         root, size = device.index.root, 4 * state.config.block_size
         contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
         parents = (None if parent == root else parent for parent in full.parents)
-        journal.stored(list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found)))
+        stored = list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found))
+        journal.stored(stored, device.domains_of(full.blocks, found))
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

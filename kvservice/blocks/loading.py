@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.pool import NOT_COPIED, token_bytes
+from kvservice.blocks.quotas import TenantQuota
 from kvservice.blocks.state import BlockState
 from kvservice.chain_hash import block_hash
 
@@ -28,19 +29,21 @@ from kvservice.chain_hash import block_hash
 @dataclass(frozen=True, eq=False)
 class MissingBlocks:
     """Full blocks of a prompt that are not in the pool, in order, with their tokens int32[n, block_size]. They continue
-    the cached blocks `prefix` int64[m]; `parent` is the hash before the first missing one."""
+    the cached blocks `prefix` int64[m]; `parent` is the hash before the first missing one. `quota` is that of the
+    prompt's tenant."""
 
     prefix: Int64Array
     parent: bytes
     chain_hashes: list[bytes]
     tokens: Int32Array
+    quota: TenantQuota | None = None
 
     def __len__(self) -> int:
         return len(self.chain_hashes)
 
     def first(self, count: int) -> MissingBlocks:
         """Return the first `count` of these blocks."""
-        return MissingBlocks(self.prefix, self.parent, self.chain_hashes[:count], self.tokens[:count])
+        return MissingBlocks(self.prefix, self.parent, self.chain_hashes[:count], self.tokens[:count], self.quota)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,12 @@ class Loader:
     # ---- into the pool
 
     def missing(
-        self, tokens: Int32Array, extra: Mapping[int, bytes], found: Int64Array, most: int
+        self,
+        tokens: Int32Array,
+        extra: Mapping[int, bytes],
+        found: Int64Array,
+        most: int,
+        quota: TenantQuota | None = None,
     ) -> MissingBlocks | None:
         """Return at most `most` blocks of a prompt int32[n] after the `found` ones int64[m], or None if none is
         missing. `extra` are its encoded extra keys by block. The block of the last token is never among them, because
@@ -89,18 +97,24 @@ class Loader:
         parent = self._device.hashes[int(found[-1])] if first else self._device.index.root
         assert parent is not None, "the index has just found this block"
         part = np.asarray(tokens[first * size : (first + count) * size], np.int32).reshape(count, size)
-        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part)
+        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part, quota)
 
     def missing_prefix(
-        self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]], most: int
+        self,
+        token_ids: npt.ArrayLike,
+        extra_keys: Sequence[tuple[int, bytes]],
+        most: int,
+        quota: TenantQuota | None = None,
     ) -> MissingBlocks | None:
         """Return the missing blocks of a prefix, of which every full block counts. Raises InvalidArgumentError."""
         tokens, limit = int32_array(token_ids, "token_ids"), self._config.max_sequence_tokens
         extra = extra_keys_by_block(extra_keys, "extra_keys", self._config.block_size, limit)
         found = np.array(self._device.index.match(tokens, extra), np.int64)
-        return self.missing(np.append(tokens, np.int32(0)), extra, found, most)
+        return self.missing(np.append(tokens, np.int32(0)), extra, found, most, quota)
 
-    def missing_of(self, tokens: Int32Array, chain_hashes: list[bytes], most: int) -> MissingBlocks | None:
+    def missing_of(
+        self, tokens: Int32Array, chain_hashes: list[bytes], most: int, quota: TenantQuota | None = None
+    ) -> MissingBlocks | None:
         """Return the same for a prompt whose chain hashes are known."""
         size, device = self._config.block_size, self._device
         count = min((len(tokens) - 1) // size, len(chain_hashes))
@@ -110,7 +124,7 @@ class Loader:
             return None
         parent = chain_hashes[first - 1] if first else device.index.root
         part = np.asarray(tokens[first * size : stop * size], np.int32).reshape(stop - first, size)
-        return MissingBlocks(found, parent, chain_hashes[first:stop], part)
+        return MissingBlocks(found, parent, chain_hashes[first:stop], part, quota)
 
     def begin_load(self, missing: MissingBlocks, num_kept: int = 0) -> PoolLoad | None:
         """Take blocks for the first of the missing blocks. Returns None if there is room for none, or if their prefix
@@ -123,7 +137,7 @@ class Loader:
         known = device.index.blocks
         if len(prefix) and known.get(missing.parent) != prefix[-1]:
             return None
-        self._state.enter(None)
+        self._state.enter_for(missing.quota)
         absent = list(itertools.takewhile(lambda chain_hash: chain_hash not in known, missing.chain_hashes))
         cached = prefix[(device.ref_count[prefix] == 0) & device.indexed[prefix] & ~device.pinned[prefix]]
         num_kept = max(num_kept, self._config.watermark_blocks) + len(cached)
@@ -149,10 +163,10 @@ class Loader:
         device.cache_unused(blocks[new][::-1])
         device.free_unused(np.concatenate([blocks[~new], load.blocks[num_loaded:]]))
         self.mark_copied(blocks[new])
-        self._record(missing, new)
+        self._record(missing, blocks, new)
         return int(np.count_nonzero(new))
 
-    def _record(self, missing: MissingBlocks, new: BoolArray) -> None:
+    def _record(self, missing: MissingBlocks, blocks: Int64Array, new: BoolArray) -> None:
         """Record the blocks that can be found from now on in the journal."""
         journal = self._device.journal
         if journal is None or not new.any():
@@ -163,7 +177,8 @@ class Loader:
             [
                 (missing.chain_hashes[i], parents[i], token_bytes(missing.tokens[i]) if journal.with_tokens else b"")
                 for i in np.flatnonzero(new).tolist()
-            ]
+            ],
+            self._device.domains_of(blocks[new]),
         )
 
     # ---- out of the pool

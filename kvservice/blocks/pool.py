@@ -8,7 +8,7 @@ and keeps histograms of their `BlockAges`. All arguments that name blocks are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvservice._ext import add_references, match_hashes
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
-from kvservice.blocks.quotas import TenantQuota
+from kvservice.blocks.quotas import NOBODY, BlockOwners, TenantQuota
 from kvservice.chain_hash import block_hash, root_hash
 from kvservice.errors import OutOfBlocksError, ResourceExhaustedError
 
@@ -28,8 +28,8 @@ HASH_BYTES: Final = 32
 _HASH_RECORD = np.dtype((np.void, HASH_BYTES))
 # The value of `CachingBlockPool.copied` for a block of which no copy is known.
 NOT_COPIED: Final = 0
-# Stamp of a block that is not in the queue. Positions in the log begin at 1.
-_NOWHERE = 0
+# Stamp of a block that is not in the queue, and the first position in its log.
+_NOWHERE, _BEGIN = 0, 1
 _SLACK = 1024
 LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
 NUM_HISTOGRAMS = 3
@@ -201,9 +201,12 @@ class CachingBlockPool(BlockPool):
         self.num_loading = 0
         self.copied: Int64Array = np.zeros(num_blocks, np.int64)
         self.has_copies = False
-        # The quota of the current operation's tenant, and the available blocks that it keeps from it.
+        # The quota of the current operation's tenant, and the available blocks that are kept from it: `reserved` are
+        # those that other tenants have guaranteed.
         self.quota: TenantQuota | None = None
-        self.withheld = 0
+        self.withheld = self.reserved = 0
+        # None if the daemon has one tenant.
+        self.owners: BlockOwners | None = None
 
     @property
     def num_available(self) -> int:
@@ -227,9 +230,11 @@ class CachingBlockPool(BlockPool):
         """Return the error for a batch that needs this many blocks, now or (`never`) in any state of the pool.
         `num_kept` is the number of blocks that the watermark keeps from it."""
         free = self.num_available
-        if self.quota is not None and self.withheld > num_kept:
+        if self.quota is not None and self.withheld > max(num_kept, self.reserved):
             return self.quota.blocks_exceeded(required, free)
         kept = f"; the watermark keeps {num_kept} free" if num_kept else ""
+        if self.reserved > num_kept:
+            kept = f"; {self.reserved} more are guaranteed to other tenants"
         return OutOfBlocksError(
             f"{counted(required, 'block')} needed and {free} of {self.num_blocks} are available{kept}",
             tier="device", required=required, free=free, total=self.num_blocks, never=never,
@@ -264,6 +269,8 @@ class CachingBlockPool(BlockPool):
             self.num_evicted += len(evicted)
             blocks = np.concatenate([blocks, evicted])
         self.ages.allocate(blocks)
+        if self.owners is not None:
+            self.owners.take(blocks)
         return blocks
 
     def incref_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
@@ -287,7 +294,10 @@ class CachingBlockPool(BlockPool):
         pinned = self.pinned[blocks]
         num_pinned = int(np.count_nonzero(pinned))
         self.num_pinned_cached -= num_pinned
-        self.evictable.remove(blocks[~pinned] if num_pinned else blocks)
+        queued = blocks[~pinned] if num_pinned else blocks
+        self.evictable.remove(queued)
+        if self.owners is not None:
+            self.owners.take_over(queued)
 
     def match_hashes(self, chain_hashes: list[bytes], limit: int) -> tuple[Int64Array, int]:
         """Return (the blocks int64[n] that at most `limit` of these chain hashes find, up to the first miss; how many
@@ -326,6 +336,8 @@ class CachingBlockPool(BlockPool):
 
     def _free(self, blocks: Int64Array) -> None:
         self.ages.free(blocks)
+        if self.owners is not None:
+            self.owners.free(blocks)
         self._push_free(blocks)
 
     def add_to_index(self, blocks: Int64Array, chain_hashes: list[bytes]) -> list[bool]:
@@ -340,7 +352,7 @@ class CachingBlockPool(BlockPool):
         """Remove blocks from the index. Their hashes stay, because the chains of their holders need them."""
         forgotten = self._pop_from_index(blocks)
         if self.journal is not None and forgotten:
-            self.journal.removed(forgotten)
+            self.journal.removed(forgotten, self.domains_of(blocks))
 
     def _pop_from_index(self, blocks: Int64Array) -> list[bytes]:
         """Remove blocks from the index without a journal entry. Returns their hashes."""
@@ -358,6 +370,8 @@ class CachingBlockPool(BlockPool):
         self.pinned[blocks] = True
         unreferenced = blocks[self.ref_count[blocks] == 0]
         self.evictable.remove(unreferenced)
+        if self.owners is not None:
+            self.owners.take_over(unreferenced)
         self.num_pinned_cached += len(unreferenced)
 
     def unpin(self, blocks: Int64Array) -> None:
@@ -379,6 +393,21 @@ class CachingBlockPool(BlockPool):
         cached = np.flatnonzero(unreferenced & self.indexed)
         self.evictable.recover(cached[np.argsort(-depths[cached], kind="stable")])
 
+    def domains_of(self, blocks: Int64Array, found: list[bool] | None = None) -> str | list[str]:
+        """Return the domains of the tenants of these blocks, or of those that are `found`, at least one; or the one of
+        all of them."""
+        if self.owners is None:
+            return ""
+        return self.owners.domains_of(blocks if found is None else blocks[found])
+
+    def set_owners(self, owners: BlockOwners) -> None:
+        """Tell the blocks of tenants apart. `owners` knows whose each block is, and counts them here."""
+        used = np.ones(self.num_blocks, np.bool_)
+        used[self.free_blocks()] = False
+        owners.count(used, self.evictable.has(slice(0, self.num_blocks)))
+        self.owners = owners
+        self.evictable.divide(owners)
+
     def unpinned(self) -> Int64Array:
         """Return the indexed blocks that are not pinned."""
         return np.flatnonzero(self.indexed & ~self.pinned)
@@ -393,7 +422,7 @@ class CachingBlockPool(BlockPool):
             if whole and not self.index.blocks:
                 self.journal.cleared()
             else:
-                self.journal.removed(forgotten)
+                self.journal.removed(forgotten, self.domains_of(blocks))
         self.evictable.remove(unreferenced)
         self._free(unreferenced)
         return len(unreferenced)
@@ -447,13 +476,25 @@ class PrefixIndex:
 
 
 class EvictionQueue:
-    """Queue of a pool's `size` cached blocks in the order of their release. The stamps are kept: they are the order."""
+    """Queue of a pool's `size` cached blocks in the order of their release. The stamps are kept: they are the order.
+
+    With owners, each owner has a head of its own in the same log, so that an eviction finds the oldest blocks of one
+    owner without reading the others' again. Each owner's head passes an entry of the log once.
+    """
 
     def __init__(self, num_blocks: int, memory: ArrayMemory) -> None:
         self._log = np.zeros(1 + 2 * num_blocks + _SLACK, np.int64)
         self._stamp: Int64Array = memory.kept("eviction_stamps", (num_blocks,), np.int64, private=True)
-        self._head = self._tail = 1
+        self._tail = _BEGIN
+        self._owners: BlockOwners | None = None
+        # The positions in the log before which owners have no blocks. Without owners all blocks are nobody's.
+        self._heads: dict[int, int] = {}
         self.size = 0
+
+    def divide(self, owners: BlockOwners) -> None:
+        """Take the next blocks to evict from the owners that lose some."""
+        self._owners = owners
+        self._heads.clear()
 
     def __len__(self) -> int:
         return self.size
@@ -467,41 +508,55 @@ class EvictionQueue:
         self._stamp[blocks] = np.arange(self._tail, end)
         self._tail = end
         self.size += len(blocks)
+        if self._owners is not None:
+            self._owners.queue(blocks)
 
     def remove(self, blocks: Int64Array) -> None:
         """Remove distinct blocks that are in the queue."""
         self._stamp[blocks] = _NOWHERE
         self.size -= len(blocks)
+        if self._owners is not None:
+            self._owners.unqueue(blocks)
 
     def peek(self, count: int) -> Int64Array:
         """Return the `count` blocks to evict first, in that order."""
-        assert count <= self.size
-        parts: list[Int64Array] = []
-        head, left = self._head, count
-        while left:
-            stop = min(head + 2 * left + 64, self._tail)
-            entries = self._log[head:stop]
-            valid = np.flatnonzero(self._stamp[entries] == np.arange(head, stop))[:left]
-            parts.append(entries[valid])
-            left -= len(valid)
-            head = stop
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return _joined([blocks for _, blocks, _ in self._next(count)])
 
     def pop(self, count: int) -> Int64Array:
         """Remove and return the `count` blocks to evict first, in that order."""
-        assert count <= self.size
         parts = []
-        left = count
-        while left:
-            stop = min(self._head + 2 * left + 64, self._tail)
-            entries = self._log[self._head : stop]
-            valid = np.flatnonzero(self._stamp[entries] == np.arange(self._head, stop))[:left]
-            parts.append(entries[valid])
-            left -= len(valid)
-            self._head = self._head + int(valid[-1]) + 1 if not left else stop
-        popped = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        self.remove(popped)
+        for owner, blocks, head in self._next(count):
+            self._heads[owner] = head
+            parts.append(blocks)
+            if self._owners is not None:
+                self._owners.lose(owner, len(blocks))
+        popped = _joined(parts)
+        self._stamp[popped] = _NOWHERE
+        self.size -= count
         return popped
+
+    def _next(self, count: int) -> Iterator[tuple[int, Int64Array, int]]:
+        """Return (owner, its blocks among the `count` to evict first, its head after them)."""
+        assert count <= self.size
+        losing = ((NOBODY, count),) if self._owners is None else self._owners.losing(count)
+        for owner, number in losing:
+            yield owner, *self._first(self._heads.get(owner, _BEGIN), number, owner)
+
+    def _first(self, head: int, count: int, owner: int) -> tuple[Int64Array, int]:
+        """Return (the owner's first `count` blocks in the log from `head` on, the position after them)."""
+        parts, left, width = [], count, 2 * count + 64
+        while left:
+            stop = min(head + width, self._tail)
+            entries = self._log[head:stop]
+            valid = self._stamp[entries] == np.arange(head, stop)
+            if self._owners is not None:
+                valid &= self._owners.of[entries] == owner
+            found = np.flatnonzero(valid)[:left]
+            parts.append(entries[found])
+            left -= len(found)
+            width *= 2
+            head = stop if left else head + int(found[-1]) + 1
+        return _joined(parts), head
 
     def recover(self, blocks: Int64Array) -> None:
         """Fill the queue with distinct blocks int64[n], in the order of the stamps of an earlier process. Blocks that
@@ -513,18 +568,19 @@ class EvictionQueue:
         fresh[order] = np.arange(1, 1 + len(order))
         self._stamp[:] = fresh
         self._log[1 : 1 + len(order)] = order
-        self._head, self._tail, self.size = 1, 1 + len(order), len(order)
+        self._tail, self.size = 1 + len(order), len(order)
+        self._heads.clear()
 
     def blocks(self) -> Int64Array:
-        """Return all blocks in the queue, in eviction order."""
-        entries = self._log[self._head : self._tail]
-        valid: Int64Array = entries[self._stamp[entries] == np.arange(self._head, self._tail)]
+        """Return all blocks in the queue, in the order of their release."""
+        entries = self._log[_BEGIN : self._tail]
+        valid: Int64Array = entries[self._stamp[entries] == np.arange(_BEGIN, self._tail)]
         return valid
 
     def has(self, blocks: slice) -> BoolArray:
         """Return bool[n]: which of the blocks with these ids are in the queue."""
         stamps = self._stamp[blocks]
-        inside = (stamps >= self._head) & (stamps < self._tail)
+        inside = (stamps >= _BEGIN) & (stamps < self._tail)
         entries = self._log[np.where(inside, stamps, 0)]
         found: BoolArray = inside & (entries == np.arange(blocks.start, blocks.stop))
         return found
@@ -533,7 +589,13 @@ class EvictionQueue:
         valid = self.blocks()
         self._log[1 : 1 + len(valid)] = valid
         self._stamp[valid] = np.arange(1, 1 + len(valid))
-        self._head, self._tail = 1, 1 + len(valid)
+        self._tail = 1 + len(valid)
+        self._heads.clear()
+
+
+def _joined(parts: list[Int64Array]) -> Int64Array:
+    """Return one array of all parts, which is the first if there is no other, as nearly always."""
+    return parts[0] if len(parts) == 1 else np.concatenate([_NO_BLOCKS, *parts])
 
 
 class BlockAges:

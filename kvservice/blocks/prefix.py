@@ -72,7 +72,9 @@ def pin(
     close_namespace.
 
     Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
-    max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.
+    max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks. Pinned blocks
+    count for their tenant as those that its sequences hold: QuotaExceededError, and OutOfBlocksError if others have
+    them guaranteed.
     """
     state.enter(namespace)
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
@@ -86,6 +88,7 @@ def pin(
             f"at most {limit} blocks, and as many pins, may be pinned",
             field="token_ids", limit="max_pinned_fraction", value=str(state.config.max_pinned_fraction),
         )  # fmt: skip
+    state.device.require_available(state.device.num_evictable(blocks))
     pin_id = state.pins.add(namespace, blocks, ttl_s)
     return PinnedPrefix(pin_id, len(blocks) << state.config.block_shift, len(blocks))
 

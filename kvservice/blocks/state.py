@@ -39,7 +39,7 @@ from kvservice.blocks.plans import (
     numpy_memory,
 )
 from kvservice.blocks.pool import ONE, BlockPool, CachingBlockPool
-from kvservice.blocks.quotas import TenantQuota
+from kvservice.blocks.quotas import BlockOwners, TenantQuota
 from kvservice.blocks.slices import SLICE_BLOCKS
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -665,17 +665,32 @@ class BlockState:
         expire pins. The operation before counts from now on. Raises UnknownSessionError."""
         if namespace is not None and namespace.closed:
             raise UnknownSessionError("the session of the sequences is closed")
+        self.enter_for(None if namespace is None else namespace.quota)
+
+    def enter_for(self, quota: TenantQuota | None) -> None:
+        """Start an operation of the daemon for the tenant with this quota, or for itself, as `enter` does."""
         if self.intents.pending:
             self.end_operation()
         self.generation += 1
         if self.pins.deadlines:
             self.pins.expire()
-        quota = None if namespace is None else namespace.quota
-        if quota is not None or self.device.quota is not None:
+        if (owners := self.device.owners) is not None:
             self.device.quota = quota
-            self.device.withheld = self.sequences.withheld = 0
+            self.device.withheld = self.device.reserved = owners.enter(quota)
+            self.sequences.withheld = 0
             if quota is not None:
-                quota.withhold(self.device, self.sequences)
+                quota.withhold(self.device, self.sequences, owners.num_held(quota.tenant))
+
+    def set_tenants(self, guaranteed: Mapping[str, int], domains: Mapping[str, str] | None = None) -> None:
+        """Tell the blocks of these tenants apart, and let each have the number of blocks that it has guaranteed. Called
+        again when the tenants change, and after a recovery: then the cached blocks are nobody's. `domains`: see
+        BlockOwners."""
+        owners = BlockOwners(self.config.num_blocks, guaranteed, domains)
+        if self.device.owners is not None:
+            owners.inherit(self.device.owners)
+        for quota in {namespace.quota for namespace in self.namespaces if namespace.quota is not None}:
+            owners.claim(quota.blocks(self.sequences), quota)
+        self.device.set_owners(owners)
 
     def end_operation(self) -> None:
         """Declare that the last operation counts, because its reply is remembered. Before that, or before the next

@@ -198,7 +198,7 @@ def _record_stored(
         assert chain_hash is not None, "it is in the index"
         tokens = token_bytes(state.device.token_ids[block]) if journal.with_tokens else b""
         stored.append((chain_hash, parents[block], tokens))
-    journal.stored(stored)
+    journal.stored(stored, state.device.domains_of(np.array(findable)))
 
 
 def _swap_out_group(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> _Group:
@@ -573,7 +573,8 @@ def _index(state: BlockState, numbers: list[int], made: RestoredBlocks) -> None:
     hashes = [chain_hash for number in numbers if (chain_hash := made.hashes[number]) is not None]
     found = device.add_to_index(blocks, hashes)
     if journal is not None and any(found):
-        journal.stored(list(itertools.compress(_stored(state, numbers, made, with_tokens=journal.with_tokens), found)))
+        stored = list(itertools.compress(_stored(state, numbers, made, with_tokens=journal.with_tokens), found))
+        journal.stored(stored, device.domains_of(blocks, found))
 
 
 def _stored(state: BlockState, numbers: list[int], made: RestoredBlocks, *, with_tokens: bool) -> Iterator[StoredBlock]:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig, check_address
-from kvservice.errors import KVServiceError, reason_of
+from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError, reason_of
 
 _FILE = click.Path(dir_okay=False)
 _OPTIONS = (
@@ -75,6 +75,12 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         with_credentials = option(with_credentials)
     return with_credentials
+
+
+def failed(address: str, error: KVServiceError) -> click.ClickException:
+    """Return what a command says that a daemon has refused, or that no daemon has answered."""
+    is_refused = error.status not in (ConnectionLostError.status, CallTimeoutError.status)
+    return click.ClickException(f"{address} refuses: {error}" if is_refused else f"no answer from {address}: {error}")
 
 
 def _presented(

@@ -7,7 +7,7 @@ import asyncio
 import click
 
 from kvservice import plain_json
-from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.connection import Presented, connection_options, failed
 from kvservice.errors import KVServiceError
 
 
@@ -34,7 +34,7 @@ def tenants(address: str, as_json: bool, presented: Presented) -> None:
     try:
         found = asyncio.run(asked())
     except KVServiceError as error:
-        raise click.ClickException(f"no answer from {address}: {error}") from None
+        raise failed(address, error) from None
     if as_json:
         click.echo(plain_json.dumps({"tenants": found}))
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
+from kvservice.blocks import BlockManager, SessionNamespace, StepPlan, TenantQuota
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.slices import Slices, finish
@@ -17,6 +17,7 @@ from kvservice.errors import (
     DuplicateSequenceError,
     FailedPreconditionError,
     KVServiceError,
+    OutOfBlocksError,
     QuotaExceededError,
     UnknownSequenceError,
 )
@@ -96,13 +97,25 @@ class EngineScheduler:
             checked = check_request(request, blocks, self.config.lookahead, max_width, self._max_blocks)
             if (quota := self.queues.namespace.quota) is not None:
                 num_blocks = blocks.num_blocks_for(len(checked.tokens) + request.max_tokens + self.config.lookahead)
-                if error := quota.never(num_blocks * (request.width if request.beams else 1), request.width):
+                num_blocks *= request.width if request.beams else 1
+                if error := quota.never(num_blocks, request.width) or self._guaranteed(quota, num_blocks):
                     raise error
         except KVServiceError:
             self.queues.counters.refused += 1
             raise
         hashes = yield from hashes_in_slices(checked.tokens, checked.extra, blocks)
         return PreparedRequest(request, checked, hashes)
+
+    def _guaranteed(self, quota: TenantQuota, required: int) -> OutOfBlocksError | None:
+        """Return the error if a request needs blocks that are always other tenants'."""
+        owners, total = self._manager.device.owners, self._manager.config.num_blocks
+        available = total - (0 if owners is None else owners.guaranteed_to_others(quota))
+        if required <= available:
+            return None
+        return OutOfBlocksError(
+            f"prompt and max_tokens need {required} blocks, and all but {available} are guaranteed to other tenants",
+            tier="device", required=required, free=available, total=total, never=True, field="max_tokens",
+        )  # fmt: skip
 
     def enqueue(self, prepared: Sequence[PreparedRequest], now_s: float, field: str = "request_id") -> None:
         """Queue all these requests, or none. `field` is a format string for the index of a request. Raises the other

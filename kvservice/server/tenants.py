@@ -30,8 +30,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvservice.auth import CALLER, Identity, Reloading, open_at_once
-from kvservice.blocks import quota_exceeded
+from kvservice.auth import CALLER, Identity, Reloading, open_regular
+from kvservice.blocks import TenantSalt, quota_exceeded
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PermissionDeniedError, QuotaExceededError, reason_of
 
@@ -42,6 +42,7 @@ MAX_TENANTS: Final = 1024
 MAX_SHARING: Final = 16
 # The first bytes of the extra keys that keep tenants apart. Clients cannot use them.
 SALT_PREFIX: Final = b"kvservice tenant "
+MIN_CALLS_PER_S: Final = 8.0
 _MAX_FILE_BYTES: Final = 1 << 20
 _Count: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 40)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -83,11 +84,18 @@ class Quotas(BaseModel):
     max_sessions: _Count = None
     # Sessions that wait for longer than session_grace_s when their streams end.
     max_detached_sessions: _Count = None
+    # Streams of sessions and of events.
+    max_streams: _Count = None
     max_sequences: _Count = None
-    # Blocks of the pool that sequences hold. Cached blocks are nobody's.
+    # Blocks of the pool that sequences and pins hold. Those that can be evicted do not count.
     max_blocks: _Count = None
+    # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
+    guaranteed_blocks: _Count = None
     max_regions: _Count = None
-    calls_per_s: Annotated[float | None, Field(gt=0, le=1e9)] = None
+    # Bytes of the block store, together with those with whom the tenant shares.
+    max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
+    # A client makes its first calls at once, six for a store that it maps. With fewer a second it would never be open.
+    calls_per_s: Annotated[float | None, Field(ge=MIN_CALLS_PER_S, le=1e9)] = None
 
     def limit(self, of: str) -> float | None:
         """Return the quota of sessions, sequences and so on, by its name without max_."""
@@ -179,7 +187,7 @@ class TenantRules:
     def read(file: Path) -> TenantRules:
         """Raises InvalidArgumentError naming the file and the key that is wrong."""
         try:
-            with open_at_once(file) as stream:
+            with open_regular(file) as stream:
                 _check_owner_and_mode(os.fstat(stream.fileno()))
                 data = stream.read(_MAX_FILE_BYTES + 1)
             if len(data) > _MAX_FILE_BYTES:
@@ -194,6 +202,24 @@ class TenantRules:
         unnamed = self.local if tenant else _AT_OWN_DOOR
         caller = self.callers.get(owner.name) if owner.name else unnamed
         return caller is not None and caller.tenant.name == tenant
+
+    def guaranteed(self) -> dict[str, int]:
+        """Return the blocks that each tenant has guaranteed."""
+        return {name: tenant.quotas.guaranteed_blocks or 0 for name, tenant in self.tenants.items()}
+
+    def store_bytes(self) -> dict[str, int]:
+        """Return the most bytes in the store by the tenants' domains."""
+        limits = {tenant.domain: tenant.quotas.max_store_bytes for tenant in self.tenants.values()}
+        return {domain: limit for domain, limit in limits.items() if limit is not None}
+
+    def check_pool(self, num_blocks: int) -> None:
+        """Raise InvalidArgumentError if a pool of this size cannot hold what is guaranteed."""
+        total = 0
+        for name, number in self.guaranteed().items():
+            total += number
+            if total > num_blocks:
+                message = f"with those before it, {total} blocks are guaranteed, and the pool has {num_blocks}"
+                raise _wrong(f"{name}.guaranteed_blocks", message)
 
 
 def _tables(found: dict[str, Any]) -> dict[str, _Settings]:
@@ -234,9 +260,11 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
             raise _wrong(field, f"{other!r} is no tenant")
         if {other, *tables[other].shares_with} != sharing:
             raise _wrong(field, f"{other!r} must name the same tenants: who shares, shares with all of them")
+        if tables[other].max_store_bytes != settings.max_store_bytes:
+            raise _wrong(f"{name}.max_store_bytes", f"must be {other}'s, because they share the store")
     domain = ",".join(sorted(sharing))
     quotas = Quotas(**{key: getattr(settings, key) for key in Quotas.model_fields})
-    return Tenant(name, domain, ((0, _salt(domain)),), settings.map_pool, settings.map_store, quotas)
+    return Tenant(name, domain, TenantSalt(_salt(domain)), settings.map_pool, settings.map_store, quotas)
 
 
 def _salt(domain: str) -> bytes:
@@ -252,8 +280,6 @@ def _wrong(key: str, message: str) -> InvalidArgumentError:
 
 
 def _check_owner_and_mode(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgumentError("is not a regular file")
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise InvalidArgumentError("others than root and the daemon's user may write it")
 
@@ -269,9 +295,14 @@ class Tenants:
         self._clock = clock
         # The calls that each tenant may make now, and the time of its last one.
         self._calls_left: dict[str, tuple[float, float]] = {}
+        # Open streams of events by tenant.
+        self.event_streams: Counter[str] = Counter()
         # Calls over a quota, by tenant and by the quota's name without max_.
         self.refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._rules = Reloading([file], lambda: TenantRules.read(file), "the daemon")
+        self._file = file
+        # The number of blocks of the pool, when it is known.
+        self._num_blocks: int | None = None
+        self._rules = Reloading([file], self._read, "the daemon")
 
     @staticmethod
     def of(config: ServeConfig) -> Tenants | None:
@@ -286,6 +317,24 @@ class Tenants:
                 field=_FIELD,
             )
         return tenants
+
+    def _read(self) -> TenantRules:
+        rules = TenantRules.read(self._file)
+        self._check_pool(rules)
+        return rules
+
+    def _check_pool(self, rules: TenantRules) -> None:
+        try:
+            if self._num_blocks is not None:
+                rules.check_pool(self._num_blocks)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._file}: {error}", field=_FIELD) from None
+
+    def set_pool(self, num_blocks: int) -> None:
+        """Check now, and whenever the file is read, that a pool of this size can hold what is guaranteed. Raises
+        InvalidArgumentError naming the file and the key that is wrong."""
+        self._num_blocks = num_blocks
+        self._check_pool(self.rules)
 
     @property
     def rules(self) -> TenantRules:
@@ -305,7 +354,7 @@ class Tenants:
         if not name:
             return OPERATOR
         found = self.rules.tenants.get(name)
-        return Tenant(name, name, ((0, _salt(name)),), map_pool=False, map_store=False) if found is None else found
+        return Tenant(name, name, TenantSalt(_salt(name)), map_pool=False, map_store=False) if found is None else found
 
     def caller(self) -> TenantCaller:
         """Return who calls. Raises PermissionDeniedError if the caller has no tenant."""
@@ -321,6 +370,15 @@ class Tenants:
             return _AT_OWN_DOOR
         return self.rules.local if door is Door.UNIX else self.rules.callers.get(CALLER.get().name)
 
+    def admit(self, roles: Roles, tenant: str | None) -> None:
+        """Do as `check`, for a call that counts. Raises QuotaExceededError, too, if the caller's tenant makes more
+        calls a second than it may. It may make those of one second at once."""
+        caller = self._of(DOOR.get())
+        if caller is None or caller.roles.isdisjoint(roles) or tenant not in (None, caller.tenant.name):
+            self.check(roles, tenant)
+        elif (rate := caller.tenant.quotas.calls_per_s) is not None:
+            self._count_call(caller.tenant.name, rate)
+
     def check(self, roles: Roles, tenant: str | None = None) -> None:
         """Raise PermissionDeniedError unless the caller has one of these roles, and belongs to `tenant` if that is
         given."""
@@ -331,22 +389,16 @@ class Tenants:
         if tenant is not None and tenant != caller.tenant.name:
             raise PermissionDeniedError("the session is another tenant's now", tenant=caller.tenant.name)
 
-    def count_call(self) -> None:
-        """Raise QuotaExceededError if the caller's tenant makes more calls a second than it may. It may make those of
-        one second at once."""
-        tenant = self.caller().tenant
-        rate = tenant.quotas.calls_per_s
-        if rate is None:
-            return
+    def _count_call(self, tenant: str, rate: float) -> None:
         now, most = self._clock(), max(rate, 1.0)
-        left, before = self._calls_left.get(tenant.name, (most, now))
+        left, before = self._calls_left.get(tenant, (most, now))
         left = min(most, left + (now - before) * rate)
-        self._calls_left[tenant.name] = max(left - 1, 0.0) if left >= 1 else left, now
+        self._calls_left[tenant] = left - 1 if left >= 1 else left, now
         if left < 1:
             retry_ms = math.ceil((1 - left) / rate * 1000)
             raise QuotaExceededError(
-                f"tenant {tenant.name} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
-                tenant=tenant.name, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
+                f"tenant {tenant} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
+                tenant=tenant, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
             )  # fmt: skip
 
     def calls_lately(self, tenant: Tenant) -> float:
@@ -358,9 +410,14 @@ class Tenants:
         return max(0.0, max(rate, 1.0) - left - (self._clock() - before) * rate)
 
     def note_refusal(self, error: QuotaExceededError) -> None:
-        """Count a call that was refused, if it was over a tenant's quota."""
-        if tenant := error.metadata.get("tenant"):
+        """Count a call that was refused, if it was over a tenant's quota, or over that of tenants who share."""
+        for tenant in filter(None, error.metadata.get("tenant", "").split(",")):
             self.refused[tenant][error.metadata["limit"].removeprefix("max_")] += 1
+
+    def event_domain(self) -> str | None:
+        """Return the domain whose events the caller may see, None for those of all. Raises PermissionDeniedError."""
+        caller = self.caller()
+        return None if Role.ADMIN in caller.roles else caller.tenant.domain
 
     def has(self, tenant: str) -> bool:
         """Return whether the caller belongs to this tenant."""

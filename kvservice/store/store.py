@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.store.figures import ModelFigures
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
@@ -103,6 +104,8 @@ class BlockStore:
         index.record_removed(True)
         self._ghosts = GhostKeys()
         self.watcher: StoreWatcher | None = None
+        # The most bytes of blocks that a tenant may have, by the tenant of its namespaces.
+        self.tenant_limits: Mapping[str, int] = {}
 
     def __iter__(self) -> Iterator[StoredNamespace]:
         return iter(self._namespaces)
@@ -232,7 +235,10 @@ class BlockStore:
         return self._index.places(slots)
 
     def reserve(self, namespace: StoredNamespace, keys: bytes) -> Reserved:
-        """Reserve room for the keys that are missing, until `commit` or `abort`."""
+        """Reserve room for the keys that are missing, until `commit` or `abort`. Raises QuotaExceededError if the
+        tenant may not have them."""
+        if (limit := self.tenant_limits.get(namespace.identity.tenant)) is not None:
+            self._keep_within(limit, namespace, keys)
         statuses, slots, offsets = self._index.reserve(namespace.number, keys)
         self._report_removed()
         namespace.counters.refused += statuses.count(NO_ROOM)
@@ -240,6 +246,44 @@ class BlockStore:
         if self.watcher is not None and PRESENT in statuses:
             self.watcher.put_again(namespace, chosen(keys, KEY_BYTES, by_key == PRESENT))
         return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, by_key == DONE))
+
+    def _keep_within(self, limit: int, namespace: StoredNamespace, keys: bytes) -> None:
+        """Evict blocks of the namespace's tenant, so that it has at most `limit` bytes with these keys: those of
+        namespaces that nobody uses, then the namespace's own, then others. The oldest of each go first."""
+        tenant = namespace.identity.tenant
+        self._index.touch(namespace.number, keys)
+        present = int.from_bytes(self._index.lookup(namespace.number, keys)[1], "little").bit_count()
+        required = (len(keys) // KEY_BYTES - present) * namespace.block_bytes
+        own = [one for one in self if one.identity.tenant == tenant]
+        used = sum(self._index.stats(one.number).used_bytes for one in own)
+        # What is leased stays, and so do the blocks of `keys` that are there.
+        evictable = {one: self._num_evictable(one) - present * (one is namespace) for one in own}
+        room = sum(max(0, count) * one.block_bytes for one, count in evictable.items())
+        if required and used + required - room > limit:
+            raise QuotaExceededError(
+                f"tenant {tenant} has {used} of max_store_bytes {limit}, and {required} more are needed, of which "
+                f"{room} can come from evicted blocks",
+                tenant=tenant, limit="max_store_bytes", value=limit, used=used, required=required, field="keys",
+            )  # fmt: skip
+        # After the limit was lowered, each call evicts a bounded number of blocks.
+        over = min(used + required - limit, required + CLEARED_BLOCKS * namespace.block_bytes)
+        for one in sorted(own, key=lambda one: (one.num_users > 0, one is not namespace)):
+            if over > 0 and (count := min(evictable[one], -(-over // one.block_bytes))) > 0:
+                self._index.clear(one.number, count)
+                one.counters.evicted += count
+                over -= count * one.block_bytes
+        self._report_removed()
+
+    def _num_evictable(self, namespace: StoredNamespace) -> int:
+        stats = self._index.stats(namespace.number)
+        return stats.num_blocks - stats.num_leased
+
+    def bytes_by_tenant(self) -> Counter[str]:
+        """Return the bytes of the blocks of each tenant, or of those who share."""
+        found: Counter[str] = Counter()
+        for namespace in self:
+            found[namespace.identity.tenant] += self._index.stats(namespace.number).used_bytes
+        return found
 
     def commit(
         self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes, *, counted: bool = True

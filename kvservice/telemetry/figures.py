@@ -276,7 +276,10 @@ def _read_tier(name: npt.NDArray[np.uint8], figures: Sequence[float]) -> TierSta
 
 
 # What a tenant has a quota of, in the order of the columns.
-TENANT_LIMITS: Final = ("sessions", "detached_sessions", "sequences", "blocks", "regions", "calls_per_s")
+TENANT_LIMITS: Final = (
+    "sessions", "detached_sessions", "streams", "sequences", "blocks", "guaranteed_blocks", "regions", "store_bytes",
+    "calls_per_s",
+)  # fmt: skip
 NO_LIMIT: Final = -1.0
 _TENANT_BYTES = 64
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvservice.errors import QuotaExceededError
 from kvservice.store import BlockStore, StoredNamespace
 from kvservice.store.index import KEY_BYTES, WORD_BYTES
 from kvservice.store.store import chosen
@@ -74,7 +75,10 @@ class Reads:
     def start(self, namespace: StoredNamespace, space: Space, tier: MeasuredTier, keys: bytes) -> None:
         """Begin to read values that the tier has, those for which there is room. The first ones come first."""
         most = max(0, self._most_bytes - self._num_bytes) // space.block_bytes
-        reserved = self._store.reserve(namespace, keys[: most * KEY_BYTES])
+        try:
+            reserved = self._store.reserve(namespace, keys[: most * KEY_BYTES])
+        except QuotaExceededError:  # the values stay below the memory
+            return
         size = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // space.block_bytes))
         for first in range(0, len(reserved.slots) // WORD_BYTES, size):
             words = slice(first * WORD_BYTES, (first + size) * WORD_BYTES)

@@ -58,7 +58,8 @@ class EventServiceServicer(object):
 
     def Subscribe(self, request, context):
         """Streams batches in the order of their numbers: first the remembered ones from start_number on, then new ones as
-        they occur. Needs no session. QUOTA_EXCEEDED above max_event_streams; FAILED_PRECONDITION, reason EVENTS_OFF, if
+        they occur. With tenants, callers who are no admins get the events of their own tenant and of those who share with
+        it. Needs no session. QUOTA_EXCEEDED above max_event_streams; FAILED_PRECONDITION, reason EVENTS_OFF, if
         the daemon runs with event_window 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

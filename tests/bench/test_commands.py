@@ -64,6 +64,16 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.third
 @pytest.mark.slow
+def test_tenants() -> None:
+    """Three daemons take turns: without tenants, with some, and with quotas for each."""
+    rows = cells(shown("rpc", "--tenants", "3", "--quick"))
+    assert [row[0] for row in rows] == ["echo", "allocate_1024", "free", "append_1"]
+    for _, *figures in rows:
+        assert figures[0].endswith("(1.000)")
+        assert all(float(figure.split()[0]) > 0 for figure in figures)
+
+
+@pytest.mark.slow
 def test_limits() -> None:
     """Large requests of every RPC are sent, among them some without a meaning. A ping counts for a request."""
     names = [one.name for one in pkgutil.iter_modules(kvservice.v1.__path__) if one.name.endswith("_pb2")]

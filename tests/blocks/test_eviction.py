@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
+import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, TenantQuota
+from kvservice.errors import InternalError
 
 NUM_BLOCKS = 14
 
@@ -38,3 +41,52 @@ def test_the_least_recently_used_are_evicted_and_of_a_prompt_the_deepest_first()
             assert found == 2 * sum(entry[0] == other for entry in cached)
     manager.check_integrity()
     assert num_evicted > 100
+
+
+def test_who_is_furthest_above_its_guaranteed_blocks_loses_cached_blocks_first() -> None:
+    """And each loses its own oldest. Prompt n is a tenant's, and has n % 5 + 1 full blocks and one token more."""
+    choose, guaranteed = random.Random(1), {"a": 0, "b": 8, "c": 30}
+    manager = BlockManager(BlocksConfig(num_blocks=64, block_size=2, watermark=0.0))
+    spaces = {name: manager.open_namespace() for name in guaranteed}
+    for name, space in spaces.items():
+        space.quota = TenantQuota(name, None, None)
+    manager.set_tenants(guaranteed)
+
+    def found(name: str, number: int) -> int:
+        tokens = np.full(2 * (number % 5 + 1), number)
+        return manager.match_prefix(tokens, ((0, name.encode()),)) // 2
+
+    # The prompts of each tenant, the oldest first, and how many of their blocks are cached.
+    cached: dict[str, dict[int, int]] = {name: {} for name in guaranteed}
+    losers: Counter[str] = Counter()
+    for _ in range(600):
+        name, number = choose.choice("abbccc"), choose.randrange(30)
+        num_full = number % 5 + 1
+        hits = cached[name].pop(number, 0)
+        before, num_evicted = {who: sum(own.values()) for who, own in cached.items()}, manager.stats().evicted_blocks
+        prompt = AllocationRequest(0, np.full(2 * num_full + 1, number), ((0, name.encode()),))
+        (made,) = manager.allocate(spaces[name], [prompt])
+        assert made.num_cached_tokens == 2 * hits
+        after = {who: sum(found(who, one) for one in own) for who, own in cached.items()}
+        lost = {who: before[who] - after[who] for who in cached}
+        assert sum(lost.values()) == manager.stats().evicted_blocks - num_evicted
+        excess = {who: after[who] + hits * (who == name) - guaranteed[who] for who in cached}
+        furthest = max((excess[who] for who in cached if after[who]), default=-64)
+        for who, count in lost.items():
+            assert not count or excess[who] >= furthest - 1
+            for one in list(cached[who]):  # the oldest prompts lose their blocks, all but the last of these whole
+                cached[who][one] -= (taken := min(count, cached[who][one]))
+                count -= taken
+                assert cached[who][one] == found(who, one)
+                if not cached[who][one]:
+                    del cached[who][one]
+        losers.update(lost)
+        manager.mark_all_layers(spaces[name], manager.open_step(spaces[name], [0]).step_id)
+        manager.free(spaces[name], [0])
+        cached[name][number] = num_full
+    manager.check_integrity()
+    assert min(losers[who] for who in guaranteed) > 50
+    assert manager.device.owners is not None
+    manager.device.owners.free(np.zeros(1, np.int64))
+    with pytest.raises(InternalError, match="the counts of tenants' blocks are wrong"):
+        manager.check_integrity()

@@ -113,7 +113,7 @@ OF_RECOVERY = {
     "loaded blocks whose tokens come last": """
 -        device.token_ids[blocks] = missing.tokens
 @@
-         self._record(missing, new)
+         self._record(missing, blocks, new)
 -        return int(np.count_nonzero(new))
 +        device.token_ids[blocks] = missing.tokens
 +        return int(np.count_nonzero(new))
@@ -198,8 +198,8 @@ OF_CHURN = {
 +        whole: BoolArray = np.ones(len(kept), np.bool_)
 """,
     "hashes of other blocks": """
--        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part)
-+        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part[::-1].copy())
+-        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part, quota)
++        return MissingBlocks(found, parent, _block_hashes(parent, part, extra, first), part[::-1].copy(), quota)
 """,
     "blocks that others can have": """
 -        return PoolLoad(device.begin_loading(count), missing.first(count))

@@ -19,7 +19,7 @@ NUM_SEEDS, NUM_OPERATIONS = 36, 60
 # the others store nothing before another line of their function does.
 NOT_REACHED = {
     "if not len(covered)",
-    "if before is not None and (event := before(plan.sequences)) is not None",
+    "if before is not None and (event := before(namespace, plan.sequences)) is not None",
     "if self._tail + len(blocks) > len(self._log)",
     "if entry.follows and (not namespace.steps[entry.follows].committed)",
     "if pin_id not in namespace.pins",
@@ -27,7 +27,10 @@ NOT_REACHED = {
     "if expected_lengths is not None",
     "if np.count_nonzero(finished)",
     "if with_steps",
-    "if quota is not None or self.device.quota is not None",  # nothing of a quota is kept
+    "if (owners := self.device.owners) is not None",  # nothing of a tenant's shares is kept
+    "if state.device.owners is not None",
+    "if self.owners is not None",
+    "if self._owners is not None",
     "for number in [number for number in state.kept.lost if number not in open_namespaces]",
     "else of: if number in namespaces and fits and self._device.indexed[blocks].all()",
 }

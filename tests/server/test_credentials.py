@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from certificates import Authority, Signed
+from each_row import each_row
 from refused_starts import refusals_to_serve
 from secure_daemon import Secured
 from small_pool import SMALL_POOL
 from waiting import PATIENCE_S
 
 from kvservice.config import ServeConfig
+from kvservice.config_sources import load_config
+from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
 from kvservice.server.rpc.callers import Credentials
 
@@ -30,6 +35,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (said,) = refusals_to_serve(configured(tmp_path, mismatched))
     files = f"{tmp_path}/tls.crt and {tmp_path}/tls.key"
     assert f"tls_cert: {files}: certificate and key cannot be used: KEY_VALUES_MISMATCH" in said
+
+
+def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Although nobody writes to it. The daemon would wait for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    files = {name: str(one) for name, one in configured(tmp_path, AUTHORITY.sign("daemon")).items()}
+    with pytest.raises(InvalidArgumentError, match=f"config: {pipe}: is not a regular file"):
+        load_config({}, {}, pipe)
+    with each_row() as row:
+        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+            with row(name), pytest.raises(InvalidArgumentError, match=f"{name}: {pipe}: is not a regular file"):
+                Credentials(ServeConfig(**files | {name: str(pipe)}))
 
 
 def test_a_certificate_that_has_expired_is_warned_of(tmp_path: Path, encrypted: Secured) -> None:

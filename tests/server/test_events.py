@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import grpc
 import numpy as np
@@ -256,7 +256,7 @@ class Streams:
 
     count = 0
 
-    async def subscribe(self, _: Any) -> AsyncIterator[bytes]:
+    async def subscribe(self, *_: Any) -> AsyncIterator[bytes]:
         self.count += 1
         try:
             yield b"a batch"
@@ -273,7 +273,7 @@ def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault() -> None:
     async def subscribe(outcome: type[BaseException]) -> None:
         streams: Any = Streams()
         limits = ServeConfig().request_limits
-        handlers = Services(Mock(), Mock(), streams, limits, Mock(), slots).handlers()
+        handlers = Services(MagicMock(), MagicMock(), streams, limits, Mock(), slots).handlers()
         handler: Any = handlers["/kvservice.v1.EventService/Subscribe"]
         RPC.set(rpc)
         with contextlib.suppress(asyncio.CancelledError):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import json
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ import grpc
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from daemon_lives import Life, caller, finish
+from daemon_lives import Life
 from kept_files import HeldFiles
 from raw_store import block, identity, keys
 from scraping import scrape, value
 from secure_daemon import secured, with_token
 from small_pool import SMALL_POOL
+from tenant_rig import FILE, NAMES, TOKENS, cached, calling, in_loop, tenant_options, written
 from waiting import until
 
 from kvservice.auth import ClientCredentials, add_token
@@ -33,13 +32,12 @@ from kvservice.errors import (
     KVServiceError,
     PermissionDeniedError,
     PoolNotSharedError,
-    QuotaExceededError,
     StoreNotSharedError,
     UnknownSequenceError,
     UnknownSessionError,
 )
 from kvservice.health import ask, door_of
-from kvservice.server.tenants import DOOR, SALT_PREFIX, Door, TenantRules, Tenants
+from kvservice.server.tenants import SALT_PREFIX, Door, TenantRules, Tenants
 from kvservice.v1 import (
     blocks_pb2,
     events_pb2,
@@ -48,56 +46,15 @@ from kvservice.v1 import (
     pool_pb2,
     scheduler_pb2,
     session_pb2,
-    shared_memory_pb2,
     store_pb2,
 )
 
-FILE = """
-[tenant.red]
-engines = ["alice"]
-[tenant.blue]
-engines = ["bob", "dual"]
-observers = ["dual", "grafana"]
-admins = ["ops"]
-[tenant.local]
-unix_socket = "engine"
-"""
-NAMES = ("alice", "bob", "dual", "grafana", "ops", "carol")
-TOKENS = list(range(1, 13))
 TIMEOUT_S = 20.0
-
-
-def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(scenario)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(scenario(*args, **fixtures))
-
-    return run
-
-
-def written(folder: Path, text: str = FILE) -> Path:
-    file = folder / "tenants.toml"
-    file.write_text(text)
-    return file
-
-
-@contextlib.contextmanager
-def calling(name: str = "", door: Door = Door.TCP) -> Iterator[None]:
-    """Call as the owner of this token, or without a name over another door."""
-    token = DOOR.set(door)
-    try:
-        with caller(name):
-            yield
-    finally:
-        DOOR.reset(token)
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    tokens = tmp_path / "tokens"
-    for name in NAMES:
-        add_token(tokens, name)
-    return {"tenants": str(written(tmp_path)), "auth_tokens": str(tokens)}
+    return tenant_options(tmp_path)
 
 
 @pytest.fixture
@@ -133,10 +90,15 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nshares_with = ['b']", "tenant.a.shares_with", "'b' is no tenant"),
         ("[tenant.a]\nshares_with = ['a']", "tenant.a.shares_with", "twice, or its own"),
         ("[tenant.a]\nshares_with = ['b']\n[tenant.b]", "tenant.a.shares_with", "'b' must name the same tenants"),
+        (
+            "[tenant.a]\nshares_with = ['b']\nmax_store_bytes = 1\n[tenant.b]\nshares_with = ['a']",
+            "tenant.a.max_store_bytes",
+            "must be b's",
+        ),
         ("[tenant.a]\nmax_sessions = -1", "tenant.a.max_sessions", "greater than or equal to 0"),
         ("[tenant.a]\nmax_sessions = true", "tenant.a.max_sessions", "valid integer"),
         ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),
-        ("[tenant.a]\ncalls_per_s = 0", "tenant.a.calls_per_s", "greater than 0"),
+        ("[tenant.a]\ncalls_per_s = 7.9", "tenant.a.calls_per_s", "greater than or equal to 8"),
         ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
         ("[tenant.a", "", "Expected ']'"),
         (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
@@ -190,16 +152,6 @@ def test_a_session_has_the_tenant_of_its_caller(life: Life) -> None:
     for name in ("carol", ""):  # a token of no tenant, and TCP without any
         with calling(name), pytest.raises(PermissionDeniedError, match="belongs to no tenant"):
             life.open()
-
-
-def match(tokens: list[int], *extra: tuple[int, bytes]) -> blocks_pb2.MatchPrefixRequest:
-    found = [blocks_pb2.ExtraKey(position=position, key=key) for position, key in extra]
-    return blocks_pb2.MatchPrefixRequest(token_ids=tokens, extra_keys=found)
-
-
-async def cached(life: Life, session: Any, *extra: tuple[int, bytes]) -> int:
-    answer = await life.call(session, "match_prefix", match(TOKENS, *extra))
-    return int(answer.num_cached_tokens)
 
 
 @in_loop
@@ -335,6 +287,41 @@ async def test_tenants_share_if_both_say_so(tmp_path: Path, options: dict[str, A
     life.kill()
 
 
+@in_loop
+async def test_events_of_a_tenant_are_for_those_who_share(life: Life) -> None:
+    """Blocks that several tenants lose at once are reported to each apart. Without a domain all is reported."""
+    own: dict[str, list[bytes]] = {}
+    for name in ("alice", "bob"):
+        with calling(name):
+            session = life.open()
+            await life.compute(session, 1, TOKENS)
+            put = store_pb2.BatchPutRequest(namespace_id=await opened_store(life, session), keys=keys(1), data=block(1))
+            await life.call(session, "store_batch_put", put)
+            own[name] = [life.manager.block_hash(one) for one in life.manager.device.index.blocks.values()][-3:]
+            await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[1]))
+    with calling(door=Door.OWN):
+        await life.allocate(life.open(), 1, [9] * 4 * 64)
+
+    async def seen(domain: str | None) -> list[tuple[str, list[bytes]]]:
+        found: list[tuple[str, list[bytes]]] = []
+        async with contextlib.aclosing(life.events.subscribe(subscribe, lambda: domain)) as batches:
+            while len(found) < (3 if domain else 5):
+                (event,) = events_pb2.KVEventBatch.FromString(await anext(batches)).events
+                kind = str(event.WhichOneof("event"))
+                hashes = getattr(getattr(event, kind), "block_hashes", [])
+                found.append((kind, list(hashes)))
+        return found
+
+    subscribe = events_pb2.SubscribeRequest(start_number=1)
+    for name, domain in (("alice", "red"), ("bob", "blue")):
+        stored, store, removed = await seen(domain)
+        assert (stored, store[0]) == (("block_stored", own[name]), "store_blocks_stored")
+        assert (removed[0], set(removed[1])) == ("block_removed", set(own[name]))
+    kinds, hashes = zip(*await seen(None), strict=True)
+    assert kinds[-1] == "block_removed"
+    assert set(hashes[-1]) == {*own["alice"], *own["bob"]}
+
+
 def test_a_session_is_its_tenants(life: Life) -> None:
     """Callers without a name are told apart by their door."""
     with calling(door=Door.UNIX):
@@ -375,213 +362,6 @@ async def test_roles(life: Life) -> None:
         await life.call(sessions["ops"], "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
         with pytest.raises(PermissionDeniedError, match="another tenant's now"):
             await life.call(sessions["alice"], "get_stats", pool_pb2.GetStatsRequest())
-
-
-# ---- quotas
-
-
-def with_quotas(options: dict[str, Any], clock: Any, **quotas: Any) -> Life:
-    """Start a daemon in which `red`, the tenant of alice, has quotas."""
-    lines = "".join(f"\n{key} = {value}" for key, value in quotas.items())
-    Path(options["tenants"]).write_text(FILE.replace('["alice"]', f'["alice"]{lines}'))
-    return Life(clock=clock, **options)
-
-
-def over(error: QuotaExceededError) -> tuple[str, ...]:
-    return tuple(error.metadata[key] for key in ("tenant", "limit", "value", "used", "required"))
-
-
-def test_sessions_over_quota(options: dict[str, Any], clock: Any) -> None:
-    life = with_quotas(options, clock, max_sessions=2, max_detached_sessions=1)
-    with calling("alice"):
-        one, other = life.open(), life.open(detachable=True)
-        with pytest.raises(QuotaExceededError) as caught:
-            life.open()
-        assert over(caught.value) == ("red", "max_sessions", "2", "2", "1")
-        finish(life.sessions.close_in_slices(one))
-        with pytest.raises(QuotaExceededError) as caught:
-            life.open(detachable=True)
-        assert over(caught.value) == ("red", "max_detached_sessions", "1", "1", "1")
-        again = life.open()
-        with pytest.raises(QuotaExceededError):
-            asyncio.run(life.call(again, "detach", session_pb2.DetachRequest(ttl_s=60)))
-        asyncio.run(life.call(other, "detach", session_pb2.DetachRequest(ttl_s=60)))
-    with calling("bob"):
-        for _ in range(3):
-            life.open(detachable=True)
-    life.kill()
-
-
-async def region(life: Life, session: Any, name: str) -> Any:
-    request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=4096)
-    return await life.call(session, "create_region", request)
-
-
-@in_loop
-async def test_regions_over_quota(options: dict[str, Any], clock: Any) -> None:
-    life = with_quotas(options, clock, max_regions=2)
-    with calling("alice"):
-        one, other = life.open(), life.open()
-        await region(life, one, "a")
-        await region(life, other, "a")
-        for session in (one, other):
-            with pytest.raises(QuotaExceededError) as caught:
-                await region(life, session, "b")
-            assert over(caught.value) == ("red", "max_regions", "2", "2", "1")
-        gone = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="a")
-        await life.call(one, "system_shared_memory_unregister", gone)
-        await region(life, other, "b")
-    with calling("bob"):
-        bob = life.open()
-        for name in "abc":
-            await region(life, bob, name)
-    life.kill()
-
-
-def allocation(tokens: list[int], *ids: int) -> blocks_pb2.AllocateRequest:
-    found = [blocks_pb2.SequenceAllocation(sequence_id=one, token_ids=tokens) for one in ids]
-    return blocks_pb2.AllocateRequest(sequences=found)
-
-
-async def can_allocate(life: Life, session: Any, tokens: list[int]) -> int:
-    one = blocks_pb2.SequenceAllocation(sequence_id=99, token_ids=tokens)
-    answer = await life.call(session, "can_allocate", blocks_pb2.CanAllocateRequest(sequences=[one]))
-    return int(answer.status)
-
-
-@in_loop
-async def test_blocks_over_quota(options: dict[str, Any], clock: Any) -> None:
-    """A tenant has at most its blocks, over all of its sessions; shared ones count once, and cached ones do not."""
-    held = HeldFiles()
-    Path(options["tenants"]).write_text(FILE.replace('["alice"]', '["alice"]\nmax_blocks = 5'))
-    life = Life(held, clock, watermark=0.25, **options)
-    later, never = blocks_pb2.ALLOC_STATUS_LATER, blocks_pb2.ALLOC_STATUS_NEVER
-    with calling("alice"):
-        one, other = life.open(detachable=True), life.open()
-        await life.compute(one, 1, TOKENS)
-        fork = blocks_pb2.ForkRequest(parent_ids=[1, 1], child_ids=[2, 3])
-        await life.call(one, "fork", fork)
-        assert await can_allocate(life, other, TOKENS[::-1]) == later
-        assert await can_allocate(life, other, [7] * 24) == never
-        with pytest.raises(QuotaExceededError) as caught:
-            await life.call(other, "allocate", allocation(TOKENS[::-1], 1))
-        assert over(caught.value) == ("red", "max_blocks", "5", "3", "3")
-        await life.call(other, "allocate", allocation([7] * 8, 1))
-        append = blocks_pb2.AppendRequest(sequence_ids=[1], token_ids=[8])
-        can_append = blocks_pb2.CanAppendRequest(sequence_ids=[1])
-        for session in (one, other):
-            assert not (await life.call(session, "can_append", can_append)).ok
-            with pytest.raises(QuotaExceededError) as caught:
-                await life.call(session, "append", append)
-            assert over(caught.value) == ("red", "max_blocks", "5", "5", "1")
-    with calling("bob"):
-        bob = life.open()
-        await life.call(bob, "allocate", allocation([9] * 80, 1))
-    with calling("alice"):
-        await life.call(one, "free", blocks_pb2.FreeRequest(sequence_ids=[1, 2, 3]))
-        assert await cached(life, other) == 12
-        await life.call(other, "append", append)
-        await life.call(one, "allocate", allocation([5] * 8, 1))
-    life.manager.check_integrity()
-    life.end()
-    again = Life(held, clock, watermark=0.25, **options)
-    with calling("alice"):
-        session = again.attach(one.token, reconnects=True)
-        with pytest.raises(QuotaExceededError) as caught:
-            await again.call(session, "allocate", allocation([6] * 4, 2))
-        assert over(caught.value) == ("red", "max_blocks", "5", "5", "1"), "sequences of the process before count"
-    again.kill()
-
-
-@in_loop
-async def test_sequences_over_quota(options: dict[str, Any], clock: Any) -> None:
-    life = with_quotas(options, clock, max_sequences=3)
-    with calling("alice"):
-        one, other = life.open(), life.open()
-        await life.call(one, "allocate", allocation(TOKENS, 1, 2))
-        assert await can_allocate(life, other, TOKENS) == blocks_pb2.ALLOC_STATUS_OK
-        await life.call(other, "allocate", allocation(TOKENS, 1))
-        assert await can_allocate(life, other, TOKENS) == blocks_pb2.ALLOC_STATUS_LATER
-        calls: list[tuple[str, Any]] = [
-            ("allocate", allocation(TOKENS, 5)),
-            ("fork", blocks_pb2.ForkRequest(parent_ids=[1], child_ids=[6])),
-        ]
-        for method, request in calls:
-            with pytest.raises(QuotaExceededError) as caught:
-                await life.call(one, method, request)
-            assert over(caught.value) == ("red", "max_sequences", "3", "3", "1")
-    with calling("bob"):
-        await life.call(life.open(), "allocate", allocation(TOKENS, *range(10)))
-    life.manager.check_integrity()
-    life.kill()
-
-
-@pytest.mark.parametrize("quotas", [{"max_blocks": 5}, {"max_sequences": 2}])
-def test_scheduled_requests_wait_for_the_quota(options: dict[str, Any], clock: Any, quotas: dict[str, int]) -> None:
-    """Each needs two blocks."""
-
-    async def scenario() -> None:
-        life = with_quotas(options, clock, **quotas)
-        found = {}
-        for name in ("alice", "bob"):
-            with calling(name):
-                session = life.open()
-                await life.call(session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest())
-                requests = [
-                    scheduler_pb2.ScheduledRequest(request_id=i, token_ids=[i] * 7, max_tokens=1, width=1)
-                    for i in (1, 2, 3)
-                ]
-                await life.call(session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=requests))
-                batch = await life.call(session, "schedule", scheduler_pb2.ScheduleRequest())
-                found[name] = len(batch.step.query_lens)
-        assert found == {"alice": 2, "bob": 3}
-        with calling("alice"):
-            session = life.open()
-            await life.call(session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest())
-            large = scheduler_pb2.ScheduledRequest(request_id=1, token_ids=[1] * 18, max_tokens=4, width=3)
-            with pytest.raises(QuotaExceededError) as caught:
-                await life.call(session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=[large]))
-            assert (caught.value.metadata["limit"],) == tuple(quotas)
-        life.manager.check_integrity()
-        life.kill()
-
-    asyncio.run(scenario())
-
-
-def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
-    tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 2.0')), clock.time)
-
-    def accepted(name: str, count: int) -> int:
-        done = 0
-        with calling(name), contextlib.suppress(QuotaExceededError):
-            for _ in range(count):
-                tenants.count_call()
-                done += 1
-        return done
-
-    assert (accepted("alice", 5), accepted("bob", 5)) == (2, 5)
-    clock.advance(0.25)
-    with calling("alice"), pytest.raises(QuotaExceededError) as caught:
-        tenants.count_call()
-    assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "2", "retry_ms": "250"}
-    clock.advance(0.25)
-    assert accepted("alice", 5) == 1
-    clock.advance(60)
-    assert accepted("alice", 5) == 2
-
-
-@in_loop
-async def test_calls_over_quota_are_refused(options: dict[str, Any], clock: Any) -> None:
-    life = with_quotas(options, clock, calls_per_s=0.001)
-    with calling("alice"):
-        session = life.open()
-        await life.call(session, "ping", pool_pb2.PingRequest())
-        with pytest.raises(QuotaExceededError):
-            await life.call(session, "ping", pool_pb2.PingRequest())
-    with calling("bob"):
-        for _ in range(3):
-            await life.call(None, "ping", pool_pb2.PingRequest())
-    life.kill()
 
 
 @in_loop
@@ -657,10 +437,9 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
             assert blue.lookup([bytes(32)]).num_leading == 0
 
         subscribe = events_pb2.SubscribeRequest(start_number=1)
-        for name in ("alice", "", "grafana"):
-            with pytest.raises(grpc.RpcError) as caught:
-                next(wires[name].methods["subscribe"](subscribe, timeout=TIMEOUT_S))
-            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.RpcError) as caught:
+            next(wires["carol"].methods["subscribe"](subscribe, timeout=TIMEOUT_S))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         for name in ("own", "ops"):
             shown = wires[name].unary("get_snapshot", inspect_pb2.GetSnapshotRequest(max_sessions=10))
             assert {one.tenant for one in shown.sessions} == {"red", "blue"}
@@ -680,17 +459,26 @@ def test_a_daemon_with_tenants(tmp_path: Path, raw: Any) -> None:
         assert quotas["red"]["blocks"]["used"] == 3.0
         assert [*quotas] == ["red", "blue", "local"]
         (tmp_path / "token").write_text(tokens["grafana"])
-        own = ["tenants", "--address", running.address, "--token-file", str(tmp_path / "token")]
-        table = CliRunner().invoke(main, own).output
+        own = ["--address", running.address, "--token-file", str(tmp_path / "token")]
+        table = CliRunner().invoke(main, ["tenants", *own]).output
         assert re.search(r"blue +sessions +2 +2 +2 *\n", table), table
         assert "red" not in table, "an observer sees its own tenant"
+        for token, said in ((tokens["alice"], "is for callers with the role admin or observer"), ("none", "token")):
+            (tmp_path / "token").write_text(token)
+            for command in (["tenants"], ["top", "--once"]):
+                done = CliRunner().invoke(main, [*command, *own])
+                assert done.exit_code == 1
+                assert re.match(rf"Error: {running.address} refuses: .*{said}", done.output), done.output
         samples = scrape(running.http_port)
         assert value(samples, "kvservice_tenant_quota", tenant="blue", limit="sessions") == 2
         assert value(samples, "kvservice_tenant_quota_used", tenant="red", limit="blocks") == 3
         assert value(samples, "kvservice_tenant_refused_calls_total", tenant="blue", limit="sessions") == 2
 
-        events = wires["ops"].methods["subscribe"](subscribe, timeout=60)
-        assert next(events).number == 1
+        names = ("ops", "alice", "grafana")
+        events, red, blue = (wires[name].methods["subscribe"](subscribe, timeout=60) for name in names)
+        assert next(events).number == next(red).number == 1, "an engine and an admin"
+        theirs.open_step([theirs.allocate(TOKENS)]).write(keys, values)
+        assert next(blue).number > 1, "the first events that an observer sees are its own tenant's"
 
         file.write_text("[tenant.red]\nengine = []")
         until(lambda: "tenant.red.engine: unknown key" in log.read_text())

@@ -33,6 +33,37 @@ def test_what_is_stored_is_found_in_its_namespace_only(rig: Rig) -> None:
         assert rig.store.acquire(namespace, keys(1, 2)).slots == b""
 
 
+def test_a_tenant_keeps_within_its_bytes() -> None:
+    """Its oldest blocks go first: those of namespaces that nobody uses, then those of the same namespace."""
+    with rig_of(16) as rig:
+        mine, unused, other = (
+            rig.store.open(one) for one in (identity("a", "t"), identity("b", "t"), identity("a", "u"))
+        )
+        rig.store.leave(unused)
+        rig.store.tenant_limits = {"t": 4 * BLOCK_BYTES}
+        assert rig.put(other, *range(8)) == bytes([DONE] * 8), "another tenant's do not count"
+        rig.put(unused, 1, 2)
+        assert rig.put(mine, 1, 2, 3) == bytes([DONE] * 3)
+        assert rig.store.lookup(unused, keys(1, 2)) == (1, b"\x01"), "the last key of a call goes first"
+        assert rig.store.bytes_by_tenant() == {"t": 4 * BLOCK_BYTES, "u": 8 * BLOCK_BYTES}
+        assert rig.put(mine, 1, 4, 5) == bytes([PRESENT, DONE, DONE]), "what is put again is not evicted for it"
+        assert rig.store.lookup(mine, keys(1, 2, 3, 4, 5))[1] == bytes([0b11011])
+        assert not rig.store.stats(unused).num_blocks
+        leased = rig.store.acquire(mine, keys(1, 2, 4))
+        with pytest.raises(QuotaExceededError) as refused:
+            rig.put(mine, 6, 7)
+        numbers = {key: int(refused.value.metadata[key]) // BLOCK_BYTES for key in ("value", "used", "required")}
+        assert numbers == {"value": 4, "used": 4, "required": 2}
+        assert (refused.value.metadata["tenant"], refused.value.metadata["limit"]) == ("t", "max_store_bytes")
+        assert rig.store.lookup(mine, keys(1, 2, 4, 5))[0] == 4, "nothing was evicted for it"
+        assert rig.put(mine, 6) == bytes([DONE])
+        rig.store.release(leased.slots)
+        rig.store.tenant_limits = {"t": BLOCK_BYTES}
+        assert rig.put(mine, 7) == bytes([DONE])
+        assert rig.store.bytes_by_tenant()["t"] == BLOCK_BYTES
+        assert rig.put(other, *range(8)) == bytes([PRESENT] * 8)
+
+
 def test_one_identity_is_one_namespace(rig: Rig) -> None:
     first = rig.store.open(identity())
     assert rig.store.open(identity()) is first

@@ -32,7 +32,9 @@ from kvservice.blocks import (
     BlockManager,
     BlocksConfig,
     EventJournal,
+    SessionNamespace,
     StepPlan,
+    TenantQuota,
     extra_keys_by_block,
 )
 from kvservice.chain_hash import block_hash, root_hash
@@ -123,9 +125,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_layers=st.integers(1, 2),
         watermark=st.sampled_from([0.0, 0.15]),
         caching=st.sampled_from([True, True, True, False]),
+        guaranteed=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)),
     )
     def start(
-        self, num_blocks: int, block_size: int, num_swap_blocks: int, num_layers: int, watermark: float, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_swap_blocks: int,
+        num_layers: int,
+        watermark: float,
+        caching: bool,
+        guaranteed: tuple[int, int] | None,
     ) -> None:
         self.now = 0.0
         self.config = BlocksConfig(
@@ -141,7 +151,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         journal = EventJournal(window=1 << 30, with_tokens=True)
         self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
         self.replica = EventReplica(journal)
-        self.spaces = [self.manager.open_namespace(), self.manager.open_namespace()]
+        self.guaranteed = guaranteed
+        if guaranteed is not None:
+            self.manager.set_tenants({str(who): guaranteed[who] for who in (0, 1)})
+        self.spaces = [self.open_namespace(0), self.open_namespace(1)]
         self.models: list[dict[int, Model]] = [{}, {}]
         self.steps: list[dict[int, LiveStep]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
@@ -151,6 +164,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     # Helpers of the rules
+
+    def open_namespace(self, who: int) -> SessionNamespace:
+        """Open a client's namespace. Each client is a tenant of its own, if there are tenants."""
+        space = self.manager.open_namespace()
+        if self.guaranteed is not None:
+            space.quota = TenantQuota(str(who), None, None)
+        return space
+
+    def missing(self, who: int) -> int:
+        """Return how many of its guaranteed blocks a client does not hold."""
+        owners = self.manager.device.owners
+        if self.guaranteed is None or owners is None:
+            return 0
+        return max(0, self.guaranteed[who] - owners.num_held(str(who)))
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -235,6 +262,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ]
         manager, space = self.manager, self.spaces[who]
         if manager.can_allocate(space, requests) is not AllocStatus.OK:
+            required = sum(self.blocks_for(len(prompt) + lookahead) for prompt in prompts)
+            places = len(requests) + sum(map(len, self.models))
+            assert required + self.config.watermark_blocks > self.missing(who) or places > self.config.max_sequences
             self.refused(manager.allocate, space, requests)
             return
         known = [manager.match_prefix(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
@@ -674,7 +704,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def close(self, who: int) -> None:
         assert self.manager.close_namespace(self.spaces[who]) == len(self.models[who])
         self.pins = [pin for pin in self.pins if pin[0] != who]
-        self.spaces[who], self.models[who], self.stale[who] = self.manager.open_namespace(), {}, []
+        self.spaces[who], self.models[who], self.stale[who] = self.open_namespace(who), {}, []
         self.steps[who] = {}
 
     @precondition(resident)
@@ -691,6 +721,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.common_prefix_blocks(self.spaces[who], ids) == shared
 
     # Invariants
+
+    @invariant()
+    def keeps_what_is_guaranteed(self) -> None:
+        if hasattr(self, "manager"):
+            device = self.manager.device
+            assert device.num_free + len(device.evictable) >= self.missing(0) + self.missing(1)
 
     @invariant()
     def is_whole(self) -> None:

@@ -43,7 +43,7 @@ class Life:
         files = KeptFiles({}, None) if held is None else held.start()
         server = KVServer(self.config, files, clock=clock, wall=wall)
         self.core, self.dispatcher, self.pool_tier = server.core, server.dispatcher, server.pool_tier
-        self.manager, self.sessions = server.engine.manager, server.sessions
+        self.manager, self.sessions, self.events = server.engine.manager, server.sessions, server.events
         self.core.kept.ready()
 
     def kill(self) -> None:

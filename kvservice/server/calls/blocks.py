@@ -298,7 +298,7 @@ class BlockCalls:
 
     def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> Waits[blocks_pb2.PinResponse]:
         token_ids, extra = token_array(request), extra_keys(session, request.extra_keys)
-        if self._tier is not None and (event := self._tier.before_pin(token_ids, extra)) is not None:
+        if self._tier is not None and (event := self._tier.before_pin(session.namespace, token_ids, extra)) is not None:
             yield event
         pin = self._manager.pin(session.namespace, token_ids, extra, ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
@@ -391,7 +391,7 @@ def extra_keys(
     named, salt = tuple((key.position, key.key) for key in keys), session.tenancy.salt
     if salt and (i := names_salt(named)) is not None:
         raise InvalidArgumentError("is the daemon's own", field=f"{field}[{i}]")
-    return named + salt
+    return named + salt if named else salt
 
 
 def to_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -40,8 +41,12 @@ class EventStreams:
         if journal is not None:
             journal.on_change = self._changed.set
 
-    async def subscribe(self, request: events_pb2.SubscribeRequest) -> AsyncGenerator[bytes]:
-        """Yield serialized KVEventBatch messages. Raises EventsOffError, QuotaExceededError, InvalidArgumentError."""
+    async def subscribe(
+        self, request: events_pb2.SubscribeRequest, domain: Callable[[], str | None] = lambda: None
+    ) -> AsyncGenerator[bytes]:
+        """Yield serialized KVEventBatch messages. `domain` returns that of the tenants whose events the subscriber may
+        see now, or None for all; what it raises ends the stream. Raises EventsOffError, QuotaExceededError,
+        InvalidArgumentError."""
         journal = self._journal
         if journal is None:
             raise EventsOffError("the daemon runs with event_window 0")
@@ -53,13 +58,15 @@ class EventStreams:
             )
         self.count += 1
         try:
-            async with contextlib.aclosing(self._from(journal, request)) as batches:
+            async with contextlib.aclosing(self._from(journal, request, domain)) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self.count -= 1
 
-    async def _from(self, journal: EventJournal, request: events_pb2.SubscribeRequest) -> AsyncGenerator[bytes]:
+    async def _from(
+        self, journal: EventJournal, request: events_pb2.SubscribeRequest, domain: Callable[[], str | None]
+    ) -> AsyncGenerator[bytes]:
         number = request.start_number or journal.newest + 1
         gap: events_pb2.Gap | None = None
         if request.daemon_id not in (0, self._daemon_id) or number > journal.newest + 1:
@@ -69,8 +76,12 @@ class EventStreams:
             if burst and burst[0].number > number:
                 gap = events_pb2.Gap(first_number=number, count=burst[0].number - number)
             for batch in burst:
-                yield self._message(batch) if gap is None else self._with_gap(batch, gap)
-                number, gap = batch.number + 1, None
+                number = batch.number + 1
+                own = batch if (name := domain()) is None else _part(batch, name)
+                if own is not None:
+                    shared = own is batch and gap is None
+                    yield self._message(batch) if shared else self._with_gap(own, gap)
+                    gap = None
             if not burst:
                 await self._change()
 
@@ -88,9 +99,10 @@ class EventStreams:
                 del self._encoded[next(iter(self._encoded))]
         return data
 
-    def _with_gap(self, batch: EventBatch, gap: events_pb2.Gap) -> bytes:
+    def _with_gap(self, batch: EventBatch, gap: events_pb2.Gap | None) -> bytes:
         message = self._encode(batch)
-        message.gap.CopyFrom(gap)
+        if gap is not None:
+            message.gap.CopyFrom(gap)
         return message.SerializeToString()
 
     def _encode(self, batch: EventBatch) -> events_pb2.KVEventBatch:
@@ -119,6 +131,23 @@ class EventStreams:
             block_size=self._block_size,
             medium=self._medium,
         )
+
+
+def _part(batch: EventBatch, domain: str) -> EventBatch | None:
+    """Return the part of a batch that the tenants of a domain may see, or None."""
+    change, domains = batch.change, batch.domains
+    if isinstance(change, Cleared):
+        return batch
+    if isinstance(change, StoreChange):
+        return batch if change.namespace.tenant == domain else None
+    if isinstance(domains, str):
+        return batch if domains == domain else None
+    own = [one == domain for one in domains]
+    if not any(own):
+        return None
+    if isinstance(change, RemovedBlocks):
+        return batch._replace(change=RemovedBlocks(list(itertools.compress(change.block_hashes, own))))
+    return batch._replace(change=list(itertools.compress(change, own)))
 
 
 def _store_event(change: StoreChange) -> events_pb2.KVEvent:

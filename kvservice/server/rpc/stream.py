@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,7 +58,7 @@ from kvservice.server.rpc.limits import (
 )
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
-from kvservice.server.tenants import ADMINS, ENGINES, Roles, Tenants
+from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
@@ -144,12 +144,13 @@ class Services:
                 with self._slots.of_peer("event stream", context.peer()):
                     self._callers.admit(context)
                     check_accepted(request)
-                    self._dispatcher.check_role(ADMINS)
-                    async with contextlib.aclosing(self._events.subscribe(request)) as messages:
-                        async for message in messages:
-                            self._dispatcher.check_role(ADMINS)
-                            with rpc.waiting():
-                                await context.write(message)
+                    self._dispatcher.check_role(EVERYONE)
+                    with self._dispatcher.noting_refusals(), self._sessions.event_stream():
+                        domain = self._dispatcher.event_domain
+                        async with contextlib.aclosing(self._events.subscribe(request, domain)) as messages:
+                            async for message in messages:
+                                with rpc.waiting():
+                                    await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC detected it only during a write
 
@@ -327,7 +328,8 @@ class Stream:
             finally:
                 self._expect_attach()
             self._dispatcher.refuse_new_work()
-        self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
+        with self._dispatcher.noting_refusals():
+            self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
         return session_pb2.AttachResponse(
             session_id=self._session.session_id, daemon_start=self._sessions.daemon_start, max_calls=MAX_CALLS
@@ -407,8 +409,7 @@ class Dispatcher:
             if not local:
                 self._check_remote(request, session)
             if self._tenants is not None:
-                self.check_role(self._handlers[method].roles, session)
-                self._tenants.count_call()
+                self._tenants.admit(self._handlers[method].roles, None if session is None else session.tenant)
             started = self._start(self._handlers[method], request, session)
             if isinstance(started, (Message, Encoded, bytes)):
                 return started
@@ -442,6 +443,21 @@ class Dispatcher:
         stream's session."""
         if self._tenants is not None:
             self._tenants.check(roles, None if session is None else session.tenant)
+
+    def event_domain(self) -> str | None:
+        """Return the domain of tenants whose events the caller may see now, None for all. Raises
+        PermissionDeniedError."""
+        return None if self._tenants is None else self._tenants.event_domain()
+
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Count what is refused meanwhile because of a tenant's quota."""
+        try:
+            yield
+        except QuotaExceededError as error:
+            if self._tenants is not None:
+                self._tenants.note_refusal(error)
+            raise
 
     def refuse_new_work(self) -> None:
         """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""

@@ -11,6 +11,7 @@ stream.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -42,7 +43,7 @@ from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
-from kvservice.server.tenants import Role, Tenant, Tenants, chosen_tenant
+from kvservice.server.tenants import Role, Tenant, TenantRules, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.figures import NO_LIMIT, TENANT_LIMITS, QuotaUse
 from kvservice.telemetry.link import ShownPart
@@ -116,6 +117,9 @@ class SessionRegistry:
         self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
         self._uses: dict[str, TenantUse] = {}
+        if tenants is not None:
+            tenants.set_pool(manager.config.num_blocks)
+            self._set_shares(tenants.rules)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -234,7 +238,15 @@ class SessionRegistry:
                 self._manager.forget_lost(session.namespace, lost)
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
+        if self._tenants is not None:
+            self._set_shares(self._tenants.rules)
         return recovery
+
+    def _set_shares(self, rules: TenantRules) -> None:
+        """Give the tenants their shares of the pool and of the store."""
+        self._manager.set_tenants(rules.guaranteed(), {name: one.domain for name, one in rules.tenants.items()})
+        if self._store is not None:
+            self._store.tenant_limits = rules.store_bytes()
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
@@ -291,16 +303,20 @@ class SessionRegistry:
         if self._tenants is None:
             return {}
         detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
+        streams = self._num_streams()
+        store_bytes = Counter[str]() if self._store is None else self._store.bytes_by_tenant()
         found = {}
         for name, tenant in self._tenants.rules.tenants.items():
             use, quotas = self._uses.get(name), tenant.quotas
-            quota = None if use is None else use.quota
+            quota, owners = None if use is None else use.quota, self._manager.device.owners
             used = (
                 0 if use is None else use.sessions,
                 detached[name],
+                streams[name],
                 0 if quota is None else quota.num_sequences,
-                0 if quota is None else quota.num_blocks(self._manager.sequences),
+                *[0 if owners is None else owners.num_held(name)] * 2,
                 0 if use is None else use.regions.count,
+                store_bytes[tenant.domain],
                 self._tenants.calls_lately(tenant),
             )
             limits = [quotas.limit(limit) for limit in TENANT_LIMITS]
@@ -318,6 +334,7 @@ class SessionRegistry:
         """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
         callers belong to another tenant end."""
         assert self._tenants is not None, "they have new rules"
+        self._set_shares(self._tenants.rules)
         for session in list(self):
             tenancy = self._tenancy(session.tenant)
             if tenancy.domain != session.tenancy.domain:
@@ -354,12 +371,14 @@ class SessionRegistry:
         """Give the lease to a holder's stream, and end the stream that had it.
 
         Unless the holder reconnects, the memory that the session shared with its former client is closed, and the new
-        client sets up its own. Raises UnknownSessionError, and SessionTakenError if the holder reconnects and another
-        one has taken the session over.
+        client sets up its own. Raises UnknownSessionError, SessionTakenError if the holder reconnects and another
+        one has taken the session over, and QuotaExceededError if the tenant has too many streams.
         """
         session = self.get(token)
         if reconnects:
             _check_holder(session, holder)
+        if session.end_stream is None:
+            self._check_streams(session.tenancy)
         _cancel_timers(session)
         session.end_saving(_taken())
         session.asleep = False
@@ -374,6 +393,29 @@ class SessionRegistry:
         session.row.set(ATTACHED, 1)
         self._save(session, None)
         return session
+
+    def _check_streams(self, tenancy: Tenant) -> None:
+        if tenancy.quotas.max_streams is not None:
+            tenancy.check("max_streams", self._num_streams()[tenancy.name])
+
+    def _num_streams(self) -> Counter[str]:
+        """Return how many streams of sessions and of events each tenant has."""
+        assert self._tenants is not None, "there are quotas of streams"
+        return Counter(one.tenant for one in self if one.end_stream is not None) + self._tenants.event_streams
+
+    @contextlib.contextmanager
+    def event_stream(self) -> Iterator[None]:
+        """Count a stream of events of the caller's tenant. Raises QuotaExceededError."""
+        if self._tenants is None:
+            yield
+            return
+        tenancy = self._tenants.caller().tenant
+        self._check_streams(tenancy)
+        self._tenants.event_streams[tenancy.name] += 1
+        try:
+            yield
+        finally:
+            self._tenants.event_streams[tenancy.name] -= 1
 
     def detach(self, session: ServerSession, end_stream: Callable[[KVServiceError], None]) -> None:
         """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the

@@ -136,7 +136,9 @@ class SessionScheduler:
         for state in itertools.islice(queues.waiting, _LOADED_AHEAD):
             if not state.looked_up:
                 state.looked_up = True
-                load = tier.before_admission(state.tokens, state.hashes, queues.speeds.compute_token_s)
+                load = tier.before_admission(
+                    queues.namespace, state.tokens, state.hashes, queues.speeds.compute_token_s
+                )
                 if load is not None:
                     self._loads[state.sequence_id] = load
                     queues.loading.add(load.chain_hash)

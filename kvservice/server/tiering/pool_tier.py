@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvservice.blocks import Loader, MissingBlocks, Slices
+from kvservice.blocks import Loader, MissingBlocks, SessionNamespace, Slices
 from kvservice.blocks.allocation import NewSequence
 from kvservice.blocks.plans import BoolArray, Int32Array
 from kvservice.blocks.slices import Waits
@@ -80,14 +80,16 @@ class PoolTier:
             clock,
         )
 
-    def before_allocation(self, sequences: Sequence[NewSequence]) -> Awaitable[object] | None:
+    def before_allocation(
+        self, session: SessionNamespace, sequences: Sequence[NewSequence]
+    ) -> Awaitable[object] | None:
         """Load missing blocks of new sequences. Returns what to wait for before they are allocated, or None."""
         self.spiller.note_arrival()
         missing: list[MissingBlocks] = []
         for new in sequences[:_MAX_SEQUENCES]:
             if len(new.found):
                 self.spiller.note_used(new.found)
-            one = self._loader.missing(new.tokens, new.extra, new.found, MAX_BLOCKS)
+            one = self._loader.missing(new.tokens, new.extra, new.found, MAX_BLOCKS, session.quota)
             if one is not None:
                 missing.append(one)
         if not missing:
@@ -96,20 +98,24 @@ class PoolTier:
         num_kept = max(required - sum(map(len, missing)), 0)
         return self.pool_loader.start(missing, num_kept, self._fixed_token_s or self._estimated_token_s)
 
-    def before_admission(self, tokens: Int32Array, chain_hashes: list[bytes], token_s: float) -> PromptLoad | None:
+    def before_admission(
+        self, session: SessionNamespace, tokens: Int32Array, chain_hashes: list[bytes], token_s: float
+    ) -> PromptLoad | None:
         """Load missing blocks of a prompt whose chain hashes are known, and whose engine computes a token in `token_s`
         seconds. Returns None if there is nothing to load."""
         self.spiller.note_arrival()
         self.spiller.note_used(self._loader.find(chain_hashes))
-        missing = self._loader.missing_of(tokens, chain_hashes, MAX_BLOCKS)
+        missing = self._loader.missing_of(tokens, chain_hashes, MAX_BLOCKS, session.quota)
         if missing is None:
             return None
         done = self.pool_loader.start([missing], 0, self._fixed_token_s or token_s)
         return None if done is None else PromptLoad(missing.chain_hashes[0], done)
 
-    def before_pin(self, tokens: Int32Array, extra_keys: Sequence[tuple[int, bytes]]) -> Awaitable[object] | None:
+    def before_pin(
+        self, session: SessionNamespace, tokens: Int32Array, extra_keys: Sequence[tuple[int, bytes]]
+    ) -> Awaitable[object] | None:
         """Load missing blocks of a prefix. Returns what to wait for, or None. Raises InvalidArgumentError."""
-        missing = self._loader.missing_prefix(tokens, extra_keys, MAX_BLOCKS)
+        missing = self._loader.missing_prefix(tokens, extra_keys, MAX_BLOCKS, session.quota)
         token_s = self._fixed_token_s or self._estimated_token_s
         return None if missing is None else self.pool_loader.start([missing], 0, token_s)
 
