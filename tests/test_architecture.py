@@ -449,10 +449,10 @@ def started(path: Path) -> set[str]:
 
 
 def test_what_is_started_ends_with_its_owner() -> None:
-    """`owned.py` does that. The keeper's processes end with it, as `keeper/loop.py` says."""
+    """`owned.py` does that. The keeper's processes end with it, as `keeper/keeper.py` says."""
     found = {name_of(path): started(path) for path in SOURCES}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "keeper/loop.py": {"os.fork"},
+        "keeper/keeper.py": {"os.fork"},
         "owned.py": {"tempfile.mkdtemp", "subprocess.Popen"},
         "owned_guard.py": {"os.fork"},
     }

@@ -147,6 +147,77 @@ py::tuple match(const py::dict& index, const py::list& hashes, size_t limit, con
   return py::make_tuple(std::move(blocks), num_held);
 }
 
+bool has_type(const py::handle& object, int type_num) {
+  if (!py::isinstance<py::array>(object)) return false;
+  const auto array = py::reinterpret_borrow<py::array>(object);
+  return array.dtype().num() == type_num && array.ndim() == 1 && is_plain(array);
+}
+
+// See plan_decode. It holds the arrays of a pool, because checking them takes longer than a step of one sequence.
+class DecodePlanner {
+ public:
+  DecodePlanner(const py::object& tables, const py::object& states, const py::object& ref_count,
+                const py::object& indexed, int shift, int64_t max_length)
+      : tables_(plain(tables, "tables", kInt32, "int32", 2)),
+        states_(plain(states, "states", int64_num(), "int64", 2)),
+        ref_count_(plain(ref_count, "ref_count", kInt32, "int32", 1)),
+        indexed_(plain(indexed, "indexed", py::detail::npy_api::NPY_BOOL_, "bool", 1)),
+        shift_(shift),
+        max_length_(max_length) {
+    require(shift >= 0 && shift <= kMaxShift, "shift", "is out of range");
+    require(indexed_.shape(0) == ref_count_.shape(0), "indexed", "has another length than ref_count");
+    require(states_.shape(0) == tables_.shape(0), "states", "has another length than tables");
+    require(states_.shape(1) > kNumBlocks, "states", "has too few columns");
+  }
+
+  py::object plan(const py::object& rows, const py::object& states, const py::object& tokens,
+                  const py::object& expected) const {
+    const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
+    const py::array state = plain(states, "states", int64_num(), "int64", 2);
+    const py::ssize_t size = row.shape(0);
+    require(state.shape(0) == size, "states", "has another length than rows");
+    require(state.shape(1) > kNumBlocks, "states", "has too few columns");
+    if (!has_type(tokens, kInt32) || !(expected.is_none() || has_type(expected, int64_num()))) return py::none();
+    const auto token = py::reinterpret_borrow<py::array>(tokens);
+    DecodeBatch batch = {int64_of(row), int64_of(state), static_cast<const int32_t*>(token.data()), nullptr,
+                         size,          state.shape(1)};
+    if (token.shape(0) != size) return py::none();
+    if (!expected.is_none()) {
+      const auto lengths = py::reinterpret_borrow<py::array>(expected);
+      if (lengths.shape(0) != size) return py::none();
+      batch.expected = int64_of(lengths);
+    }
+    py::array_t<int64_t> lengths(size), slots(size);
+    py::array_t<int32_t> context_lens(size);
+    DecodePlan plan = {lengths.mutable_data(), context_lens.mutable_data(), slots.mutable_data(), {}};
+    const BlockTables view = {static_cast<const int32_t*>(tables_.data()), tables_.shape(0), tables_.shape(1)};
+    if (!plan_decode(view, static_cast<const int32_t*>(ref_count_.data()), static_cast<const bool*>(indexed_.data()),
+                     ref_count_.shape(0), shift_, max_length_, batch, plan)) {
+      return py::none();
+    }
+    return py::make_tuple(std::move(lengths), std::move(context_lens), std::move(slots),
+                          plan.fresh.empty() ? py::none() : py::object(to_array(plan.fresh)));
+  }
+
+  void place(const py::object& rows, const py::object& slots, const py::object& fresh, const py::object& blocks) {
+    const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
+    py::array slot = plain(slots, "slots", int64_num(), "int64", 1);
+    const py::array index = int64_vector(fresh, "fresh"), block = int64_vector(blocks, "blocks");
+    require(slot.shape(0) == row.shape(0), "slots", "has another length than rows");
+    require(block.shape(0) == index.shape(0), "blocks", "has another length than fresh");
+    place_blocks(static_cast<int32_t*>(tables_.mutable_data()), tables_.shape(0), tables_.shape(1),
+                 static_cast<int64_t*>(states_.mutable_data()), states_.shape(1), int64_of(row),
+                 static_cast<int64_t*>(slot.mutable_data()), row.shape(0), int64_of(index), int64_of(block),
+                 index.shape(0), shift_);
+  }
+
+ private:
+  py::array tables_, states_;
+  const py::array ref_count_, indexed_;
+  const int shift_;
+  const int64_t max_length_;
+};
+
 }  // namespace
 
 void define_blocks(py::module_& m) {
@@ -158,6 +229,12 @@ void define_blocks(py::module_& m) {
         py::arg("tokens"), py::arg("blocks"));
   m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
+  py::class_<DecodePlanner>(m, "DecodePlanner")
+      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&, int, int64_t>(),
+           py::arg("tables"), py::arg("states"), py::arg("ref_count"), py::arg("indexed"), py::arg("shift"),
+           py::arg("max_length"))
+      .def("plan", &DecodePlanner::plan, py::arg("rows"), py::arg("states"), py::arg("tokens"), py::arg("expected"))
+      .def("place", &DecodePlanner::place, py::arg("rows"), py::arg("slots"), py::arg("fresh"), py::arg("blocks"));
 }
 
 }  // namespace kvservice

@@ -100,4 +100,49 @@ AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int
   return added;
 }
 
+bool plan_decode(const BlockTables& tables, const int32_t* ref_count, const bool* indexed, int64_t num_blocks,
+                 int shift, int64_t max_length, const DecodeBatch& batch, DecodePlan& plan) {
+  const int64_t mask = (int64_t{1} << shift) - 1;
+  for (int64_t i = 0; i < batch.size; ++i) {
+    const int64_t* state = batch.states + i * batch.num_columns;
+    const int64_t position = state[kLength], entry = position >> shift;
+    if (batch.tokens[i] < 0 || (batch.expected != nullptr && batch.expected[i] != position)) return false;
+    if (position != state[kNumComputed] || position >= max_length) return false;
+    require(batch.rows[i] >= 0 && batch.rows[i] < tables.num_rows, "rows", "is not a row of the tables");
+    require(position >= 0 && entry < tables.width, "states", "has a length outside the table");
+    plan.lengths[i] = position + 1;
+    plan.context_lens[i] = static_cast<int32_t>(position + 1);
+    plan.slots[i] = position & mask;
+    if (entry >= state[kNumBlocks]) {
+      plan.fresh.push_back(i);
+      continue;
+    }
+    const int64_t block = tables.row(batch.rows[i])[entry];
+    require(block >= 0 && block < num_blocks, "tables", "has a block outside the pool");
+    if (ref_count[block] > 1 || indexed[block]) return false;
+    plan.slots[i] += block << shift;
+  }
+  return true;
+}
+
+void place_blocks(int32_t* tables, int64_t num_rows, int64_t width, int64_t* states, int64_t num_columns,
+                  const int64_t* rows, int64_t* slots, int64_t size, const int64_t* fresh, const int64_t* blocks,
+                  int64_t num_fresh, int shift) {
+  for (int64_t i = 0; i < num_fresh; ++i) {
+    require(fresh[i] >= 0 && fresh[i] < size, "fresh", "is no index of a row");
+    const int64_t row = rows[fresh[i]];
+    require(row >= 0 && row < num_rows, "rows", "is not a row of the tables");
+    const int64_t entry = states[row * num_columns + kNumBlocks];
+    require(entry >= 0 && entry < width, "states", "has a table that is full");
+    require(blocks[i] >= 0 && blocks[i] <= INT32_MAX, "blocks", "is outside the pool");
+  }
+  for (int64_t i = 0; i < num_fresh; ++i) {
+    const int64_t row = rows[fresh[i]];
+    int64_t& entry = states[row * num_columns + kNumBlocks];
+    tables[row * width + entry] = static_cast<int32_t>(blocks[i]);
+    ++entry;
+    slots[fresh[i]] += blocks[i] << shift;
+  }
+}
+
 }  // namespace kvservice

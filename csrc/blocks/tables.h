@@ -58,4 +58,38 @@ struct AddedReferences {
 // block is not below num_blocks.
 AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size);
 
+// The columns of a sequence's state that decode steps read and write.
+enum StateColumn : int64_t { kLength = 0, kNumComputed = 1, kNumBlocks = 2 };
+
+// A decode step over sequences, each of which gets one token: states[size, num_columns], tokens[size], and the lengths
+// that the caller expects, or null.
+struct DecodeBatch {
+  const int64_t *rows, *states;
+  const int32_t* tokens;
+  const int64_t* expected;
+  int64_t size, num_columns;
+};
+
+// The plan: lengths afterwards, twice, the slots of the tokens, and the indices of the sequences that need a block
+// first. Their slots are only the offsets in these blocks.
+struct DecodePlan {
+  int64_t* lengths;
+  int32_t* context_lens;
+  int64_t* slots;
+  std::vector<int64_t> fresh;
+};
+
+// Plans a decode step. Returns false if it is none: a token is negative, a length is not as expected, a sequence has
+// other tokens that are not computed, has max_length tokens, or does not own its last block. Throws ArgumentError if a
+// row or a block is outside the tables.
+bool plan_decode(const BlockTables& tables, const int32_t* ref_count, const bool* indexed, int64_t num_blocks,
+                 int shift, int64_t max_length, const DecodeBatch& batch, DecodePlan& plan);
+
+// Appends blocks[i] to the table of the sequence rows[fresh[i]], whose state[num_columns] has the number of its blocks,
+// and adds it to the slot of that sequence. Throws ArgumentError, before anything is written, for a row, an index or a
+// block that is out of range.
+void place_blocks(int32_t* tables, int64_t num_rows, int64_t width, int64_t* states, int64_t num_columns,
+                  const int64_t* rows, int64_t* slots, int64_t size, const int64_t* fresh, const int64_t* blocks,
+                  int64_t num_fresh, int shift);
+
 }  // namespace kvservice

@@ -9,9 +9,10 @@ measures the cost of observation.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
@@ -41,43 +42,37 @@ from kvservice.bench.workloads import (
 from kvservice.launch import Daemon
 from kvservice.owned import OwnedFolder
 
+# How often the calls take turns. A round has IN_FLIGHT calls of each kind one after the other, and as many at a time.
+ROUNDS, ROUNDS_QUICK = 10, 2
+# Large calls take part in each of so many rounds only.
+SELDOM = {"decode_256k": 2, "decode_2m": 5}
 
-async def unary_rate(workload: Workload, rounds: int) -> float:
-    """Return calls per second, with IN_FLIGHT concurrent calls."""
 
+async def _unary_at_once(api: Api, calls: list[Request]) -> None:
     async def one(name: str, build: Callable[[], Any]) -> None:
-        take(await workload.api.unary(name, build()))
+        take(await api.unary(name, build()))
 
-    return await _rate(workload, rounds, lambda calls: asyncio.gather(*(one(*call) for call in calls)))
-
-
-async def stream_rate(workload: Workload, rounds: int) -> float:
-    """Return calls per second, with IN_FLIGHT calls that wait together and go as the client sends them."""
-
-    async def all_of(calls: list[Request]) -> None:
-        for response in await workload.api.call_all(calls):
-            take(response)
-
-    return await _rate(workload, rounds, all_of)
+    await asyncio.gather(*(one(*call) for call in calls))
 
 
-async def _rate(workload: Workload, rounds: int, run: Callable[[list[Request]], Awaitable[Any]]) -> float:
-    seconds, count = 0.0, 0
-    for _ in range(rounds):
-        calls = await workload.begin()
-        start = time.perf_counter()
-        await run(calls)
-        seconds += time.perf_counter() - start
-        count += len(calls)
-        await workload.end()
-    return count / seconds
+async def _stream_at_once(api: Api, calls: list[Request]) -> None:
+    """Make calls that wait together and go as the client sends them."""
+    for response in await api.call_all(calls):
+        take(response)
 
 
-async def _workloads(api: Api) -> AsyncIterator[tuple[str, Workload]]:
+async def _rate(workload: Workload, run: Callable[[Api, list[Request]], Awaitable[None]]) -> float:
+    """Return calls per second, with IN_FLIGHT calls at a time."""
+    calls = await workload.begin()
+    start = time.perf_counter()
+    await run(workload.api, calls)
+    seconds = time.perf_counter() - start
+    await workload.end()
+    return len(calls) / seconds
+
+
+async def _workloads(api: Api) -> dict[str, Workload]:
     parent = await new_sequence(api, LONG_CONTEXT)
-    yield "allocate_1024", Allocate(api, parent)
-    yield "fork", Fork(api, parent)
-    yield "free", Free(api, parent)
     groups = {
         "append_1": Append(api, IN_FLIGHT, 1, LONG_CONTEXT),
         "append_64": Append(api, IN_FLIGHT, 64, LONG_CONTEXT),
@@ -85,29 +80,37 @@ async def _workloads(api: Api) -> AsyncIterator[tuple[str, Workload]]:
         "decode_256k": Decode(api, 256 << 10),
         "decode_2m": Decode(api, 2 << 20),
     }
-    for name, workload in groups.items():
+    for workload in groups.values():
         await workload.prepare()
-        yield name, workload
+    return {
+        "echo": Echo(api),
+        "allocate_1024": Allocate(api, parent),
+        "fork": Fork(api, parent),
+        "free": Free(api, parent),
+        **groups,
+    }
 
 
 async def measure(address: str, rounds: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    """All calls take turns in each round, so that a slow machine affects all of them."""
+    samples: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     async with connected(address) as api:
-        echo = Echo(api)
-        echoes: dict[str, list[float]] = {"unary": [], "stream": []}
-        async for name, workload in _workloads(api):
-            for way, call in (("unary", api.unary), ("stream", api.call)):
-                await latencies(workload, call, 1)
-                # The echo runs in turns with each call, so that a slow machine affects both.
-                echoes[way] += await latencies(echo, call, max(1, rounds // 4))
-                seconds = await latencies(workload, call, rounds)
-                rate = unary_rate if way == "unary" else stream_rate
-                results |= quantiles(f"{name}_{way}", seconds)
-                results[f"{name}_{way}_per_s"] = await rate(workload, max(1, rounds // 2))
-        for way, samples in echoes.items():
-            results |= quantiles(f"echo_{way}", samples)
-        results["echo_unary_per_s"] = await unary_rate(echo, rounds)
-        results["echo_stream_per_s"] = await stream_rate(echo, rounds)
+        ways = (("unary", api.unary, _unary_at_once), ("stream", api.call, _stream_at_once))
+        workloads = await _workloads(api)
+        for workload in workloads.values():
+            for _, _, at_once in ways:
+                await _rate(workload, at_once)  # a warm-up
+        for number in range(rounds):
+            for name, workload in workloads.items():
+                if number % SELDOM.get(name, 1):
+                    continue
+                for way, call, at_once in ways:
+                    samples.setdefault(f"{name}_{way}", []).extend(await latencies(workload, call))
+                    rates.setdefault(f"{name}_{way}_per_s", []).append(await _rate(workload, at_once))
+    results: dict[str, Any] = {name: statistics.median(found) for name, found in rates.items()}
+    for name, taken in samples.items():
+        results |= quantiles(name, taken)
     return results
 
 
@@ -150,7 +153,7 @@ async def _measure_tenants(addresses: dict[str, str], rounds: int) -> dict[str, 
         for turn in range(-1, rounds):
             for call in workloads["none"]:
                 for name, calls in workloads.items():
-                    measured = await latencies(calls[call], calls[call].api.call, 1)
+                    measured = await latencies(calls[call], calls[call].api.call)
                     if turn >= 0:
                         seconds[f"{call}_{name}"] += measured
     return {key: value for name, times in seconds.items() for key, value in quantiles(name, times).items()}
@@ -177,7 +180,7 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Return `<call>_<unary|stream>_<p50_s|p99_s|per_s>`, and the results of `transports.run` and `observers.run`."""
     native = open_native(device)  # first, because it reports missing packages or devices
     with Daemon(**POOL, device=device) as daemon:
-        results = uvloop.run(measure(daemon.address, 2 if quick else 40))
+        results = uvloop.run(measure(daemon.address, ROUNDS_QUICK if quick else ROUNDS))
     return results | {"transports": transports.run(native, device, quick), "observers": observers.run(quick)}
 
 

@@ -269,13 +269,12 @@ def take(response: Any) -> None:
         to_array(response.output, "output").copy()
 
 
-async def latencies(workload: Workload, call: Callable[[str, Any], Awaitable[Any]], rounds: int) -> list[float]:
-    """Return the seconds of each call, with one call in flight."""
+async def latencies(workload: Workload, call: Callable[[str, Any], Awaitable[Any]]) -> list[float]:
+    """Return the seconds of each call of a round, with one call in flight."""
     seconds = []
-    for _ in range(rounds):
-        for name, build in await workload.begin():
-            start = time.perf_counter()
-            take(await call(name, build()))
-            seconds.append(time.perf_counter() - start)
-        await workload.end()
+    for name, build in await workload.begin():
+        start = time.perf_counter()
+        take(await call(name, build()))
+        seconds.append(time.perf_counter() - start)
+    await workload.end()
     return seconds

@@ -97,7 +97,7 @@ def advance(
     check_request_tokens(state.config, int(np.add.reduce(query_lens)), "sequence_ids")
     plan = _Advance(batch, tokens, counts, query_lens, followed, unknown)
     if num_appended is None and lookahead == 0 and len(tokens) == len(ids):
-        decode = plan_decode(state, rows, states)
+        decode = plan_decode(state, rows, states, tokens)
         if decode is not None:
             return _start(state, namespace, plan, append_decode(state, rows, decode, tokens), NO_COPIES)
     return _advance(state, namespace, plan, lookahead)

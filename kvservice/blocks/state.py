@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import shared_entries, slot_mapping
+from kvservice._ext import DecodePlanner, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import (
@@ -148,7 +148,8 @@ class SessionNamespace:
         if len(set(names)) != len(names):
             raise _repeated(names, field)
         ids = ids.copy()
-        ids.flags.writeable = rows.flags.writeable = False
+        ids.setflags(write=False)
+        rows.setflags(write=False)
         self._batch = (key, ids, rows)
         return ids, rows
 
@@ -261,7 +262,7 @@ def _repeated(names: list[int], field: str) -> KVServiceError:
 def distinct_steps(steps: Int64Array) -> Iterator[int]:
     """Return the distinct step ids in steps int64[n]. A running batch usually has one."""
     first = int(steps[0])
-    if not np.count_nonzero(steps != first):
+    if len(steps) == 1 or not np.count_nonzero(steps != first):
         return iter((first,))
     return iter(set(steps.tolist()))
 
@@ -301,7 +302,6 @@ class SequenceSlots:
         self.block_tables = cast(Int32Array, memory.kept("block_tables", shape, np.int32))
         if not self.block_tables.flags.c_contiguous:
             raise ValueError("memory gave an array that is not contiguous: a view of it would be a copy")
-        self.flat_tables = self.block_tables.reshape(-1)
         self.states = cast(Int64Array, memory.kept("sequence_states", (config.max_sequences, STATE_COLUMNS), np.int64))
         self.items = item_view(self.states)
         self.lengths = self.states[:, LENGTH]
@@ -622,10 +622,11 @@ class BlockState:
         self.counters = BlockCounters()
         self.generation = 0
         self.shift, self.mask = config.block_shift, config.block_mask
-        # Arrays for the hot path, some of them without dimensions; see ONE in pool.py.
-        self.shift_array, self.mask_array = np.array(self.shift), np.array(self.mask)
-        self.max_length_array = np.array(config.max_sequence_tokens)
-        self.table_width_array = np.array(self.sequences.block_tables.shape[1])
+        self.decode_planner = DecodePlanner(
+            self.sequences.block_tables, self.sequences.states, self.device.ref_count, self.device.indexed,
+            self.shift, config.max_sequence_tokens,
+        )  # fmt: skip
+        # Query lengths of decode steps.
         self.ones = np.ones(config.max_sequences, np.int32)
         self.ones.flags.writeable = False
         # Scratch: the context lengths of a followed step, by row.

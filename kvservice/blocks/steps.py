@@ -26,7 +26,6 @@ from kvservice.blocks.arguments import (
     whole_number,
 )
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, LiveStep, StepPlan
-from kvservice.blocks.pool import ONE
 from kvservice.blocks.state import (
     DROP,
     LENGTH,
@@ -86,14 +85,15 @@ class Growth:
 class DecodeGrowth(NamedTuple):
     """Plan for a batch where each sequence gets one token, has no other pending tokens, and owns the block to write.
 
-    `positions` int64[n] are the token positions. `cells` int64[n] are indices into the flat block tables, and `blocks`
-    int64[n] the block ids there. `fresh` int64[f] are the sequences whose block is still to be allocated.
+    `lengths` int64[n] and `context_lens` int32[n] are the lengths afterwards, `slots` int64[n] the slots of the tokens.
+    `fresh` int64[f] are the sequences whose block is still to be allocated, and whose slot is only the offset in it;
+    None if there are none.
     """
 
-    positions: Int64Array
-    cells: Int64Array
-    blocks: Int64Array
-    fresh: Int64Array
+    lengths: Int64Array
+    context_lens: Int32Array
+    slots: Int64Array
+    fresh: Int64Array | None
 
 
 def can_append(
@@ -113,9 +113,9 @@ def can_append(
     counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
     states = state.sequences.resident_states(ids, rows)
     if num_tokens is None and lookahead == 0:
-        decode = plan_decode(state, rows, states)
+        decode = plan_decode(state, rows, states, state.ones[: len(rows)])
         if decode is not None:
-            return len(decode.fresh) <= state.device.num_available
+            return decode.fresh is None or len(decode.fresh) <= state.device.num_available
     batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
     check_request_tokens(state.config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
     return plan_growth(state, batch, lookahead).num_new <= state.device.num_available
@@ -139,24 +139,23 @@ def append(
     """
     state.enter(namespace)
     ids, rows = namespace.lookup(sequence_ids)
+    states = state.sequences.resident_states(ids, rows)
+    if num_tokens is None and lookahead == 0:
+        decode = plan_decode(state, rows, states, token_ids, expected_lengths)
+        if decode is not None:
+            slots = append_decode(state, rows, decode, token_ids)
+            state.sequences.num_tokens += len(ids)
+            batch = WriteBatch(ids, rows, states, decode.lengths)
+            return start_step(state, namespace, batch, state.ones[: len(ids)], decode.context_lens, slots, NO_COPIES, 1)
     tokens = int32_array(token_ids, "token_ids")
     counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
     expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
     if expected_tokens != len(tokens):
         raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
-    states = state.sequences.resident_states(ids, rows)
     if expected_lengths is not None:
         expected = _expected_of(expected_lengths, len(ids))
         if np.count_nonzero(states[:, LENGTH] != expected):
             return _repeated_append(state, namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
-    if num_tokens is None and lookahead == 0:
-        decode = plan_decode(state, rows, states)
-        if decode is not None:
-            batch = WriteBatch(ids, rows, states, decode.positions + ONE)
-            slots = append_decode(state, rows, decode, tokens)
-            state.sequences.num_tokens += len(tokens)
-            context_lens = batch.lengths.astype(np.int32)
-            return start_step(state, namespace, batch, state.ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
     batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
     query_lens = batch.lengths - states[:, NUM_COMPUTED]
     check_request_tokens(state.config, int(np.add.reduce(query_lens)), "sequence_ids")
@@ -175,19 +174,15 @@ def append(
     return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
 
 
-def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: Int32Array) -> Int64Array:
-    """Store the tokens of a decode step: no tokens were pending, and no block needs a copy. Returns their slots
-    int64[n]."""
-    state.device.require_available(len(plan.fresh))
+def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: npt.ArrayLike) -> Int64Array:
+    """Store the tokens int32[n] of a decode step: no tokens were pending, and no block needs a copy. Returns their
+    slots int64[n]."""
+    slots, fresh = plan.slots, plan.fresh
+    if fresh is not None:
+        state.device.require_available(len(fresh))
     state.intents.begin(RESTORE, rows)
-    blocks, fresh = plan.blocks, plan.fresh
-    if len(fresh):
-        new = state.device.allocate(len(fresh))
-        blocks[fresh] = new
-        state.sequences.flat_tables[plan.cells[fresh]] = new
-        state.sequences.num_blocks[rows[fresh]] += 1
-    slots: Int64Array = blocks << state.shift_array
-    slots += plan.positions & state.mask_array
+    if fresh is not None:
+        state.decode_planner.place(rows, slots, fresh, state.device.allocate(len(fresh)))
     state.device.tokens_by_slot[slots] = tokens
     return slots
 
@@ -391,24 +386,17 @@ def _mismatch(ids: Int64Array, lengths: Int64Array, expected: Int64Array) -> Len
 # changes; applying a plan cannot fail.
 
 
-def plan_decode(state: BlockState, rows: Int64Array, states: Int64Array) -> DecodeGrowth | None:
-    """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan."""
-    positions = states[:, LENGTH]
-    if np.count_nonzero(positions != states[:, NUM_COMPUTED]):
-        return None
-    if np.count_nonzero(positions >= state.max_length_array):
-        return None
-    entries = positions >> state.shift_array
-    cells = rows * state.table_width_array
-    cells += entries
-    blocks = state.sequences.flat_tables[cells]
-    fresh = (entries >= states[:, NUM_BLOCKS]).nonzero()[0]
-    if len(fresh):
-        blocks[fresh] = 0  # these table entries are not valid yet
-    not_exclusive = (state.device.ref_count[blocks] > ONE) | state.device.indexed[blocks]
-    if len(fresh):
-        not_exclusive[fresh] = False
-    return None if np.count_nonzero(not_exclusive) else DecodeGrowth(positions, cells, blocks, fresh)
+def plan_decode(
+    state: BlockState,
+    rows: Int64Array,
+    states: Int64Array,
+    tokens: npt.ArrayLike,
+    expected_lengths: npt.ArrayLike | None = None,
+) -> DecodeGrowth | None:
+    """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan, or has an
+    argument that is wrong."""
+    planned = state.decode_planner.plan(rows, states, tokens, expected_lengths)
+    return None if planned is None else DecodeGrowth(*planned)
 
 
 def plan_growth(state: BlockState, batch: WriteBatch, lookahead: Int64Array | int) -> Growth:

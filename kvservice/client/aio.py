@@ -55,6 +55,8 @@ class _TaskTurns:
         self._semaphore = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
 
     async def take(self, timeout_s: float | None) -> bool:
+        if timeout_s is None or not self._semaphore.locked():
+            return await self._semaphore.acquire()
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._semaphore.acquire()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvservice.keeper.control import ControlSocketError
-from kvservice.keeper.loop import Loop
+from kvservice.keeper.keeper import Loop
 from kvservice.keeper.settings import KeeperSettings
 
 

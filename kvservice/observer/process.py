@@ -38,9 +38,8 @@ from kvservice.metrics import (
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
-from kvservice.observer.http_server import serve_http
+from kvservice.observer.http_server import HttpOptions, make_app, serve_http
 from kvservice.observer.views import Views
-from kvservice.observer.web import HttpOptions, make_app
 from kvservice.telemetry.arrays import open_arrays
 from kvservice.telemetry.calls import BUCKETS_S
 from kvservice.telemetry.link import (

@@ -7,7 +7,7 @@ import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from kvservice.blocks.slices import Waits
 
@@ -51,22 +51,6 @@ class Caller:
     gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class After(Generic[AnswerT]):
-    """An answer that may be given after `event`. The operation itself has finished."""
-
-    answer: AnswerT
-    event: Awaitable[None]
-
-    def task(self) -> asyncio.Task[AnswerT]:
-        """Return a task that awaits the event, then returns the answer."""
-        return to_the_end(_wait(self.event, self.answer))
-
-
-# A finished operation's answer.
-Finished: TypeAlias = AnswerT | After[AnswerT]
-
-
 def in_slices(slices: Waits[AnswerT]) -> Answer[AnswerT]:
     """Run the first slice now. If there are more, return a task that runs them with pauses for other calls, and waits
     for what they yield.
@@ -78,12 +62,7 @@ def in_slices(slices: Waits[AnswerT]) -> Answer[AnswerT]:
     except StopIteration as end:
         answer: AnswerT = end.value
         return answer
-    return go_on(slices, event)
-
-
-def go_on(slices: Waits[AnswerT], event: Awaitable[object] | None) -> asyncio.Task[AnswerT]:
-    """Return a task that runs slices with pauses for other calls, after a slice that has yielded this."""
-    return to_the_end(_rest(slices, event))
+    return to_the_end(drained(slices, event))
 
 
 def waiting(coroutine: Coroutine[Any, Any, AnswerT]) -> Waits[AnswerT]:
@@ -97,6 +76,17 @@ async def finished(slices: Waits[AnswerT]) -> AnswerT:
     """Run an operation in slices to its end."""
     answer = in_slices(slices)
     return await answer if isinstance(answer, asyncio.Task) else answer
+
+
+async def drained(slices: Waits[AnswerT], event: Awaitable[object] | None) -> AnswerT:
+    """Run slices with pauses for other calls, after a slice that has yielded this."""
+    while True:
+        await (asyncio.sleep(PAUSE_S) if event is None else event)
+        try:
+            event = next(slices)
+        except StopIteration as end:
+            answer: AnswerT = end.value
+            return answer
 
 
 def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
@@ -146,18 +136,3 @@ def _look_at(task: asyncio.Task[AnswerT]) -> None:
     """Retrieve the task's exception, so that asyncio does not log it if no caller waits any more."""
     if not task.cancelled():
         task.exception()
-
-
-async def _rest(slices: Waits[AnswerT], event: Awaitable[object] | None) -> AnswerT:
-    while True:
-        await (asyncio.sleep(PAUSE_S) if event is None else event)
-        try:
-            event = next(slices)
-        except StopIteration as end:
-            answer: AnswerT = end.value
-            return answer
-
-
-async def _wait(event: Awaitable[None], answer: AnswerT) -> AnswerT:
-    await event
-    return answer

@@ -19,13 +19,11 @@ index        KeyIndex: what the native class does
 from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
-from kvservice.store.misses import GhostKeys
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
-from kvservice.store.quarantine import Quarantine
 from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
 from kvservice.store.recovery import StoreRecovery, recover
 from kvservice.store.session import Reservation, SessionStore
-from kvservice.store.store import BlockStore, check_keys
+from kvservice.store.store import BlockStore, GhostKeys, Quarantine, check_keys
 from kvservice.store.table import StoreConfig
 
 __all__ = [

@@ -24,7 +24,7 @@ class EngineFigures(NamedTuple):
 class NamespaceCounters:
     """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
     namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed because their checksum was
-    wrong, and `removed` by clients. The first missing block of each lookup is counted by the reason, see misses.py."""
+    wrong, and `removed` by clients. The first missing block of each lookup is counted by the reason, see GhostKeys."""
 
     hits: int = 0
     misses: int = 0

@@ -2,8 +2,8 @@
 
 `TierChain` is the API for the daemon. Imports point down this list:
 
-chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere
-write_behind WriteBehind: writes values to the tiers before they are evicted from memory
+chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere;
+             WriteBehind: writes values to the tiers before they are evicted from memory
 links        Link: a tier of the chain, with its rules for writing (AdmitAll, AdmitReused); removals, and the
              writes that they wait for
 reads        Reads: values on their way from a tier into memory

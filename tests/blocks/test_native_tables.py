@@ -102,6 +102,89 @@ def test_new_sequences_and_references() -> None:
                 assert np.array_equal(ref_count, after)
 
 
+def test_decode_steps() -> None:
+    with each_row() as row:
+        num_refused = 0
+        for seed in range(60):
+            with row(seed):
+                rng = np.random.default_rng(seed)
+                shift, num = int(rng.integers(0, 4)), int(rng.integers(1, 6))
+                size, max_length = 1 << shift, (8 << shift) - 1
+                tables, states = random_tables(rng, 8), np.zeros((9, 5), np.int64)
+                states[:, 0] = states[:, 1] = rng.integers(0, max_length + (rng.random() < 0.2), 9)
+                states[:, 2] = -(-states[:, 0] // size)
+                ref_count = 1 + (rng.random(NUM_BLOCKS) < 0.02).astype(np.int32)
+                indexed = rng.random(NUM_BLOCKS) < 0.02
+                rows, tokens = rng.permutation(9)[:num], rng.integers(0, 99, num, dtype=np.int32)
+                states[rows[0], 1] -= states[rows[0], 0] > 0 and rng.random() < 0.1
+                tokens[0] -= 100 * (rng.random() < 0.1)
+                expected = None if rng.random() < 0.5 else states[rows, 0] + (rng.random(num) < 0.05)
+                planner = _ext.DecodePlanner(tables, states, ref_count, indexed, shift, max_length)
+                plan = planner.plan(rows, states[rows], tokens, expected)
+
+                lengths, entries = states[rows, 0].copy(), states[rows, 0] // size
+                there = entries < states[rows, 2]
+                blocks = np.where(there, tables[rows, np.minimum(entries, 7)], 0).astype(np.int64)
+                refused = (
+                    (tokens < 0).any()
+                    or (expected is not None and (expected != lengths).any())
+                    or (states[rows, 1] != lengths).any()
+                    or (lengths >= max_length).any()
+                    or (there & ((ref_count[blocks] > 1) | indexed[blocks])).any()
+                )
+                assert (plan is None) == refused
+                num_refused += bool(refused)
+                if plan is None:
+                    continue
+                after, context_lens, slots, fresh = plan
+                assert after.tolist() == context_lens.tolist() == (lengths + 1).tolist()
+                assert slots.tolist() == (blocks * size + lengths % size).tolist()
+                assert ([] if fresh is None else fresh.tolist()) == np.flatnonzero(~there).tolist()
+                if fresh is not None:
+                    new = rng.integers(0, NUM_BLOCKS, len(fresh))
+                    expected_tables, num_blocks = tables.copy(), states[:, 2].copy()
+                    expected_tables[rows[fresh], entries[fresh]] = new
+                    num_blocks[rows[fresh]] += 1
+                    blocks[fresh] = new
+                    planner.place(rows, slots, fresh, new)
+                    assert np.array_equal(tables, expected_tables)
+                    assert np.array_equal(states[:, 2], num_blocks)
+                    assert slots.tolist() == (blocks * size + lengths % size).tolist()
+        assert 10 < num_refused < 50
+
+
+def test_decode_steps_with_other_arrays() -> None:
+    """Wrong tokens and expected lengths are left to the general plan, which names them. Others are refused, before
+    anything changes."""
+    tables, states = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.int64)
+    planner = _ext.DecodePlanner(tables, states, np.ones(4, np.int32), np.zeros(4, np.bool_), 1, 6)
+    token, none = np.zeros(1, np.int32), np.zeros(0, np.int64)
+    for tokens, expected in (
+        ([0], None), (ROW, None), (np.zeros(2, np.int32), None), (token.reshape(1, 1), None), (token, token),
+        (token, np.zeros(2, np.int64)), (token, 0),
+    ):  # fmt: skip
+        assert planner.plan(ROW, states[:1], tokens, expected) is None
+    outside = np.array([[6, 6, 9]])
+    for rows, state, field in (
+        (ROW + 2, states[:1], "rows"), (ROW - 1, states[:1], "rows"), (ROW, states, "states"),
+        (ROW, states[:1, :2].copy(), "states"), (ROW, -1 - states[:1], "states"), ([0], states[:1], "rows"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError) as caught:
+            planner.plan(rows, state, token, None)
+        assert caught.value.field == field
+    assert planner.plan(ROW, outside, token, None) is None  # as long as it may be
+    states[1, 2] = 3
+    for rows, slots, fresh, blocks, field in (
+        (ROW + 1, ROW, ROW, ROW, "states"), (ROW + 2, ROW, ROW, ROW, "rows"), (ROW, ROW, ROW + 1, ROW, "fresh"),
+        (ROW, ROW, ROW, ROW - 1, "blocks"), (ROW, ROW, ROW, none, "blocks"), (ROW, none, ROW, ROW, "slots"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError) as caught:
+            planner.place(rows, slots, fresh, blocks)
+        assert caught.value.field == field
+    assert not tables.any()
+    assert states.tolist() == [[0, 0, 0], [0, 0, 3]]
+
+
 def test_hashes_are_matched_up_to_the_first_miss() -> None:
     with each_row() as row:
         for seed in range(10):

@@ -20,7 +20,7 @@ from transfer_rig import is_gone
 from waiting import until
 
 from kvservice.cli import main
-from kvservice.commands import generate, prompt_lines
+from kvservice.commands import generate
 from kvservice.engines import LLM, CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from kvservice.owned import OwnedFolder
 
@@ -113,7 +113,7 @@ WRONG: list[tuple[str | bytes, tuple[str, ...], str]] = [
 
 
 def test_wrong_input_is_an_error_in_plain_words(run, monkeypatch) -> None:
-    monkeypatch.setattr(prompt_lines, "MAX_CHARACTERS", 200_000)
+    monkeypatch.setattr(generate, "MAX_CHARACTERS", 200_000)
     with each_row() as row:
         for prompts, options, said in WRONG:
             with row((prompts[:40], options)):

@@ -16,7 +16,7 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvservice.engines import LLM, SamplingParams
-from kvservice.engines.detokenizer import Detokenizer
+from kvservice.engines.samples import Detokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁the", "▁n", "s", "'", "▁'", "▁▁", "é", "日", "\ufffd", ".", "▁."]

@@ -16,7 +16,7 @@ from spill_rig import TOKENS, Start, cached, computed, forget, run, save_all
 from kvservice.config import ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.tiering.spilling import pool_identity
+from kvservice.server.tiering.pool_tier import pool_identity
 
 
 def test_every_option_that_the_bytes_depend_on_is_in_the_identity(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_killed_at_every_line_of_a_save_and_a_load(start_spilling: Start, stride
     held, lines = HeldFiles(), itertools.count()
     life = start_spilling(held, **FEW)
     states: dict[tuple[tuple[str, bytes], ...], None] = {}
-    files = ("server/tiering/spilling.py", "server/tiering/pool_tier.py", "blocks/loading.py", "store/store.py")
+    files = ("server/tiering/pool_tier.py", "blocks/loading.py", "store/store.py")
 
     def note() -> None:
         if next(lines) % stride == 0:

@@ -301,7 +301,7 @@ def test_a_value_that_is_removed_while_it_waits_is_not_written() -> None:
 
 
 def test_a_queue_that_is_full_drops_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvservice.tiers.write_behind.MAX_QUEUED_KEYS", 2)
+    monkeypatch.setattr("kvservice.tiers.chain.MAX_QUEUED_KEYS", 2)
     rig = ChainRig(num_slabs=8, policies={"fake0": WritePolicy(soon=True)})
 
     async def work() -> None:

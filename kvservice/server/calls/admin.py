@@ -11,7 +11,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.calls.handlers import Handler, OpenHandler, SessionHandler, WhileDraining
+from kvservice.server.calls.handlers import AnyHandler, WhileDraining, in_session, without_session
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions, SavedSize
 from kvservice.server.sessions.session import ServerSession
@@ -45,15 +45,15 @@ class AdminCalls:
         self._sessions, self._saved = sessions, saved
         self._max_detach_ttl_s = config.max_detach_ttl_s
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            OpenHandler("get_info", pool_pb2.GetInfoRequest, self.get_info, roles=EVERYONE),
-            OpenHandler("get_stats", pool_pb2.GetStatsRequest, self.get_stats, roles=EVERYONE),
-            OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=OBSERVERS),
-            OpenHandler("ping", pool_pb2.PingRequest, self.ping, roles=EVERYONE),
-            OpenHandler("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
-            OpenHandler("close", session_pb2.CloseRequest, self.close),
-            SessionHandler("detach", session_pb2.DetachRequest, self.detach),
+            without_session("get_info", pool_pb2.GetInfoRequest, self.get_info, roles=EVERYONE),
+            without_session("get_stats", pool_pb2.GetStatsRequest, self.get_stats, roles=EVERYONE),
+            without_session("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot, roles=OBSERVERS),
+            without_session("ping", pool_pb2.PingRequest, self.ping, roles=EVERYONE),
+            without_session("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
+            without_session("close", session_pb2.CloseRequest, self.close),
+            in_session("detach", session_pb2.DetachRequest, self.detach),
         )
 
     def get_info(self, _: pool_pb2.GetInfoRequest) -> pool_pb2.GetInfoResponse:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, TransferFailedError
 from kvservice.server.calls.handlers import (
-    Handler,
-    SessionHandler,
+    AnyHandler,
     WhileDraining,
+    in_session,
     max_response_bytes,
     response_too_large,
 )
@@ -45,21 +45,21 @@ class AttentionCalls:
         self._max_request_bytes = config.max_message_bytes
         self._max_response_bytes = max_response_bytes(config)
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         begun_steps = WhileDraining.FOR_BEGUN_STEPS
         return (
-            SessionHandler("decode", attention_pb2.AttendRequest, self.decode, begun_steps),
-            SessionHandler("extend", attention_pb2.AttendRequest, self.extend, begun_steps),
-            SessionHandler("write", attention_pb2.WriteRequest, self.write, begun_steps),
-            SessionHandler("read", attention_pb2.ReadRequest, self.read),
+            in_session("decode", attention_pb2.AttendRequest, self.decode, begun_steps),
+            in_session("extend", attention_pb2.AttendRequest, self.extend, begun_steps),
+            in_session("write", attention_pb2.WriteRequest, self.write, begun_steps),
+            in_session("read", attention_pb2.ReadRequest, self.read),
         )
 
-    def decode(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Coroutine[Any, Any, Encoded]:
+    async def decode(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
         """Do as `extend`, for a step with one token of each sequence."""
         step = session.namespace.steps.get(request.step_id)
         if step is not None and len(step.plan.slot_mapping) != len(step.plan.query_lens):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
-        return self.extend(session, request)
+        return await self.extend(session, request)
 
     async def extend(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
         """Return an encoded AttendResponse."""

@@ -23,13 +23,13 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.server.calls.handlers import (
-    Handler,
-    SessionHandler,
+    AnyHandler,
+    Published,
     WhileDraining,
+    in_session,
     max_response_bytes,
     response_too_large,
 )
-from kvservice.server.loop import After, Finished
 from kvservice.server.memory.host import Run
 from kvservice.server.sessions.saved import DiskSwaps
 from kvservice.server.sessions.session import ServerSession
@@ -62,31 +62,29 @@ class BlockCalls:
         self._max_request_sequences = config.max_request_sequences
         self._max_response_bytes = max_response_bytes(config)
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler("allocate", blocks_pb2.AllocateRequest, self.allocate, refused),
-            SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, self.can_allocate),
-            SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
-            SessionHandler("can_append", blocks_pb2.CanAppendRequest, self.can_append),
-            SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
-            SessionHandler("open_ahead", blocks_pb2.OpenAheadRequest, self.open_ahead, refused),
-            SessionHandler("commit_ahead", blocks_pb2.CommitAheadRequest, self.commit_ahead),
-            SessionHandler("truncate", blocks_pb2.TruncateRequest, self.truncate),
-            SessionHandler("fork", blocks_pb2.ForkRequest, self.fork, refused),
-            SessionHandler("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
-            SessionHandler("can_swap_out", blocks_pb2.CanSwapOutRequest, self.can_swap_out),
-            SessionHandler("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
-            SessionHandler("can_swap_in", blocks_pb2.CanSwapInRequest, self.can_swap_in),
-            SessionHandler("free", blocks_pb2.FreeRequest, self.free),
-            SessionHandler("describe", blocks_pb2.DescribeRequest, self.describe),
-            SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
-            SessionHandler("pin", blocks_pb2.PinRequest, self.pin, refused),
-            SessionHandler("unpin", blocks_pb2.UnpinRequest, self.unpin),
-            SessionHandler(
-                "reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache, roles=ADMINS
-            ),
-            SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
+            in_session("allocate", blocks_pb2.AllocateRequest, self.allocate, refused),
+            in_session("can_allocate", blocks_pb2.CanAllocateRequest, self.can_allocate),
+            in_session("append", blocks_pb2.AppendRequest, self.append, refused, publishes=True),
+            in_session("can_append", blocks_pb2.CanAppendRequest, self.can_append),
+            in_session("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused, publishes=True),
+            in_session("open_ahead", blocks_pb2.OpenAheadRequest, self.open_ahead, refused, publishes=True),
+            in_session("commit_ahead", blocks_pb2.CommitAheadRequest, self.commit_ahead, publishes=True),
+            in_session("truncate", blocks_pb2.TruncateRequest, self.truncate),
+            in_session("fork", blocks_pb2.ForkRequest, self.fork, refused),
+            in_session("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
+            in_session("can_swap_out", blocks_pb2.CanSwapOutRequest, self.can_swap_out),
+            in_session("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
+            in_session("can_swap_in", blocks_pb2.CanSwapInRequest, self.can_swap_in),
+            in_session("free", blocks_pb2.FreeRequest, self.free),
+            in_session("describe", blocks_pb2.DescribeRequest, self.describe),
+            in_session("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
+            in_session("pin", blocks_pb2.PinRequest, self.pin, refused),
+            in_session("unpin", blocks_pb2.UnpinRequest, self.unpin),
+            in_session("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache, roles=ADMINS),
+            in_session("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
         )
 
     def allocate(
@@ -113,7 +111,7 @@ class BlockCalls:
         status = yield from _allocated(self._manager.can_allocate_in_slices, session, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
-    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
+    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Published[blocks_pb2.StepResponse]:
         step = self._manager.append(
             session.namespace,
             _own_ids(session, request),
@@ -132,14 +130,14 @@ class BlockCalls:
 
     def open_step(
         self, session: ServerSession, request: blocks_pb2.OpenStepRequest
-    ) -> Finished[blocks_pb2.StepResponse]:
+    ) -> Published[blocks_pb2.StepResponse]:
         num_tokens = optional_ints(request.num_tokens, np.int32)
         step = self._manager.open_step(session.namespace, _own_ids(session, request), num_tokens)
         return self._opened(session, step, request.return_slot_mapping)
 
     def open_ahead(
         self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
-    ) -> Finished[blocks_pb2.StepResponse]:
+    ) -> Published[blocks_pb2.StepResponse]:
         session.access.check_writable()
         step = self._manager.open_ahead(
             session.namespace,
@@ -151,7 +149,7 @@ class BlockCalls:
 
     def commit_ahead(
         self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
-    ) -> Finished[blocks_pb2.StepResponse]:
+    ) -> Published[blocks_pb2.StepResponse]:
         session.access.check_writable()
         num_tokens = optional_ints(request.num_tokens, np.int32)
         if request.token_ids and request.step_id in session.namespace.steps:
@@ -161,7 +159,7 @@ class BlockCalls:
                 session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
             )
             if step is None:
-                return blocks_pb2.StepResponse()
+                return blocks_pb2.StepResponse(), None
             return self._opened(session, step, return_slot_mapping=False, to_lane=False, run=run)
 
     def _opened(
@@ -172,16 +170,16 @@ class BlockCalls:
         *,
         to_lane: bool = True,
         run: Run | None = None,
-    ) -> Finished[blocks_pb2.StepResponse]:
-        """Submit the copies of a step, and publish it to the session's client. Return the response, when the client may
-        work on the step."""
+    ) -> Published[blocks_pb2.StepResponse]:
+        """Submit the copies of a step, and publish it to the session's client. Return the response, and what to wait
+        for before the client may work on the step."""
         mapped = published = None
         if len(step.copies.src):
             self._engine.copy_on_write(step)
         if session.access.shares_steps:
             mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
         response = step_response(step, return_slot_mapping, mapped)
-        return response if published is None else After(response, published)
+        return response, published
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
@@ -195,12 +193,10 @@ class BlockCalls:
         self._manager.fork(session.namespace, parents, children)
         return blocks_pb2.ForkResponse()
 
-    def swap_out(
-        self, session: ServerSession, request: blocks_pb2.SwapOutRequest
-    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+    def swap_out(self, session: ServerSession, request: blocks_pb2.SwapOutRequest) -> Waits[blocks_pb2.SwapResponse]:
         ids = _own_ids(session, request)
         if request.tier == blocks_pb2.SWAP_TIER_DISK:
-            return _moved(self._swaps.swap_out(session, ids.tolist()))
+            return blocks_pb2.SwapResponse(moved_blocks=(yield from self._swaps.swap_out(session, ids.tolist())))
         if request.tier != blocks_pb2.SWAP_TIER_UNSPECIFIED:
             raise InvalidArgumentError(f"there is no tier {request.tier}", field="tier")
         return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_out(session.namespace, ids)))
@@ -212,12 +208,10 @@ class BlockCalls:
             ok=self._manager.can_swap_out(session.namespace, to_ints(request.sequence_ids))
         )
 
-    def swap_in(
-        self, session: ServerSession, request: blocks_pb2.SwapInRequest
-    ) -> blocks_pb2.SwapResponse | Waits[blocks_pb2.SwapResponse]:
+    def swap_in(self, session: ServerSession, request: blocks_pb2.SwapInRequest) -> Waits[blocks_pb2.SwapResponse]:
         ids = _own_ids(session, request)
         if _any_on_disk(session, ids):
-            return _moved(self._swaps.swap_in(session, ids.tolist()))
+            return blocks_pb2.SwapResponse(moved_blocks=(yield from self._swaps.swap_in(session, ids.tolist())))
         return blocks_pb2.SwapResponse(moved_blocks=len(self._engine.swap_in(session.namespace, ids)))
 
     def can_swap_in(self, session: ServerSession, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
@@ -330,10 +324,6 @@ def _with_rows(session: ServerSession, ids: Array | None) -> Array | None:
     if not all(name in session.namespace or name in on_disk for name in names):
         raise session.namespace.unknown_sequence(names, "sequence_ids")
     return ids[[name not in on_disk for name in names]]
-
-
-def _moved(slices: Waits[int]) -> Waits[blocks_pb2.SwapResponse]:
-    return blocks_pb2.SwapResponse(moved_blocks=(yield from slices))
 
 
 def _any_on_disk(session: ServerSession, ids: Array) -> bool:

@@ -1,27 +1,27 @@
-"""The types of RPC handlers. A handler checks the request, calls the engine once and translates the result.
+"""The table of RPC handlers. A handler checks the request, calls the engine once and translates the result.
 
 There is one handler per RPC, named like the RPC and like the field of a stream's `Call`. The same handler serves unary
-RPCs and calls on a session's stream. Handlers are of three kinds:
+RPCs and calls on a session's stream. The table says what a handler is:
 
-    sync     def f(session, request) -> Response | After  has finished when it returns
-    sliced   def f(session, request) -> Slices | Waits    runs its first slice, then a task runs the others
-    async    async def f(session, request) -> Response    moves bytes, and ends with its caller
+    Kind.PLAIN    def f(session, request) -> Response           has finished when it returns
+    Kind.SLICED   def f(session, request) -> Slices | Waits     runs its first slice, then a task runs the others, which
+                                                                completes even if its caller goes away
+    Kind.ASYNC    async def f(session, request) -> Response     moves bytes, and ends with its caller
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from kvservice.blocks.slices import Slices, Waits
+from kvservice.blocks.slices import Waits
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.loop import Answer, Finished
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ENGINES, Roles
 from kvservice.wire.tensors import Encoded
@@ -33,19 +33,22 @@ _MESSAGE_OVERHEAD = 4096
 Response: TypeAlias = Message | Encoded | bytes
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Response)
-# A response; slices; a response that has to wait; a task that completes even if its caller goes away; or the coroutine
-# of an async handler.
-Started: TypeAlias = (
-    Answer[ResponseT]
-    | Finished[ResponseT]
-    | Slices[ResponseT]
-    | Waits[Finished[ResponseT]]
-    | Coroutine[Any, Any, ResponseT]
-)
+# What a handler that publishes steps to lanes returns: its response, and what its caller has to wait for, if anything.
+Published: TypeAlias = tuple[ResponseT, Awaitable[None] | None]
+Returned: TypeAlias = ResponseT | Published[ResponseT]
+Started: TypeAlias = Returned[ResponseT] | Waits[Returned[ResponseT]] | Coroutine[Any, Any, ResponseT]
 
-# A call after its first slice: a response, a task that completes even if its caller goes away, or the coroutine of an
-# async handler.
-Begun: TypeAlias = Response | asyncio.Task[Response] | Coroutine[Any, Any, Response]
+
+class Kind(enum.Enum):
+    PLAIN = enum.auto()
+    SLICED = enum.auto()
+    ASYNC = enum.auto()
+
+    @staticmethod
+    def of(start: Callable[..., object]) -> Kind:
+        if inspect.iscoroutinefunction(start):
+            return Kind.ASYNC
+        return Kind.SLICED if inspect.isgeneratorfunction(start) else Kind.PLAIN
 
 
 class WhileDraining(enum.Enum):
@@ -58,28 +61,58 @@ class WhileDraining(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionHandler(Generic[RequestT, ResponseT]):
-    """The handler of a call within a session."""
+class Handler(Generic[RequestT, ResponseT]):
+    """One row of the table: the handler of a call within a session, `start(session, request)`, or of one that needs no
+    session, `start(request)`.
+
+    A handler that `publishes` returns a pair, see Published. A request that is `repeatable` may have a request id, with
+    which a client repeats it; its handler changes bookkeeping only.
+    """
 
     method: str
     request_type: type[RequestT]
-    start: Callable[[ServerSession, RequestT], Started[ResponseT]]
-    while_draining: WhileDraining = WhileDraining.ALLOWED
-    roles: Roles = ENGINES
+    start: Callable[..., Started[ResponseT]]
+    while_draining: WhileDraining
+    roles: Roles
+    in_session: bool
+    publishes: bool
+    kind: Kind = field(init=False)
+    repeatable: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = "request_id" in self.request_type.DESCRIPTOR.fields_by_name
+        object.__setattr__(self, "kind", Kind.of(self.start))
+        object.__setattr__(self, "repeatable", self.in_session and named)
+        assert not (self.repeatable and self.kind is Kind.ASYNC), (
+            f"{self.method} is repeatable, and ends with its caller"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenHandler(Generic[RequestT, ResponseT]):
-    """The handler of a call that needs no session."""
-
-    method: str
-    request_type: type[RequestT]
-    start: Callable[[RequestT], Started[ResponseT]]
-    while_draining: WhileDraining = WhileDraining.ALLOWED
-    roles: Roles = ENGINES
+AnyHandler: TypeAlias = Handler[Any, Any]
 
 
-Handler: TypeAlias = SessionHandler[Any, Any] | OpenHandler[Any, Any]
+def in_session(
+    method: str,
+    request_type: type[RequestT],
+    start: Callable[[ServerSession, RequestT], Started[ResponseT]],
+    while_draining: WhileDraining = WhileDraining.ALLOWED,
+    roles: Roles = ENGINES,
+    *,
+    publishes: bool = False,
+) -> Handler[RequestT, ResponseT]:
+    """Return the handler of a call within a session."""
+    return Handler(method, request_type, start, while_draining, roles, in_session=True, publishes=publishes)
+
+
+def without_session(
+    method: str,
+    request_type: type[RequestT],
+    start: Callable[[RequestT], Started[ResponseT]],
+    while_draining: WhileDraining = WhileDraining.ALLOWED,
+    roles: Roles = ENGINES,
+) -> Handler[RequestT, ResponseT]:
+    """Return the handler of a call that needs no session."""
+    return Handler(method, request_type, start, while_draining, roles, in_session=False, publishes=False)
 
 
 def max_response_bytes(config: ServeConfig) -> int:

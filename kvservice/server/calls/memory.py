@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvservice.blocks import BlockManager, Slices
 from kvservice.errors import PoolNotSharedError
-from kvservice.server.calls.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.calls.handlers import AnyHandler, WhileDraining, in_session
 from kvservice.server.loop import to_the_end
 from kvservice.server.memory.region import GPU, HOST, REMOTE, Region
 from kvservice.server.sessions.session import ServerSession
@@ -21,39 +21,39 @@ from kvservice.v1 import (
 class RegionCalls:
     """SharedMemoryService: regions of clients on the daemon's host."""
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            SessionHandler(
+            in_session(
                 "system_shared_memory_status",
                 shared_memory_pb2.SystemSharedMemoryStatusRequest,
                 self.system_shared_memory_status,
             ),
-            SessionHandler(
+            in_session(
                 "system_shared_memory_register",
                 shared_memory_pb2.SystemSharedMemoryRegisterRequest,
                 self.system_shared_memory_register,
             ),
-            SessionHandler(
+            in_session(
                 "system_shared_memory_unregister",
                 shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
                 self.system_shared_memory_unregister,
             ),
-            SessionHandler(
+            in_session(
                 "cuda_shared_memory_status",
                 shared_memory_pb2.CudaSharedMemoryStatusRequest,
                 self.cuda_shared_memory_status,
             ),
-            SessionHandler(
+            in_session(
                 "cuda_shared_memory_register",
                 shared_memory_pb2.CudaSharedMemoryRegisterRequest,
                 self.cuda_shared_memory_register,
             ),
-            SessionHandler(
+            in_session(
                 "cuda_shared_memory_unregister",
                 shared_memory_pb2.CudaSharedMemoryUnregisterRequest,
                 self.cuda_shared_memory_unregister,
             ),
-            SessionHandler(
+            in_session(
                 "create_region",
                 shared_memory_pb2.CreateRegionRequest,
                 self.create_region,
@@ -105,15 +105,15 @@ class RegionCalls:
 class TransferCalls:
     """TransferService: regions for clients on other hosts."""
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            SessionHandler(
+            in_session(
                 "create_remote_region",
                 transfer_pb2.CreateRemoteRegionRequest,
                 self.create_remote_region,
                 WhileDraining.REFUSED,
             ),
-            SessionHandler("remove_remote_region", transfer_pb2.RemoveRemoteRegionRequest, self.remove_remote_region),
+            in_session("remove_remote_region", transfer_pb2.RemoveRemoteRegionRequest, self.remove_remote_region),
         )
 
     async def create_remote_region(
@@ -138,13 +138,13 @@ class HostCalls:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            SessionHandler("open_lane", host_pb2.OpenLaneRequest, self.open_lane, WhileDraining.REFUSED),
-            SessionHandler("close_lane", host_pb2.CloseLaneRequest, self.close_lane),
-            SessionHandler("map_pool", host_pb2.MapPoolRequest, self.map_pool, WhileDraining.REFUSED),
-            SessionHandler("unmap_pool", host_pb2.UnmapPoolRequest, self.unmap_pool),
-            SessionHandler("commit", host_pb2.CommitRequest, self.commit),
+            in_session("open_lane", host_pb2.OpenLaneRequest, self.open_lane, WhileDraining.REFUSED),
+            in_session("close_lane", host_pb2.CloseLaneRequest, self.close_lane),
+            in_session("map_pool", host_pb2.MapPoolRequest, self.map_pool, WhileDraining.REFUSED),
+            in_session("unmap_pool", host_pb2.UnmapPoolRequest, self.unmap_pool),
+            in_session("commit", host_pb2.CommitRequest, self.commit),
         )
 
     def open_lane(self, session: ServerSession, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:

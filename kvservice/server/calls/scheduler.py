@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -25,13 +25,13 @@ from kvservice.scheduler import (
 )
 from kvservice.server.calls.blocks import extra_keys, optional_ints, step_response, to_ints
 from kvservice.server.calls.handlers import (
-    Handler,
-    SessionHandler,
+    AnyHandler,
+    Published,
     WhileDraining,
+    in_session,
     max_response_bytes,
     response_too_large,
 )
-from kvservice.server.loop import After, Finished
 from kvservice.server.sessions.scheduler import (
     PageLimits,
     QueueTotals,
@@ -61,14 +61,14 @@ class SchedulerCalls:
         self._max_response_bytes = max_response_bytes(config)
         self._totals = QueueTotals(config.max_queued_requests, config.max_queued_tokens)
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         refused, kinds = WhileDraining.REFUSED, scheduler_pb2
         return (
-            SessionHandler("open_scheduler", kinds.OpenSchedulerRequest, self.open, refused),
-            SessionHandler("add_requests", kinds.AddRequestsRequest, self.add, refused),
-            SessionHandler("abort_requests", kinds.AbortRequestsRequest, self.abort),
-            SessionHandler("schedule", kinds.ScheduleRequest, self.schedule, refused),
-            SessionHandler("describe_requests", kinds.DescribeRequestsRequest, self.describe),
+            in_session("open_scheduler", kinds.OpenSchedulerRequest, self.open, refused),
+            in_session("add_requests", kinds.AddRequestsRequest, self.add, refused),
+            in_session("abort_requests", kinds.AbortRequestsRequest, self.abort),
+            in_session("schedule", kinds.ScheduleRequest, self.schedule, refused, publishes=True),
+            in_session("describe_requests", kinds.DescribeRequestsRequest, self.describe),
         )
 
     def open(
@@ -100,20 +100,9 @@ class SchedulerCalls:
 
     def schedule(
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
-    ) -> Finished[scheduler_pb2.ScheduleResponse] | Waits[Finished[scheduler_pb2.ScheduleResponse]]:
+    ) -> Waits[Published[scheduler_pb2.ScheduleResponse]]:
         if self._tier is not None and (event := scheduler_of(session).load_ahead(self._tier)) is not None:
-            return self._schedule_after(event, session, request)
-        return self._schedule(session, request)
-
-    def _schedule_after(
-        self, event: Awaitable[object], session: ServerSession, request: scheduler_pb2.ScheduleRequest
-    ) -> Waits[Finished[scheduler_pb2.ScheduleResponse]]:
-        yield event
-        return self._schedule(session, request)
-
-    def _schedule(
-        self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
-    ) -> Finished[scheduler_pb2.ScheduleResponse]:
+            yield event
         if session.namespace.quota is not None:  # the scheduler plans with what its tenant may take
             self._engine.manager.enter(session.namespace)
         ended, batch = scheduler_of(session).step(step_request(request), self._clock())
@@ -121,7 +110,7 @@ class SchedulerCalls:
         if batch.step is not None and session.access.shares_steps:
             mapped, published = session.access.publish(batch.step)
         response = schedule_response(batch, ended, mapped)
-        return response if published is None else After(response, published)
+        return response, published
 
     def describe(
         self, session: ServerSession, request: scheduler_pb2.DescribeRequestsRequest

@@ -7,13 +7,13 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvservice.blocks import Slices
+from kvservice.blocks.slices import Slices, Waits
 from kvservice.config import ServeConfig
 from kvservice.errors import (
     FailedPreconditionError,
@@ -24,13 +24,13 @@ from kvservice.errors import (
 )
 from kvservice.logs import LogBudget
 from kvservice.server.calls.handlers import (
-    Handler,
-    SessionHandler,
+    AnyHandler,
     WhileDraining,
+    in_session,
     max_response_bytes,
     response_too_large,
 )
-from kvservice.server.loop import Answer, Caller, despite_leaving, in_slices, to_the_end
+from kvservice.server.loop import Caller, despite_leaving, finished, to_the_end, waiting
 from kvservice.server.memory.region import REMOTE, Places
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ADMINS
@@ -62,21 +62,21 @@ class StoreCalls:
         self._opened = store
         self._refused_log = LogBudget(logger)
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler("store_open_namespace", store_pb2.OpenNamespaceRequest, self.open_namespace, refused),
-            SessionHandler("store_lookup", store_pb2.LookupRequest, self.lookup),
-            SessionHandler("store_acquire", store_pb2.AcquireRequest, self.acquire),
-            SessionHandler("store_renew", store_pb2.RenewRequest, self.renew),
-            SessionHandler("store_release", store_pb2.ReleaseRequest, self.release),
-            SessionHandler("store_reserve", store_pb2.ReserveRequest, self.reserve, refused),
-            SessionHandler("store_commit", store_pb2.StoreCommitRequest, self.commit),
-            SessionHandler("store_abort", store_pb2.AbortRequest, self.abort),
-            SessionHandler("store_touch", store_pb2.TouchRequest, self.touch),
-            SessionHandler("store_remove", store_pb2.RemoveRequest, self.remove),
-            SessionHandler("store_clear", store_pb2.ClearRequest, self.clear, roles=ADMINS),
-            SessionHandler("store_map_store", store_pb2.MapStoreRequest, self.map_store, refused),
+            in_session("store_open_namespace", store_pb2.OpenNamespaceRequest, self.open_namespace, refused),
+            in_session("store_lookup", store_pb2.LookupRequest, self.lookup),
+            in_session("store_acquire", store_pb2.AcquireRequest, self.acquire),
+            in_session("store_renew", store_pb2.RenewRequest, self.renew),
+            in_session("store_release", store_pb2.ReleaseRequest, self.release),
+            in_session("store_reserve", store_pb2.ReserveRequest, self.reserve, refused),
+            in_session("store_commit", store_pb2.StoreCommitRequest, self.commit),
+            in_session("store_abort", store_pb2.AbortRequest, self.abort),
+            in_session("store_touch", store_pb2.TouchRequest, self.touch),
+            in_session("store_remove", store_pb2.RemoveRequest, self.remove),
+            in_session("store_clear", store_pb2.ClearRequest, self.clear, roles=ADMINS),
+            in_session("store_map_store", store_pb2.MapStoreRequest, self.map_store, refused),
         )
 
     @property
@@ -110,23 +110,21 @@ class StoreCalls:
             has_tiers=self._store.chain is not None,
         )
 
-    def lookup(
-        self, session: ServerSession, request: store_pb2.LookupRequest
-    ) -> store_pb2.LookupResponse | Coroutine[Any, Any, store_pb2.LookupResponse]:
+    async def lookup(self, session: ServerSession, request: store_pb2.LookupRequest) -> store_pb2.LookupResponse:
         namespace = namespace_of(session, request)
         check_max_wait(request)
         if (chain := self._chain_for(namespace, request.keys)) is not None:
-            return lookup_below(self._store.blocks, chain, namespace, request)
+            return await lookup_below(self._store.blocks, chain, namespace, request)
         num_leading, found = self._store.blocks.lookup(
             namespace, request.keys, counted=not request.uncounted, explained=not request.unexplained
         )
         return store_pb2.LookupResponse(num_leading=num_leading, found=found, num_in_memory=num_leading)
 
-    def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Answer[store_pb2.AcquireResponse]:
+    def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> Waits[store_pb2.AcquireResponse]:
         namespace = namespace_of(session, request)
         check_max_wait(request)
         if (chain := self._chain_for(namespace, request.keys)) is not None:
-            return to_the_end(acquire_below(chain, own_store(session), namespace, request))
+            return (yield from waiting(acquire_below(chain, own_store(session), namespace, request)))
         return acquire(own_store(session), namespace, request)
 
     def _chain_for(self, namespace: StoredNamespace, keys: bytes) -> TierChain | None:
@@ -157,7 +155,7 @@ class StoreCalls:
 
     def commit(
         self, session: ServerSession, request: store_pb2.StoreCommitRequest
-    ) -> Answer[store_pb2.StoreCommitResponse]:
+    ) -> Waits[store_pb2.StoreCommitResponse]:
         own = own_store(session)
         reservation = own.reservation(request.reservation_id)
         num_bytes = -(-reservation.num_blocks // 8)
@@ -170,7 +168,7 @@ class StoreCalls:
             )
         own.begin_commit(request.reservation_id)
         if not request.checksums:
-            return to_the_end(self._publish(own, request.reservation_id, written, others))
+            return (yield from waiting(self._publish(own, request.reservation_id, written, others)))
         own.commit(request.reservation_id, written, others, request.checksums)
         return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)
 
@@ -213,20 +211,18 @@ class StoreCalls:
             own_store(session).engine = engine
         return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
 
-    def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Answer[store_pb2.RemoveResponse]:
+    def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> Waits[store_pb2.RemoveResponse]:
         namespace = namespace_of(session, request)
         if self._store.chain is not None:
-            return to_the_end(remove_below(self._store.chain, namespace, request.keys))
+            return (yield from waiting(remove_below(self._store.chain, namespace, request.keys)))
         return store_pb2.RemoveResponse(num_blocks=self._store.blocks.remove(namespace, request.keys))
 
-    def clear(
-        self, session: ServerSession, request: store_pb2.ClearRequest
-    ) -> Slices[store_pb2.ClearResponse] | Answer[store_pb2.ClearResponse]:
+    def clear(self, session: ServerSession, request: store_pb2.ClearRequest) -> Waits[store_pb2.ClearResponse]:
         namespace = own_store(session).namespace(request.namespace_id)
         cleared = clear_memory(self._store.blocks, namespace)
         if self._store.chain is not None:
-            return to_the_end(clear_below(self._store.chain, namespace, cleared))
-        return cleared
+            return (yield from waiting(clear_below(self._store.chain, namespace, cleared)))
+        return (yield from cleared)
 
     def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
         if not session.tenancy.map_store:
@@ -367,8 +363,7 @@ async def clear_below(
 ) -> store_pb2.ClearResponse:
     begun = chain.begin_clear(namespace)
     try:
-        answer = in_slices(cleared)
-        return await answer if isinstance(answer, asyncio.Task) else answer
+        return await finished(cleared)
     finally:
         await chain.finish_clear(begun)
 
@@ -389,10 +384,10 @@ class StoreCopyCalls:
         self._opened = store
         self._max_response_bytes = max_response_bytes(config)
 
-    def handlers(self) -> tuple[Handler, ...]:
+    def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            SessionHandler("store_batch_get", store_pb2.BatchGetRequest, self.batch_get),
-            SessionHandler("store_batch_put", store_pb2.BatchPutRequest, self.batch_put, WhileDraining.REFUSED),
+            in_session("store_batch_get", store_pb2.BatchGetRequest, self.batch_get),
+            in_session("store_batch_put", store_pb2.BatchPutRequest, self.batch_put, WhileDraining.REFUSED),
         )
 
     @property

@@ -40,9 +40,6 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
-# RPCs whose responses the observer serializes; the daemon forwards the bytes unchanged.
-ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
-
 # Services whose calls belong to a session. They can also be sent over the session's stream.
 SESSION_SERVICES = frozenset(
     (

@@ -2,7 +2,7 @@
 
 Services (unary), Stream ─▶ Dispatcher.call ─▶ handler.start(session, request) ─▶ block manager, engine
                               │  ▲
-                              │  └── a task or coroutine of the handler is awaited
+                              │  └── the rest of a handler that waits is awaited
                               └── a repeated request gets the remembered reply
 """
 
@@ -12,8 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import GeneratorType
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -38,11 +37,10 @@ from kvservice.errors import (
     UnauthenticatedError,
 )
 from kvservice.server.calls.events import EventStreams
-from kvservice.server.calls.handlers import Begun, OpenHandler, Response, SessionHandler, WhileDraining
-from kvservice.server.calls.handlers import Handler as CallHandler
-from kvservice.server.loop import After, Finished, go_on, resumed
+from kvservice.server.calls.handlers import AnyHandler, Kind, Response, WhileDraining
+from kvservice.server.loop import drained, resumed, to_the_end
 from kvservice.server.rpc.callers import Callers, Context
-from kvservice.server.rpc.contract import ANSWERED_BY_OBSERVER, KEPT_METHODS, SERVICES, call_name
+from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name
 from kvservice.server.rpc.limits import (
     MAX_CALLS,
     RPC,
@@ -73,6 +71,7 @@ logger = logging.getLogger(__name__)
 # Other streams are served while a message is sent.
 JOINED_BYTES: Final = 64 << 10
 JOINED_S: Final = 0.002
+_REPLY_NUMBERS: Final = {field.name: field.number for field in session_pb2.Reply.DESCRIPTOR.fields}
 
 
 def _traceparent(context: Context) -> str:
@@ -81,8 +80,15 @@ def _traceparent(context: Context) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _serialize(response: Message | Encoded) -> bytes:
-    return response.to_bytes() if isinstance(response, Encoded) else response.SerializeToString()
+def _encoded(response: Response) -> Encoded:
+    """Return a response as pieces of bytes."""
+    if isinstance(response, Encoded):
+        return response
+    return Encoded((response if isinstance(response, bytes) else response.SerializeToString(),))
+
+
+def _serialize(response: Response) -> bytes:
+    return _encoded(response).to_bytes()
 
 
 class Services:
@@ -114,13 +120,11 @@ class Services:
 
     def _rpc(self, method: MethodDescriptor) -> Handler:
         parse = parser(GetMessageClass(method.input_type), self._limits)
-        answered_here = method.name not in ANSWERED_BY_OBSERVER
-        serialize = _serialize if answered_here else None
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, serialize)
+        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, _serialize)
 
     def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:
@@ -305,12 +309,9 @@ class Stream:
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
-            if isinstance(response, Encoded):
-                reply = session_pb2.Reply(call_id=call.call_id).SerializeToString()
-                field = session_pb2.Reply.DESCRIPTOR.fields_by_name[name]
-                return b"".join((reply, *response.inside(field.number).pieces))
-            result: dict[str, Any] = {name: response}
-            return session_pb2.Reply(call_id=call.call_id, **result).SerializeToString()
+            head = session_pb2.Reply(call_id=call.call_id).SerializeToString()
+            # A response that is set as a field of a Reply is copied, which takes longer than serializing both.
+            return b"".join((head, *_encoded(response).inside(_REPLY_NUMBERS[name]).pieces))
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
 
@@ -357,7 +358,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        handlers: Iterable[CallHandler],
+        handlers: Iterable[AnyHandler],
         sessions: SessionRegistry,
         table: CallTable,
         tracer: Tracer | None,
@@ -369,12 +370,6 @@ class Dispatcher:
         self._tenants = tenants
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
-        # The methods whose requests may have a request id.
-        self._repeatable = frozenset(
-            handler.method
-            for handler in self._handlers.values()
-            if isinstance(handler, SessionHandler) and "request_id" in handler.request_type.DESCRIPTOR.fields_by_name
-        )
         self._sessions = sessions
         self._finished_steps = sessions.lanes.finished_steps
         self._table = table
@@ -406,16 +401,12 @@ class Dispatcher:
         self.in_flight += 1
         self.num_begun += 1
         try:
+            handler = self._handlers[method]
             if not local:
                 self._check_remote(request, session)
             if self._tenants is not None:
-                self._tenants.admit(self._handlers[method].roles, None if session is None else session.tenant)
-            started = self._start(self._handlers[method], request, session)
-            if isinstance(started, (Message, Encoded, bytes)):
-                return started
-            if isinstance(started, asyncio.Task):
-                return await asyncio.shield(started)  # the task completes even if its caller is cancelled
-            return await started
+                self._tenants.admit(handler.roles, None if session is None else session.tenant)
+            return await self._run(handler, request, session)
         except KVServiceError as error:
             status = error.status
             self.out_of_blocks += isinstance(error, OutOfBlocksError)
@@ -475,76 +466,91 @@ class Dispatcher:
         if names or is_for_this_host(request):
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
 
-    def _start(self, handler: CallHandler, request: Any, session: ServerSession | None) -> Begun:
-        """Admit a call, and run its handler until it has finished or has to wait."""
-        method = handler.method
-        repeatable = method in self._repeatable
-        request_id = request.request_id if repeatable else 0
-        if isinstance(handler, SessionHandler):
+    async def _run(self, handler: AnyHandler, request: Any, session: ServerSession | None) -> Response:
+        """Admit a call and run its handler. What it does at once, and the end of its operation, happen before anything
+        else runs."""
+        request_id = request.request_id if handler.repeatable else 0
+        response: Response
+        if handler.in_session:
             if session is None:
                 session = self._sessions.get(request.session_token)
-            if request_id and (known := session.replies.find(request_id, method)) is not None:
-                return known
+            if request_id and (known := session.replies.find(request_id, handler.method)) is not None:
+                return await asyncio.shield(known) if isinstance(known, asyncio.Task) else known
             if session.saving is not None or session.asleep:
                 session.begin_call()
         if steps := self._finished_steps.take():  # the call sees the steps that lanes have completed
             self._sessions.lanes.commit(steps)
         if self.draining:
             self._check_draining(handler, request, session)
-        started: Any
-        if isinstance(handler, OpenHandler):
-            started = handler.start(request)
-        else:
-            assert session is not None, "its token was looked up"
-            started = handler.start(session, request)
-        if isinstance(started, GeneratorType):
+        started: Any = handler.start(session, request) if handler.in_session else handler.start(request)
+        if handler.kind is Kind.ASYNC:
+            response = await started
+            return response
+        if handler.kind is Kind.SLICED:
             try:
                 event = next(started)
             except StopIteration as end:
                 started = end.value
             else:
-                if repeatable:
-                    assert session is not None, "requests outside sessions are not repeatable"
-                    started = self._ending(started, method, session, request_id)
-                started = go_on(started, event)
-        begun: Begun = started
-        if not repeatable:
-            return begun
-        # Such a request changes bookkeeping only, so its handler is not async.
-        assert session is not None, "requests outside sessions are not repeatable"
-        if isinstance(started, After):
-            self._end(method, session, request_id, started.answer)
-            begun = started = started.task()
-        elif not isinstance(started, asyncio.Task):
-            self._end(method, session, request_id, started)
-            return begun
+                rest = self._slices(handler, request_id, session, started, event)
+                return await self._to_the_end(handler, request_id, session, rest)
+        response, published = started if handler.publishes else (started, None)
+        self._end(handler, request_id, session, response)
+        if published is None:
+            return response
+        return await self._to_the_end(handler, request_id, session, self._after(published, response))
+
+    async def _slices(
+        self,
+        handler: AnyHandler,
+        request_id: int,
+        session: ServerSession | None,
+        slices: Waits[Any],
+        event: Awaitable[object] | None,
+    ) -> Response:
+        """Run the slices of an operation after the first one, which has yielded `event`, and end it."""
+        result = await drained(slices, event)
+        response, published = result if handler.publishes else (result, None)
+        self._end(handler, request_id, session, response)
+        return await self._after(published, response)
+
+    async def _after(self, event: Awaitable[None] | None, response: Response) -> Response:
+        if event is not None:
+            await event
+        return response
+
+    async def _to_the_end(
+        self,
+        handler: AnyHandler,
+        request_id: int,
+        session: ServerSession | None,
+        work: Coroutine[Any, Any, Any],
+    ) -> Response:
+        """Run the rest of a call, which completes even if its caller goes away. Who repeats the request waits for it,
+        too."""
+        task: asyncio.Task[Any] = to_the_end(work)
         if request_id:
-            session.replies.remember(request_id, method, started)
-        return begun
+            assert session is not None, "requests outside sessions are not repeatable"
+            session.replies.remember(request_id, handler.method, task)
+        response: Response = await asyncio.shield(task)
+        return response
 
-    def _ending(
-        self, slices: Waits[Finished[Message]], method: str, session: ServerSession, request_id: int
-    ) -> Waits[Message]:
-        reply = yield from slices
-        if isinstance(reply, After):
-            self._end(method, session, request_id, reply.answer)
-            yield reply.event
-            return reply.answer
-        self._end(method, session, request_id, reply)
-        return reply
-
-    def _end(self, method: str, session: ServerSession, request_id: int, reply: Message) -> None:
-        """End the operation of a request that was executed: remember the reply, then let the operation count."""
-        if request_id and method in KEPT_METHODS:
-            session.replies.keep(request_id, method, reply)
+    def _end(self, handler: AnyHandler, request_id: int, session: ServerSession | None, reply: Any) -> None:
+        """End the operation of a request that was executed: remember the reply, then let the operation count. Other
+        calls change no bookkeeping, or end what they do themselves."""
+        if not handler.repeatable:
+            return
+        assert session is not None, "requests outside sessions are not repeatable"
+        if request_id and handler.method in KEPT_METHODS:
+            session.replies.keep(request_id, handler.method, reply)
             self._end_operation()
             session.replies.settle()
             return
         if request_id:
-            session.replies.remember(request_id, method, reply)
+            session.replies.remember(request_id, handler.method, reply)
         self._end_operation()
 
-    def _check_draining(self, handler: CallHandler, request: Any, session: ServerSession | None) -> None:
+    def _check_draining(self, handler: AnyHandler, request: Any, session: ServerSession | None) -> None:
         """Raise DrainingError for new work."""
         if handler.while_draining is WhileDraining.REFUSED:
             raise self._draining_error("")

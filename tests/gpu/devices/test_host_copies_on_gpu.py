@@ -12,7 +12,7 @@ from kv_model import POOL
 
 from kvservice import _ext
 from kvservice.config import ServeConfig
-from kvservice.devices import cuda_host_copies, open_device
+from kvservice.devices import cuda, open_device
 from kvservice.kept import KeptState
 
 pytest.importorskip("kvservice._cuda", reason="kvservice was built without CUDA")
@@ -61,7 +61,7 @@ def test_blocks_are_loaded_and_saved_byte_by_byte(
     device: Any, monkeypatch: pytest.MonkeyPatch, staging: int, pool: PoolName
 ) -> None:
     """What was loaded is compared with what the swap tier has of it, and with what is saved."""
-    monkeypatch.setattr(cuda_host_copies, "STAGING_BYTES", staging)
+    monkeypatch.setattr(cuda, "STAGING_BYTES", staging)
     rng = np.random.default_rng(staging)
     rows = rng.integers(0, 255, (NUM_COPIED, BLOCK_BYTES), np.uint8)
     ids = ids_of(rng)
