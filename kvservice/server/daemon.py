@@ -40,7 +40,14 @@ from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
 from kvservice.server.rpc.contract import METHODS, SERVICES
-from kvservice.server.rpc.limits import DOOR_CONNECTIONS, Slots, max_rpcs, server_options, task_factory
+from kvservice.server.rpc.limits import (
+    DOOR_CONNECTIONS,
+    Slots,
+    accept_any_path,
+    max_rpcs,
+    server_options,
+    task_factory,
+)
 from kvservice.server.rpc.listening import (
     ConfigError,
     KeptSockets,
@@ -192,6 +199,7 @@ class KVServer:
         """Serve until SIGTERM, SIGINT, SIGUSR1 or a device fault. Returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(task_factory)
+        accept_any_path()
         self._handle_signals(loop)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:

@@ -8,6 +8,7 @@ derived from the protobuf descriptors; each new repeated field needs an entry in
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import time
 from collections import Counter
@@ -284,6 +285,27 @@ def task_factory(
         context = copy_context() if context is None else context
         context.run(OUTER_TASK.set, creator)
     return asyncio.Task(coroutine, loop=loop, context=context, **options)
+
+
+# The coroutine in which a server of gRPC accepts RPCs. It decodes the path of each as UTF-8, and the server closes its
+# port for good when it fails. If a gRPC version renames it, one client can do that again.
+_ACCEPTING: Final = "_server_main_loop"
+
+
+def accept_any_path() -> None:
+    """Have gRPC's servers of this process decode paths that are not UTF-8 with replacement characters, as methods that
+    do not exist. All other code gets the error as before."""
+    strict = codecs.lookup_error("strict")
+
+    def decode(error: UnicodeError) -> tuple[str | bytes, int]:
+        with contextlib.suppress(RuntimeError):  # there is no event loop in this thread
+            task = asyncio.current_task()
+            accepting = task is not None and getattr(task.get_coro(), "__name__", "") == _ACCEPTING
+            if accepting and isinstance(error, UnicodeDecodeError):
+                return "\ufffd", error.end
+        return strict(error)
+
+    codecs.register_error("strict", decode)
 
 
 # ---- limits on the open RPCs of each kind, per port and per peer, and on the time that a client may stall an RPC
