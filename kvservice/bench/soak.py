@@ -32,7 +32,9 @@ WARM_UP: Final = 3
 PROMPT: Final = 40
 BLOCK_BYTES: Final = 4096
 SHAPE: Final = (2, 2, 32)
+# The journal of events is full after the first sample: its memory grows until then.
 POOL: dict[str, Any] = {
+    "event_window": 256,
     "num_layers": SHAPE[0], "num_kv_heads": SHAPE[1], "head_size": SHAPE[2], "dtype": "float32", "num_blocks": 512,
     "swap_space_gib": 1 / 64, "num_threads": 1, "store_gib": 1 / 64, "session_grace_s": 1.0,
 }  # fmt: skip

@@ -20,7 +20,7 @@ import struct
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvservice.config import ServeConfig
@@ -33,10 +33,12 @@ CAUSES: Final[tuple[Cause, ...]] = ("connections", "no_call", "bytes")
 # The time between two looks, and while there is a connection that sends much without a call.
 LOOK_S: Final = 0.1
 LOOK_AGAIN_S: Final = 0.025
-# The bytes that a connection may receive before its first call is accepted. gRPC's windows let a client send less. An
-# address that has sent more has the second limit for some time.
+# The bytes that a connection may receive before its first call is accepted, and those that it may have received for as
+# long as FIRST_S then: gRPC's windows let a client send the beginning of a large message. An address that has sent more
+# has the second limit at once for some time.
 FIRST_BYTES: Final = 1 << 20
 SUSPECT_BYTES: Final = 64 << 10
+FIRST_S: Final = 0.1
 SUSPECT_S: Final = 60.0
 MAX_SUSPECTS: Final = 4096
 # A connection with calls may receive so many of the largest messages between two of them, or as much as it likes in
@@ -126,14 +128,16 @@ def name_of(peer: bytes) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _WatchedConnection:
-    """A connection. `num_calls` and `num_bytes` are those at `called_at`, when its latest call was noticed."""
+    """A connection. `num_calls` and `num_bytes` are those at `called_at`, when its latest call was noticed. It has sent
+    more than SUSPECT_BYTES without a call since `much_since`."""
 
     name: str
     address: str
     since: float
     num_calls: int = 0
     num_bytes: int = 0
-    called_at: float = field(default=0.0)
+    called_at: float = 0.0
+    much_since: float | None = None
 
 
 class Peers:
@@ -233,8 +237,12 @@ class Peers:
             idle_s = now - known.called_at
             return "bytes" if num_bytes > self._between_bytes and idle_s > BETWEEN_CALLS_S else None
         suspect = self._suspects.get(known.address, 0.0) > now
-        self._looks_again |= suspect or num_bytes > SUSPECT_BYTES
-        if num_bytes > (SUSPECT_BYTES if suspect else FIRST_BYTES):
+        much = num_bytes > SUSPECT_BYTES
+        self._looks_again |= suspect or much
+        if much and known.much_since is None:
+            known.much_since = now
+        late = known.much_since is not None and now - known.much_since >= FIRST_S
+        if num_bytes > FIRST_BYTES or (much and (suspect or late)):
             self._suspects[known.address] = now + SUSPECT_S
             self._suspects.move_to_end(known.address)
             if len(self._suspects) > MAX_SUSPECTS:
