@@ -552,6 +552,42 @@ def bench_limits(quick: bool, as_json: bool) -> None:
     _report(lambda: limits.run(quick), limits.render, as_json)
 
 
+@bench.command("floods")
+@click.option("--kind", "kinds", multiple=True, help="Only these frames, such as PING.  [default: all]")
+@click.option("--seconds", type=_Finite(0.1, 3600), default=4.0, show_default=True, help="Of each flood.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True)
+@_json_option
+def bench_floods(kinds: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Measure pings to a real daemon while 20 connections without a token send HTTP/2 frames that are no calls."""
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import floods
+
+    if unknown := set(kinds) - {floods.COMPUTING, *floods.FLOODS}:
+        raise click.BadParameter(f"not {', '.join(unknown)}: one of {', '.join(floods.FLOODS)}", param_hint="--kind")
+    _report(lambda: floods.run(floods.FloodOptions(kinds=kinds, **options)), floods.render, as_json)
+
+
+@bench.command("soak")
+@click.option("--seconds", type=_Finite(1, 30 * 86400), default=1800.0, show_default=True)
+@_json_option
+def bench_soak(seconds: float, as_json: bool) -> None:
+    """Work with a real daemon for some time, and compare its memory, descriptors and latency at the end with those at
+    the beginning. Fails if they have grown."""
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import soak
+
+    grown: list[str] = []
+
+    def run() -> dict[str, Any]:
+        results = soak.run(seconds)
+        grown.extend(results["grown"])
+        return results
+
+    _report(run, soak.render, as_json)
+    if grown:
+        raise click.ClickException(f"grown: {', '.join(grown)}")
+
+
 @bench.command("attention")
 @_device_option
 @click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: also measure this library, if it is installed.")

@@ -239,6 +239,19 @@ class ServeConfig(BaseModel):
         description="Most gRPC connections at one time, on each address. Unset: 512, or twice max_sessions if that "
         "is more.",
     )
+    max_connections_per_peer: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 18,
+        description="Most gRPC connections at one time of one peer: an IP address, or on a unix socket that others can "
+        "connect to a user other than root and the daemon's own. Unset: half of max_connections, at least one.",
+    )
+    first_call_s: float = Field(
+        30.0,
+        ge=1,
+        le=3600,
+        description="A connection over TCP on which no call was accepted within this many seconds is closed.",
+    )
     allow_client_shm: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Who may have lanes and shared-memory regions over the unix socket. auto: the daemon's own user "
@@ -517,6 +530,10 @@ class ServeConfig(BaseModel):
     @property
     def connection_limit(self) -> int:
         return self.max_connections or max(512, 2 * self.max_sessions)
+
+    @property
+    def peer_connection_limit(self) -> int:
+        return self.max_connections_per_peer or max(1, self.connection_limit // 2)
 
     @property
     def cuda_device(self) -> int | None:

@@ -29,14 +29,16 @@ def configure(level: str, format: str) -> None:  # noqa: A002  the option's name
     handler = logging.StreamHandler()
     handler.setFormatter(_json() if format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_client_gone)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_of_a_client)
 
 
-def _is_no_client_gone(record: logging.LogRecord) -> bool:
+def _is_not_of_a_client(record: logging.LogRecord) -> bool:
     """Return False for gRPC's tracebacks about clients that disconnect, or are disconnected, before they read a
-    response."""
-    is_cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
-    return not is_cancelled and not str(record.msg).startswith("ExecuteBatchError raised in core")
+    response, and about metadata that are not UTF-8."""
+    error = None if record.exc_info is None else record.exc_info[1]
+    if isinstance(error, asyncio.CancelledError | UnicodeDecodeError):
+        return False
+    return not str(record.msg).startswith("ExecuteBatchError raised in core")
 
 
 def _json() -> logging.Formatter:

@@ -69,18 +69,19 @@ def test_an_exception_is_a_field(capsys) -> None:
     assert line["exception"].endswith("ValueError: of the test")
 
 
-def test_a_client_that_goes_away_is_no_error(capsys) -> None:
+def test_a_client_that_goes_away_or_sends_nonsense_is_no_error(capsys) -> None:
     """Log errors as gRPC does, each with a traceback."""
     logs.configure("info", "json")
     grpc = logging.getLogger("grpc._cython.cygrpc")
     grpc.error("ExecuteBatchError raised in core by servicer method [/a/b]")
-    for error in (asyncio.CancelledError(), ValueError()):
+    nonsense = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    for error in (asyncio.CancelledError(), nonsense, ValueError("of the daemon")):
         try:
             raise error
         except BaseException:
             grpc.exception("Exception not handled by _handle_exceptions in servicer method [/a/b]")
     (line,) = logged(capsys)
-    assert line["exception"].endswith("ValueError")
+    assert line["exception"].endswith("ValueError: of the daemon")
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])

@@ -140,7 +140,7 @@ def test_imports_of_examples_exist() -> None:
 
 
 # Read by tests, not by the daemon.
-TEST_ENV = {"KVSERVICE_FUZZ_SECONDS"}
+TEST_ENV = {"KVSERVICE_FUZZ_SECONDS", "KVSERVICE_KILLS"}
 
 
 def test_environment_variables_that_are_named_exist() -> None:

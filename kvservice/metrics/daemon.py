@@ -41,6 +41,18 @@ def access_metrics(server: ServerStats, http_refusals: Mapping[str, int], max_co
     yield counter(
         "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", server.tls_handshakes
     )
+    closed = {
+        "connections": server.closed_over_limit,
+        "no_call": server.closed_without_call,
+        "bytes": server.closed_for_bytes,
+    }
+    yield counters(
+        "closed_connections",
+        "gRPC connections that the daemon closed: their peer had too many, made no call in time, or sent much without "
+        "one.",
+        "cause",
+        closed.items(),
+    )
     causes = {
         "missing_token": server.missing_tokens,
         "malformed_token": server.malformed_tokens,

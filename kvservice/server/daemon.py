@@ -40,7 +40,14 @@ from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
 from kvservice.server.rpc.contract import METHODS, SERVICES
-from kvservice.server.rpc.limits import DOOR_CONNECTIONS, Slots, max_rpcs, server_options, task_factory
+from kvservice.server.rpc.limits import (
+    DOOR_CONNECTIONS,
+    Slots,
+    accept_any_path,
+    max_rpcs,
+    server_options,
+    task_factory,
+)
 from kvservice.server.rpc.listening import (
     ConfigError,
     KeptSockets,
@@ -53,6 +60,7 @@ from kvservice.server.rpc.listening import (
     raise_file_limit,
     with_port,
 )
+from kvservice.server.rpc.peers import Peers
 from kvservice.server.rpc.standard import Health, health_handlers, note_of, reflection_handlers
 from kvservice.server.rpc.stream import Dispatcher, Services
 from kvservice.server.tenants import Door
@@ -102,7 +110,10 @@ class KVServer:
         self.credentials = Credentials(config)
         self.audit = Audit()
         self._tenants = tenants = self.credentials.tenants
-        self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit, tenants)
+        self.peers = Peers(config)
+        self._remote_callers = RemoteCallers(
+            self.credentials.tokens, bool(config.tls_client_ca), self.audit, self.peers, tenants
+        )
         self._manager = manager
         self._kept_sockets = KeptSockets(files)
         self._tracer = _open_tracer(config)
@@ -180,6 +191,7 @@ class KVServer:
             self.audit,
             self.integrity,
             self._connections,
+            self.peers,
             self.store,
             tiers,
             config,
@@ -192,6 +204,7 @@ class KVServer:
         """Serve until SIGTERM, SIGINT, SIGUSR1 or a device fault. Returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(task_factory)
+        accept_any_path()
         self._handle_signals(loop)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
@@ -209,6 +222,7 @@ class KVServer:
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
                 self._connections.run(),
+                self.peers.run(),
                 self.integrity.run(self._config.integrity_interval_s),
                 self.core.saved.run(),
                 *(() if self.pool_tier is None else (self.pool_tier.run(),)),
@@ -326,6 +340,7 @@ class KVServer:
                 server = self._server(LocalCallers(Door.UNIX, self._tenants), config.connection_limit)
                 bound = listen_unix(server, config, self.sessions.fd_server, kept, cleanup)
                 self._connections.add_unix(config.unix_socket, bound)
+                self.peers.watch_unix(bound)
                 paths = filter(None, (config.unix_socket, config.fd_socket))
                 self._paths |= {path: os.lstat(path) for path in paths}
             elif option == DOOR:
@@ -335,7 +350,9 @@ class KVServer:
             else:
                 server = self._server(self._remote_callers, config.connection_limit)
                 credentials = self.credentials.for_server()
-                self._connections.add_tcp(listen_tcp(server, config.tcp_address, credentials, kept, cleanup))
+                address = listen_tcp(server, config.tcp_address, credentials, kept, cleanup)
+                self._connections.add_tcp(address)
+                self.peers.watch_tcp(int(address.rpartition(":")[2]))
         except ConfigError:
             del self._slots[num_slots:]
             raise

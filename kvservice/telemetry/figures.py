@@ -54,6 +54,9 @@ class ServerStats(NamedTuple):
     foreign_sessions: float = 0
     integrity_checks: float = 0
     integrity_failures: float = 0
+    closed_over_limit: float = 0
+    closed_without_call: float = 0
+    closed_for_bytes: float = 0
 
 
 class DaemonStatsTable:

@@ -74,6 +74,27 @@ def test_tenants() -> None:
 
 
 @pytest.mark.slow
+def test_floods() -> None:
+    results = measured("floods", "--seconds", "0.5", "--rounds", "2", "--kind", "of an unknown type")
+    assert [row["at"] for row in results["rows"]] == ["tcp", "unix"]
+    for row in results["rows"]:
+        assert row["sent_bytes"] > 0
+        assert 0 < row["ping_p50_s"] <= max(row["longest_s"]) == row["ping_max_s"]
+    refused = invoke("floods", "--kind", "NOTHING")
+    assert refused.exit_code == 2
+    assert "one of WINDOW_UPDATE, " in refused.output
+
+
+@pytest.mark.slow
+def test_soak() -> None:
+    """So short a time has no verdict: what the daemon keeps for good is still being made."""
+    results = json.loads(invoke("soak", "--seconds", "1", "--json").stdout.splitlines()[0])
+    assert len(results["samples"]) == 30
+    assert results["first"]["files"] > 50
+    assert results["last"]["ping_p99_s"] > 0
+
+
+@pytest.mark.slow
 def test_limits() -> None:
     """Large requests of every RPC are sent, among them some without a meaning. A ping counts for a request."""
     names = [one.name for one in pkgutil.iter_modules(kvservice.v1.__path__) if one.name.endswith("_pb2")]

@@ -14,11 +14,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import waiting
 from click.testing import CliRunner
 from each_row import each_row
 from footprint import children
+from other_user import as_user
 from small_pool import SMALL_POOL
 
 from kvservice.auth.client import NO_CREDENTIALS
@@ -37,6 +39,9 @@ from kvservice.server.rpc.listening import (
     listen_http,
     reserve_port,
 )
+
+# The variable is removed, because a daemon refuses unknown options.
+NUM_ENDS = int(os.environ.pop("KVSERVICE_KILLS", "12"))
 
 
 class FakeKeeper:
@@ -247,11 +252,16 @@ for address, port_too, host in itertools.cycle(list(ways)):
 @contextlib.contextmanager
 def hijacking(port: int) -> Iterator[subprocess.Popen[str]]:
     """Run HIJACK."""
-    command = [sys.executable, "-S", "-c", HIJACK, str(port)]
+    with running([sys.executable, "-S", "-c", HIJACK, str(port)], "ready\n") as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running(command: list[str], first_line: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+            assert process.stdout.readline() == first_line
             yield process
         finally:
             process.kill()
@@ -325,6 +335,90 @@ def test_a_killed_daemon_and_an_upgraded_one_keep_the_sockets_and_a_stopped_one_
             assert hijacker.stdout.read() == "", "no other user gets the port"
         assert daemon.stop() == 0
     assert [*tmp_path.iterdir()] == []
+
+
+# A client that may only read the store, and locks each descriptor of it that it is given.
+LOCK = """
+import fcntl
+from kvservice.client import StoreNamespace
+with KVClient(sys.argv[1]) as client, client.store(StoreNamespace("model", 4096)):
+    locked = 0
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.exists(path) and "kvservice-store" in os.readlink(path):
+            fcntl.flock(int(name), fcntl.LOCK_SH)
+            locked += 1
+    print("locked", locked, flush=True)
+    sys.stdin.read()
+"""
+# As another user, removes the daemon's sockets and binds their paths, as often as it can.
+SQUAT = """
+import os, socket, sys, time
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+print("ready", flush=True)
+while True:
+    time.sleep(0.0005)
+    for name in sys.argv[1:]:
+        with socket.socket(socket.AF_UNIX) as other:
+            try:
+                os.unlink(name)
+            except OSError:
+                pass
+            try:
+                other.bind(name)
+            except OSError:
+                continue
+            print("taken", name, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 30 * NUM_ENDS)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_nothing_is_lost_in_kills_and_upgrades_beside_hijackers_of_port_paths_and_lock(
+    free_port: int,
+) -> None:
+    """As many as KVSERVICE_KILLS says."""
+    tcp = f"127.0.0.1:{free_port}"
+    options = SMALL_POOL | {
+        "tcp_address": tcp, "session_grace_s": 600, "unix_socket_mode": "0666", "share_store": "read",
+        "store_gib": 1 / 64, "trusted_uids": "65534",
+    }  # fmt: skip
+    with Daemon(**options, keeper=True) as daemon, contextlib.ExitStack() as beside:
+        path = Path(daemon.address.removeprefix("unix://"))
+        path.parent.chmod(0o755)
+        port_taker = beside.enter_context(hijacking(free_port))
+        paths = [f"{path}{ending}" for ending in ("", ".fds", ".own", ".keeper")]
+        squatter = beside.enter_context(running([sys.executable, "-S", "-c", SQUAT, *paths], "ready\n"))
+        locker = beside.enter_context(as_user(65534, LOCK, daemon.address))
+        assert locker.stdout is not None
+        assert re.fullmatch(r"locked [1-9]\d*\n", locker.stdout.readline())
+        clients = [
+            beside.enter_context(KVClient(address, reconnect_wait_s=waiting.PATIENCE_S))
+            for address in (tcp, daemon.address)
+        ]
+        sessions = [client.session() for client in clients]
+        ones = np.ones((2, 6, 2, 32), np.float32)
+        sequences = [kv.allocate([number + 1, 2, 3, 4, 5, 6]) for number, kv in enumerate(sessions)]
+        for number, (kv, sequence) in enumerate(zip(sessions, sequences, strict=True)):
+            kv.open_step([sequence]).write(ones * (number + 1), ones * (number + 1))
+        for number in range(NUM_ENDS):
+            before = daemon.daemon_pid()
+            if number % 3:
+                os.kill(before, signal.SIGKILL)
+            else:
+                upgraded = CliRunner().invoke(main, ["upgrade", "--unix-socket", str(path)])
+                assert upgraded.exit_code == 0, (number, upgraded.output, daemon.log.read_text())
+            for which, (kv, sequence) in enumerate(zip(sessions, sequences, strict=True)):
+                key, value = kv.read(sequence, 0, 6)
+                assert (key == which + 1).all(), number
+                assert (value == which + 1).all(), number
+            assert daemon.daemon_pid() != before
+        for hijacker in (port_taker, squatter):
+            hijacker.kill()
+            assert hijacker.stdout is not None
+            assert hijacker.stdout.read() == "", "no other user gets the port or a path"
+        locker.communicate()
 
 
 def test_a_path_that_something_else_has_costs_the_next_process_that_path_alone(tmp_path: Path, free_port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ import grpc
 import pytest
 from each_row import each_row
 from google.protobuf.message_factory import GetMessageClass
+from http2_requests import PREFACE, request
 from raw_wire import SERVICES, call_name, is_of_session
 
 from kvservice.errors import RegionNotOpenedError
@@ -307,10 +309,20 @@ def test_random_bytes_to_the_events(channel: grpc.Channel, wire: Any) -> None:
     assert wire.stats() == before
 
 
-def test_methods_that_do_not_exist(channel: grpc.Channel) -> None:
+def test_methods_that_do_not_exist(channel: grpc.Channel, daemon: Daemon) -> None:
     paths = ("/kvservice.v1.BlockService/Nothing", "/kvservice.v1.Nothing/Allocate", "/x", "//")
     answers = {path: send(channel, path, b"") for path in paths}
     assert answers == dict.fromkeys(paths, grpc.StatusCode.UNIMPLEMENTED)
+    # gRPC's server does not accept anything any more after an error in the decoding of a path.
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(20)
+        client.connect(daemon.address.removeprefix("unix://"))
+        client.sendall(PREFACE + b"\0\0\0\4\0\0\0\0\0" + request("/not UTF-8: \udcc1", 1))
+        answer = client.recv(4096)
+        while b"grpc-status" not in answer:  # the names of its headers are not compressed
+            answer += client.recv(4096)
+    with grpc.insecure_channel(daemon.address, [("grpc.use_local_subchannel_pool", 1)]) as another:
+        assert send(another, "/kvservice.v1.PoolService/Ping", b"") is grpc.StatusCode.OK
 
 
 def test_the_good_requests_are_understood(channel: grpc.Channel, raw: Any) -> None:

@@ -142,18 +142,41 @@ def test_a_connection_is_no_more_than_a_part() -> None:
         assert sum(kind_limits(config).values()) < max_rpcs(config)
 
 
-def test_a_peer_has_a_fourth_of_a_kind() -> None:
-    port = Slots(CONFIG)
+def test_an_address_has_a_fourth_of_a_kind_and_half_of_the_streams_of_events() -> None:
+    config = ServeConfig(max_sessions=3, max_event_streams=5)
+    with each_row() as row:
+        for kind, share in (("health watch", LIMITS["health watch"] // 4), ("event stream", 2), ("unattached", 16)):
+            with row(kind):
+                assert_share(Slots(config), kind, share)
+
+
+def assert_share(port: Slots, kind: Any, share: int) -> None:
+    """An address takes its share, from several of its connections. Others, and the unix socket, have theirs."""
+
+    @contextlib.contextmanager
+    def taken(peer: str) -> Iterator[None]:
+        if kind != "unattached":
+            with port.of_peer(kind, peer):
+                yield
+            return
+        port.check_unattached(peer)
+        port.add_unattached(peer)
+        yield
+        port.remove_unattached(peer)
+
     with contextlib.ExitStack() as open_:
-        for _ in range(LIMITS["health watch"] // 4):
-            open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:5"))
-        with pytest.raises(ResourceExhaustedError, match="health watch"):
-            open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:5"))
-        open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:6"))
-        for _ in range(100):  # peers on the unix socket cannot be distinguished
-            open_.enter_context(port.of_peer("health watch", "unix:"))
+        for number in range(share):
+            open_.enter_context(taken(f"ipv4:10.0.0.1:{number}"))
+        with pytest.raises(ResourceExhaustedError, match=f"{share} .* of 10.0.0.1 "):
+            open_.enter_context(taken("ipv4:10.0.0.1:999"))
+        open_.enter_context(taken("ipv4:10.0.0.2:5"))
+        for _ in range(MAX_UNATTACHED - share - 1):  # peers on the unix socket cannot be distinguished
+            open_.enter_context(taken("unix:"))
+        if kind == "unattached":
+            with pytest.raises(ResourceExhaustedError, match=f"^{MAX_UNATTACHED} session streams are not"):
+                open_.enter_context(taken("unix:"))
         open_.pop_all().close()
-    with port.of_peer("health watch", "ipv4:10.0.0.1:5"):
+    with taken("ipv4:10.0.0.1:999"):
         pass
 
 

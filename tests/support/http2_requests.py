@@ -17,7 +17,7 @@ def opening_without_a_window() -> bytes:
 
 
 def request(path: str, stream: int) -> bytes:
-    """Encode an RPC with an empty message."""
+    """Encode an RPC with an empty message. U+DC80 and so on in the path stand for single bytes, 0x80 and so on."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -45,4 +45,5 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def _text(text: str) -> bytes:
     """Encode a string shorter than 127 bytes for HPACK."""
-    return bytes((len(text),)) + text.encode()
+    data = text.encode(errors="surrogateescape")
+    return bytes((len(data),)) + data

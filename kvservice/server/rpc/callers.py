@@ -20,6 +20,7 @@ from kvservice.config import ServeConfig
 from kvservice.errors import PermissionDeniedError, UnauthenticatedError
 from kvservice.logs import LogBudget
 from kvservice.server.memory.remote import PEER, peer_address
+from kvservice.server.rpc.peers import Peers
 from kvservice.server.tenants import DOOR, Door, Tenants
 from kvservice.wire.status import to_status
 
@@ -43,6 +44,9 @@ class Callers(Protocol):
         """Admit an RPC. Called at the start of each RPC that the interceptors accepted. `is_check` is true for RPCs of
         the standard services, which need no tenant. Raises PermissionDeniedError for a caller without a tenant."""
 
+    def called_again(self, context: Context) -> None:
+        """Note a further call of an RPC that was admitted."""
+
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
 
@@ -62,6 +66,9 @@ class LocalCallers:
             if not is_check:
                 self._tenants.caller()
 
+    def called_again(self, _context: Context) -> None:
+        """Do nothing: gRPC has one name for all connections to a unix socket."""
+
     def check(self, _caller: Identity) -> None:
         """Do nothing: local callers have no tokens."""
 
@@ -73,13 +80,14 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
     local = False
 
     def __init__(
-        self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit, tenants: Tenants | None
+        self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit, peers: Peers, tenants: Tenants | None
     ) -> None:
         """`certified` is true if TLS verifies client certificates. They name the callers unless tokens do."""
         self.interceptors: Sequence[grpc.aio.ServerInterceptor] = () if tokens is None else (self,)
         self._tokens = tokens
         self._named_by_certificate = certified and tokens is None
         self._audit = audit
+        self._peers = peers
         self._tenants = tenants
 
     async def intercept_service(
@@ -105,7 +113,11 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
             except PermissionDeniedError as error:
                 self._audit.denied(context.peer(), CALLER.get(), error)
                 raise
+        self._peers.called(context.peer())
         self._audit.accepted(context.peer(), CALLER.get(), tenant, is_check=is_check)
+
+    def called_again(self, context: Context) -> None:
+        self._peers.called(context.peer())
 
     def check(self, caller: Identity) -> None:
         if caller.credential and self._tokens is not None and not self._tokens.value.has(caller):

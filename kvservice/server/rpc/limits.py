@@ -8,6 +8,7 @@ derived from the protobuf descriptors; each new repeated field needs an entry in
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from kvservice.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
+from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES, is_of_session
 from kvservice.transfer import MAX_ENGINES
 from kvservice.v1 import session_pb2
@@ -286,6 +288,27 @@ def task_factory(
     return asyncio.Task(coroutine, loop=loop, context=context, **options)
 
 
+# The coroutine in which a server of gRPC accepts RPCs. It decodes the path of each as UTF-8, and the server closes its
+# port for good when it fails. If a gRPC version renames it, one client can do that again.
+_ACCEPTING: Final = "_server_main_loop"
+
+
+def accept_any_path() -> None:
+    """Have gRPC's servers of this process decode paths that are not UTF-8 with replacement characters, as methods that
+    do not exist. All other code gets the error as before."""
+    strict = codecs.lookup_error("strict")
+
+    def decode(error: UnicodeError) -> tuple[str | bytes, int]:
+        with contextlib.suppress(RuntimeError):  # there is no event loop in this thread
+            task = asyncio.current_task()
+            accepting = task is not None and getattr(task.get_coro(), "__name__", "") == _ACCEPTING
+            if accepting and isinstance(error, UnicodeDecodeError):
+                return "\ufffd", error.end
+        return strict(error)
+
+    codecs.register_error("strict", decode)
+
+
 # ---- limits on the open RPCs of each kind, per port and per peer, and on the time that a client may stall an RPC
 #
 # An RPC occupies a slot from its arrival until its status is sent, also while its message is still being received and
@@ -305,7 +328,7 @@ SWEEP_S: Final = 5.0
 # The limit on session streams that are not attached yet, and the time they have to attach.
 MAX_UNATTACHED: Final = 64
 UNATTACHED_S: Final = 30.0
-# One peer may use 1/_PEERS of the slots of a kind.
+# One address may use 1/_PEERS of the slots of a kind and of MAX_UNATTACHED, and half of the streams of events.
 _PEERS: Final = 4
 # Extra RPCs beyond the limits, so that they can be refused with a status.
 _REFUSING: Final = 64
@@ -414,7 +437,10 @@ class Slots(grpc.GenericRpcHandler):
         self._of_peer: Counter[tuple[Kind, str]] = Counter()
         self._methods: dict[str, tuple[Kind, Handler]] = {}
         self._rpcs: set[Rpc] = set()
-        self.num_unattached = 0
+        self._num_unattached = 0
+        self._unattached_of: Counter[str] = Counter()
+        self._shares = {kind: max(1, limit // _PEERS) for kind, limit in self._limits.items()}
+        self._shares["event stream"] = max(1, config.max_event_streams // 2)
 
     def add(self, handlers: Mapping[str, Handler]) -> None:
         """Add handlers by method path."""
@@ -445,12 +471,12 @@ class Slots(grpc.GenericRpcHandler):
 
     @contextlib.contextmanager
     def of_peer(self, kind: Kind, peer: str) -> Iterator[None]:
-        """Count a stream of this peer for the duration of the context. Raises ResourceExhaustedError if the peer has
+        """Count a stream of this peer for the duration of the context. Raises ResourceExhaustedError if the address has
         used its share of the kind. The share does not apply on the unix socket, where peers cannot be distinguished."""
-        share = max(1, self._limits[kind] // _PEERS)
-        key = (kind, peer)
-        if self._of_peer[key] >= share and not peer.startswith("unix:"):
-            raise _full(kind, share, "of one connection ")
+        address = peer_address(peer)
+        key = (kind, address)
+        if address and self._of_peer[key] >= self._shares[kind]:
+            raise _full(kind, self._shares[kind], f"of {address} ")
         self._of_peer[key] += 1
         try:
             yield
@@ -459,10 +485,26 @@ class Slots(grpc.GenericRpcHandler):
             if not self._of_peer[key]:
                 del self._of_peer[key]
 
-    def check_unattached(self) -> None:
-        """Raise ResourceExhaustedError if MAX_UNATTACHED session streams are not attached yet."""
-        if self.num_unattached >= MAX_UNATTACHED:
+    def check_unattached(self, peer: str) -> None:
+        """Raise ResourceExhaustedError if MAX_UNATTACHED session streams are not attached yet, or the address of this
+        peer has its share of them."""
+        address, share = peer_address(peer), MAX_UNATTACHED // _PEERS
+        if address and self._unattached_of[address] >= share:
+            raise ResourceExhaustedError(f"{share} session streams of {address} are not attached, more are not taken")
+        if self._num_unattached >= MAX_UNATTACHED:
             raise ResourceExhaustedError(f"{MAX_UNATTACHED} session streams are not attached, more are not taken")
+
+    def add_unattached(self, peer: str) -> None:
+        self._num_unattached += 1
+        self._unattached_of[peer_address(peer)] += 1
+
+    def remove_unattached(self, peer: str) -> None:
+        """The stream is attached, or has ended."""
+        address = peer_address(peer)
+        self._num_unattached -= 1
+        self._unattached_of[address] -= 1
+        if not self._unattached_of[address]:
+            del self._unattached_of[address]
 
     async def end_stalled(self) -> None:
         """Cancel RPCs that their clients stall. Runs until cancelled."""

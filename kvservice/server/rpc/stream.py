@@ -161,7 +161,7 @@ class Services:
     async def _connect(self, _: Any, context: Context) -> None:
         try:
             self._callers.admit(context)
-            self._slots.check_unattached()
+            self._slots.check_unattached(context.peer())
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
         rpc = RPC.get()
@@ -219,13 +219,14 @@ class Stream:
                 await self._context.abort_with_status(status)
 
     async def serve(self) -> None:
-        self._slots.num_unattached += 1
+        self._slots.add_unattached(self._context.peer())
         self._expect_attach()
         try:
             while not self._ended and (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 self._answering = True
+                self._callers.called_again(self._context)
                 if isinstance(call, Calls):
                     await self._answer_all(call)
                 else:
@@ -249,7 +250,7 @@ class Stream:
     def _attached(self) -> None:
         """Stop the attach timeout, because the stream was attached or has ended."""
         self._unattached.cancel()
-        self._slots.num_unattached -= 1
+        self._slots.remove_unattached(self._context.peer())
 
     async def _send(self, reply: bytes) -> None:
         """Send a message, unless the stream has ended."""

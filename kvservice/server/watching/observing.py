@@ -26,6 +26,7 @@ from kvservice.kept.report import RestartReport
 from kvservice.owned import OwnedProcess
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.rpc.callers import Audit, Credentials
+from kvservice.server.rpc.peers import Peers
 from kvservice.server.rpc.stream import Dispatcher
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.saved import SavedSessions
@@ -232,13 +233,14 @@ class StatsWriter:
         audit: Audit,
         integrity: IntegrityWatch,
         connections: ConnectionWatch,
+        peers: Peers,
         store: ServerStore | None,
         tiers: TierReports,
         config: ServeConfig,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
-        self._connections, self._store, self._tiers = connections, store, tiers
+        self._connections, self._store, self._tiers, self._peers = connections, store, tiers, peers
         num_bytes = 0 if store is None else store.blocks.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
         self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
@@ -282,6 +284,9 @@ class StatsWriter:
             foreign_sessions=sessions.num_foreign,
             integrity_checks=self._integrity.num_checks,
             integrity_failures=self._integrity.num_failures,
+            closed_over_limit=self._peers.num_closed["connections"],
+            closed_without_call=self._peers.num_closed["no_call"],
+            closed_for_bytes=self._peers.num_closed["bytes"],
         )
         if self._store is not None:
             self._store_table.write(self._store.blocks.figures(), self._store.ready_bytes)

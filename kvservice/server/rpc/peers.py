@@ -1,0 +1,313 @@
+"""What one peer may take of the daemon's gRPC addresses beside calls: connections, time and bytes.
+
+gRPC tells the daemon of calls alone. Frames that are no calls it reads and answers in its one thread, for as long as
+they come, so that 20 connections keep all other clients waiting; and none of its options limits that. So the kernel is
+asked for the connections (NETLINK_SOCK_DIAG for TCP, SO_PEERCRED for the unix socket), and those of who is over are
+closed at gRPC's descriptors. Tried by tests/server/test_peers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from kvservice.config import ServeConfig
+from kvservice.logs import LogBudget
+
+logger = logging.getLogger(__name__)
+
+Cause: TypeAlias = Literal["connections", "no_call", "bytes"]
+CAUSES: Final[tuple[Cause, ...]] = ("connections", "no_call", "bytes")
+# The time between two looks, and while there is a connection that sends much without a call.
+LOOK_S: Final = 0.1
+LOOK_AGAIN_S: Final = 0.025
+# The bytes that a connection may receive before its first call is accepted, and those that it may have received for as
+# long as FIRST_S then: gRPC's windows let a client send the beginning of a large message. An address that has sent more
+# has the second limit at once for some time.
+FIRST_BYTES: Final = 1 << 20
+SUSPECT_BYTES: Final = 64 << 10
+FIRST_S: Final = 0.1
+SUSPECT_S: Final = 60.0
+MAX_SUSPECTS: Final = 4096
+# A connection with calls may receive so many of the largest messages between two of them, or as much as it likes in
+# this time: many calls may be on their way together.
+MAX_MESSAGES: Final = 4
+BETWEEN_CALLS_S: Final = 1.0
+
+_LIBC: Final = ctypes.CDLL(None)
+
+_SOCK_DIAG_BY_FAMILY, _NLMSG_ERROR, _NLMSG_DONE = 20, 2, 3
+_DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_INET_DIAG_INFO, _ESTABLISHED = 2, 1
+_MESSAGE_BYTES, _HEADER_BYTES = 16, 72
+_BYTES_RECEIVED: Final = 128  # the offset of tcpi_bytes_received in struct tcp_info
+
+
+class TcpConnection(NamedTuple):
+    """`peer` is the kernel's address and port of the other end. `num_bytes` were received, TLS included."""
+
+    peer: bytes
+    num_bytes: int
+
+
+class SockDiagError(OSError):
+    """The kernel does not list its connections here."""
+
+
+class SockDiag:
+    """Lists the established connections to a TCP port of this network namespace."""
+
+    def __init__(self, port: int) -> None:
+        """Raises OSError if the kernel has no such sockets."""
+        self._port = port
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 4)
+        self._socket.settimeout(5.0)
+
+    def connections(self) -> Iterator[TcpConnection]:
+        """Raises OSError."""
+        for family in (socket.AF_INET, socket.AF_INET6):
+            yield from self._of_family(family)
+
+    def _of_family(self, family: int) -> Iterator[TcpConnection]:
+        wanted = 1 << (_INET_DIAG_INFO - 1)
+        request = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, wanted, 1 << _ESTABLISHED)
+        request += struct.pack(">H", self._port) + bytes(46)
+        header = struct.pack("=IHHII", _MESSAGE_BYTES + len(request), _SOCK_DIAG_BY_FAMILY, _DUMP, 0, 0)
+        self._socket.send(header + request)
+        while True:
+            data = self._socket.recv(1 << 18)
+            at = 0
+            while at < len(data):
+                length, kind = struct.unpack_from("=IH", data, at)
+                if kind == _NLMSG_DONE:
+                    return
+                if kind == _NLMSG_ERROR:
+                    raise SockDiagError(-struct.unpack_from("=i", data, at + _MESSAGE_BYTES)[0], "sock_diag")
+                yield _parsed(data[at : at + length], family)
+                at += (length + 3) & ~3
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _parsed(message: bytes, family: int) -> TcpConnection:
+    size = 4 if family == socket.AF_INET else 16
+    peer = message[40 : 40 + size] + message[22:24]
+    at, num_bytes = _MESSAGE_BYTES + _HEADER_BYTES, 0
+    while at + 4 <= len(message):
+        length, kind = struct.unpack_from("=HH", message, at)
+        if kind == _INET_DIAG_INFO and length >= 4 + _BYTES_RECEIVED + 8:
+            num_bytes = struct.unpack_from("=Q", message, at + 4 + _BYTES_RECEIVED)[0]
+        at += max(4, (length + 3) & ~3)
+    return TcpConnection(peer, num_bytes)
+
+
+def name_of(peer: bytes) -> tuple[str, str]:
+    """Return gRPC's name of a peer, such as ipv4:10.0.0.1:4711, and its address."""
+    host, port = peer[:-2], int.from_bytes(peer[-2:], "big")
+    if len(host) == 16 and host.startswith(bytes(10) + b"\xff\xff"):
+        host = host[12:]
+    if len(host) == 4:
+        address = socket.inet_ntop(socket.AF_INET, host)
+        return f"ipv4:{address}:{port}", address
+    address = socket.inet_ntop(socket.AF_INET6, host)
+    return f"ipv6:%5B{address}%5D:{port}", address
+
+
+@dataclass(slots=True)
+class _WatchedConnection:
+    """A connection. `num_calls` and `num_bytes` are those at `called_at`, when its latest call was noticed. It has sent
+    more than SUSPECT_BYTES without a call since `much_since`."""
+
+    name: str
+    address: str
+    since: float
+    num_calls: int = 0
+    num_bytes: int = 0
+    called_at: float = 0.0
+    much_since: float | None = None
+
+
+class Peers:
+    """`num_closed` counts the connections that were closed, by cause."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_peer = config.peer_connection_limit
+        self._first_call_s = config.first_call_s
+        self._between_bytes = MAX_MESSAGES * config.max_message_bytes + FIRST_BYTES
+        # Only the daemon's own user and root can connect otherwise, who may have all of it.
+        self._others_connect = bool(int(config.unix_socket_mode, 8) & 0o066)
+        self._clock = clock
+        self._log = LogBudget(logger, clock)
+        self._known: dict[bytes, _WatchedConnection] = {}
+        self._calls: dict[str, int] = {}
+        # Addresses that sent too much without a call, with the time until which they have the lower limit.
+        self._suspects: OrderedDict[str, float] = OrderedDict()
+        self._looks_again = False
+        self._diag: SockDiag | None = None
+        self._port = 0
+        self._unix_path = ""
+        self.num_closed: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
+
+    def watch_tcp(self, port: int) -> None:
+        self._port = port
+        try:
+            self._diag = SockDiag(port)
+        except OSError as error:
+            self._no_diag(error)
+
+    def watch_unix(self, bound: str) -> None:
+        """`bound` is the path to which the socket was bound, before it was moved to its own."""
+        self._unix_path = bound
+
+    def _no_diag(self, error: OSError) -> None:
+        self._diag = None
+        message = "the kernel does not list connections (%s): no limits on those without calls, and of an address"
+        logger.warning(message, error.strerror or error)
+
+    def called(self, peer: str) -> None:
+        """Note a call that was accepted on a connection. `peer` is gRPC's name of the other end."""
+        self._calls[peer] = self._calls.get(peer, 0) + 1
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while self._diag is not None or (self._unix_path and self._others_connect):
+            await asyncio.sleep(LOOK_AGAIN_S if self._looks_again else LOOK_S)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Close the connections of who is over."""
+        if self._diag is not None:
+            try:
+                over = self.over(self._diag.connections())
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:  # the list was longer than the kernel's buffer
+                    self._no_diag(error)
+                return
+            if over:
+                self._close_tcp(over)
+        if self._unix_path and self._others_connect:
+            self._close_unix()
+
+    def over(self, connections: Iterable[TcpConnection]) -> dict[bytes, Cause]:
+        """Return the connections that are to be closed, of all that there are now, by peer."""
+        now, calls = self._clock(), self._calls
+        found: dict[bytes, Cause] = {}
+        present: dict[bytes, _WatchedConnection] = {}
+        of_address: Counter[str] = Counter()
+        self._looks_again = False
+        for peer, num_bytes in connections:
+            known = self._known.get(peer)
+            if known is None or num_bytes < known.num_bytes:  # another connection has the port
+                known = _WatchedConnection(*name_of(peer), since=now, called_at=now)
+            present[peer] = known
+            of_address[known.address] += 1
+            num_calls = calls.get(known.name, 0)
+            if num_calls != known.num_calls:
+                known.num_calls, known.num_bytes, known.called_at = num_calls, num_bytes, now
+            if cause := self._cause(known, num_bytes - known.num_bytes, now):
+                found[peer] = cause
+        for address, count in of_address.items():
+            if count > self._per_peer:
+                theirs = [peer for peer, known in present.items() if known.address == address and peer not in found]
+                # Those with calls stay first, then the oldest.
+                theirs.sort(key=lambda peer: (not present[peer].num_calls, present[peer].since))
+                found |= dict.fromkeys(theirs[self._per_peer :], "connections")
+        self._known = present
+        names = {known.name for known in present.values()}
+        for name in [name for name in calls if name not in names]:
+            del calls[name]
+        return found
+
+    def _cause(self, known: _WatchedConnection, num_bytes: int, now: float) -> Cause | None:
+        """Return why a connection that received so many bytes since its latest call is to be closed, or None."""
+        if known.num_calls:
+            idle_s = now - known.called_at
+            return "bytes" if num_bytes > self._between_bytes and idle_s > BETWEEN_CALLS_S else None
+        suspect = self._suspects.get(known.address, 0.0) > now
+        much = num_bytes > SUSPECT_BYTES
+        self._looks_again |= suspect or much
+        if much and known.much_since is None:
+            known.much_since = now
+        late = known.much_since is not None and now - known.much_since >= FIRST_S
+        if num_bytes > FIRST_BYTES or (much and (suspect or late)):
+            self._suspects[known.address] = now + SUSPECT_S
+            self._suspects.move_to_end(known.address)
+            if len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+            return "bytes"
+        return "no_call" if now - known.since > self._first_call_s else None
+
+    def _close_tcp(self, over: dict[bytes, Cause]) -> None:
+        wanted = {name_of(peer)[0]: peer for peer in over}
+        for opened in _own_sockets():
+            with opened, contextlib.suppress(OSError):
+                if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.getsockname()[1] != self._port:
+                    continue
+                host, port = opened.getpeername()[:2]
+                raw = socket.inet_pton(opened.family, host) + port.to_bytes(2, "big")
+                peer = wanted.get(name_of(raw)[0])
+                if peer is not None:
+                    _end(opened)
+                    self._note(over[peer], self._known[peer].name if peer in self._known else "")
+
+    def _close_unix(self) -> None:
+        """Close the newest connections of users who have more than their share. The daemon's own user and root may have
+        all: they could stop the daemon, too."""
+        of_user: Counter[int] = Counter()
+        for opened in _own_sockets():
+            with opened, contextlib.suppress(OSError):
+                if opened.family != socket.AF_UNIX or opened.getsockname() != self._unix_path:
+                    continue
+                _, uid, _ = struct.unpack("=iII", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                of_user[uid] += 1
+                if of_user[uid] > self._per_peer and uid not in (0, os.geteuid()):
+                    _end(opened)
+                    self._note("connections", f"user {uid}")
+
+    def _note(self, cause: Cause, who: str) -> None:
+        self.num_closed[cause] += 1
+        why = {
+            "connections": f"over {self._per_peer} connections (max_connections_per_peer)",
+            "no_call": f"no call was accepted for {self._first_call_s:g} s (first_call_s)",
+            "bytes": "it sent much without a call",
+        }
+        self._log.write(logging.WARNING, "a connection of %s is closed: %s", who, why[cause])
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """Yield duplicates of the sockets of this process, the oldest first."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.append((status.st_ino, int(name)))
+    for inode, descriptor in sorted(found):
+        with contextlib.suppress(OSError):
+            opened = socket.socket(fileno=os.dup(descriptor))
+            if os.fstat(opened.fileno()).st_ino == inode:
+                yield opened
+            else:
+                opened.close()
+
+
+def _end(opened: socket.socket) -> None:
+    """Close the connection for its owner in this process, too, with what it has not read yet."""
+    if opened.family == socket.AF_UNIX:
+        opened.shutdown(socket.SHUT_RDWR)
+    else:
+        # The address of no family disconnects, with a reset. After a shutdown gRPC would still read what comes.
+        _LIBC.connect(opened.fileno(), bytes(16), 16)

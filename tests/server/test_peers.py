@@ -1,0 +1,220 @@
+"""What one peer may take of the gRPC addresses beside calls, and that others are served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from each_row import each_row
+from http2_requests import PREFACE
+from manual_clock import ManualClock
+from other_user import as_user
+from ports import free_port
+from scraping import scrape, value
+from small_pool import SMALL_POOL
+from waiting import PATIENCE_S, until
+
+from kvservice.client import KVClient
+from kvservice.config import ServeConfig
+from kvservice.health import check
+from kvservice.launch import Daemon
+from kvservice.server.rpc import peers
+from kvservice.server.rpc.peers import FIRST_BYTES, SUSPECT_BYTES, SUSPECT_S, Peers, TcpConnection, name_of
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+WINDOW_UPDATE = b"\0\0\4\x08\0\0\0\0\0" + b"\0\0\0\1"
+ANOTHER_UID = 65534
+
+
+def peer_of(host: int, port: int) -> bytes:
+    return bytes((10, 0, 0, host)) + port.to_bytes(2, "big")
+
+
+class Kernel:
+    """The connections of a test, with the bytes that each has received."""
+
+    def __init__(self, clock: ManualClock, **options: Any) -> None:
+        self.config = ServeConfig(**options)
+        self.peers = Peers(self.config, lambda: clock.now)
+        self.received: dict[bytes, int] = {}
+
+    def look(self) -> dict[bytes, str]:
+        return dict(self.peers.over(TcpConnection(*row) for row in self.received.items()))
+
+
+def test_names_are_those_of_grpc() -> None:
+    v4, port = bytes((127, 0, 0, 1)), (4711).to_bytes(2, "big")
+    assert name_of(v4 + port) == ("ipv4:127.0.0.1:4711", "127.0.0.1")
+    assert name_of(bytes(10) + b"\xff\xff" + v4 + port) == ("ipv4:127.0.0.1:4711", "127.0.0.1")
+    assert name_of(bytes(15) + b"\1" + port) == ("ipv6:%5B::1%5D:4711", "::1")
+
+
+def test_bytes_before_the_first_call(clock: ManualClock) -> None:
+    kernel = Kernel(clock)
+    one, other, elsewhere = peer_of(1, 5), peer_of(1, 6), peer_of(2, 5)
+    kernel.received = {one: FIRST_BYTES, other: FIRST_BYTES, elsewhere: FIRST_BYTES}
+    kernel.peers.called("ipv4:10.0.0.1:6")
+    assert kernel.look() == {}
+    kernel.received = {peer: num_bytes + 1 for peer, num_bytes in kernel.received.items()}
+    assert kernel.look() == {one: "bytes", elsewhere: "bytes"}
+    # Their addresses have a lower limit now, also for connections that use a port again, and for some time.
+    kernel.received = {one: SUSPECT_BYTES + 1, other: FIRST_BYTES + 1, peer_of(3, 1): SUSPECT_BYTES + 1}
+    assert kernel.look() == {one: "bytes"}
+    clock.advance(SUSPECT_S + 0.1)
+    kernel.received = {peer_of(1, 7): SUSPECT_BYTES + 1, peer_of(1, 8): SUSPECT_BYTES}
+    assert kernel.look() == {}, "its first call may be on its way"
+    clock.advance(0.2)
+    assert kernel.look() == {peer_of(1, 7): "bytes"}
+
+
+def test_bytes_between_two_calls(clock: ManualClock) -> None:
+    kernel = Kernel(clock)
+    one = peer_of(1, 5)
+    allowed = 4 * kernel.config.max_message_bytes + FIRST_BYTES
+    kernel.peers.called("ipv4:10.0.0.1:5")
+    kernel.received = {one: 1000}
+    assert kernel.look() == {}
+    kernel.received = {one: 1000 + allowed + 1}
+    clock.advance(1.0)
+    assert kernel.look() == {}, "calls may be on their way"
+    kernel.peers.called("ipv4:10.0.0.1:5")
+    clock.advance(0.1)
+    assert kernel.look() == {}, "they were"
+    kernel.received = {one: 1000 + 2 * (allowed + 1)}
+    clock.advance(1.1)
+    assert kernel.look() == {one: "bytes"}
+
+
+def test_time_before_the_first_call(clock: ManualClock) -> None:
+    kernel = Kernel(clock, first_call_s=5)
+    one, other = peer_of(1, 5), peer_of(1, 6)
+    kernel.received = {one: 0, other: 0}
+    assert kernel.look() == {}
+    kernel.peers.called("ipv4:10.0.0.1:6")
+    clock.advance(5.0)
+    assert kernel.look() == {}
+    clock.advance(0.1)
+    assert kernel.look() == {one: "no_call"}
+
+
+def test_connections_of_an_address(clock: ManualClock) -> None:
+    """Those with calls stay, then the oldest."""
+    with each_row() as row:
+        for options, most in (({"max_connections": 7}, 3), ({"max_connections_per_peer": 3}, 3)):
+            with row(options):
+                kernel = Kernel(clock, **options)
+                for port in range(most):
+                    kernel.received[peer_of(1, port)] = 0
+                    assert kernel.look() == {}
+                    clock.advance(0.1)
+                kernel.received |= {peer_of(1, 90): 0, peer_of(1, 91): 0, peer_of(2, 1): 0}
+                kernel.peers.called("ipv4:10.0.0.1:91")
+                assert kernel.look() == {peer_of(1, 90): "connections", peer_of(1, most - 1): "connections"}
+
+
+def strangers(port: int, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """Return connections from another address of this host, which have sent HTTP/2's first frames."""
+    made = []
+    for _ in range(count):
+        one = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S, ("127.0.0.2", 0)))
+        one.sendall(PREFACE + SETTINGS)
+        made.append(one)
+    return made
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Wait until the daemon has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while client.recv(4096):
+            pass
+    return True
+
+
+def is_open(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        while client.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+    return False
+
+
+def test_a_peer_that_takes_too_much_over_tcp_loses_it_and_a_client_beside_it_does_not() -> None:
+    port, http_port = free_port(), free_port()
+    options = {"tcp_address": f"127.0.0.1:{port}", "http_address": f"127.0.0.1:{http_port}", "max_connections": 16}
+    with (
+        Daemon(**SMALL_POOL | options, first_call_s=1) as daemon,
+        contextlib.ExitStack() as stack,
+        KVClient(f"127.0.0.1:{port}") as client,
+        client.session() as kv,
+    ):
+        sequence = kv.allocate([1, 2, 3])
+        closed = "kvservice_closed_connections_total"
+        # Connections that are held without a call: half of all, and not for long.
+        held = strangers(port, 16, stack)
+        until(lambda: sum(map(is_open, held)) <= 8)
+        assert check(f"127.0.0.1:{port}", timeout_s=PATIENCE_S), "a probe gets in beside them"
+        assert kv.describe([sequence])[0].length == 3
+        until(lambda: not any(map(is_open, held)))
+        assert kv.describe([sequence])[0].length == 3, "the client's connection is older, and stays"
+        # Frames that are no calls.
+        (flooding,) = strangers(port, 1, stack)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                flooding.sendall(WINDOW_UPDATE * (FIRST_BYTES // len(WINDOW_UPDATE)))
+        assert is_closed(flooding)
+        assert kv.describe([sequence])[0].length == 3
+        samples = scrape(http_port)
+        until(lambda: value(scrape(http_port), closed, cause="bytes") >= 1)
+        samples = scrape(http_port)
+        assert value(samples, closed, cause="connections") >= 7
+        assert value(samples, closed, cause="no_call") >= 1
+        said = daemon.log.read_text()
+        assert "over 8 connections (max_connections_per_peer)" in said
+        assert "no call was accepted for 1 s (first_call_s)" in said
+        assert "ipv4:127.0.0.2:" in said
+        assert "ipv4:127.0.0.1:" not in said
+
+
+HOLD = """
+held = []
+for _ in range(4):
+    one = socket.socket(socket.AF_UNIX)
+    one.connect(sys.argv[1].removeprefix("unix://"))
+    one.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    held.append(one)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_connections_of_another_user_to_the_unix_socket_leave_room_for_those_of_the_daemons() -> None:
+    with Daemon(**SMALL_POOL, unix_socket_mode="0666", max_connections=4) as daemon:
+        path = Path(daemon.address.removeprefix("unix://"))
+        os.chmod(path.parent, 0o755)
+        with as_user(ANOTHER_UID, HOLD, daemon.address) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "connected\n"
+            until(lambda: f"a connection of user {ANOTHER_UID} is closed: over 2 connections" in daemon.log.read_text())
+            with KVClient(daemon.address) as client, client.session() as kv:
+                assert kv.describe() == []
+            process.communicate()
+
+
+def test_without_the_kernels_list_there_is_a_warning(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: int) -> Any:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(peers, "SockDiag", refuse)
+    Kernel(clock).peers.watch_tcp(1)
+    assert "the kernel does not list connections (Operation not permitted)" in caplog.text
