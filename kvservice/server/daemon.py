@@ -135,6 +135,7 @@ class KVServer:
         # Why an address is not open, by its key in `_addresses`.
         self._not_open: dict[str, ConfigError] = {}
         self._stop = asyncio.Event()
+        self._server_ended = False
 
     def _assemble(self, core: Core, clock: Clock | None) -> None:
         """Make the parts that work on the state, and tell of it."""
@@ -217,6 +218,7 @@ class KVServer:
             loop.add_reader(self.sessions.lanes.descriptor, self.sessions.lanes.commit_finished)
             tasks = (
                 self._listen_again(cleanup),
+                *(self._outlast(server) for server in self._servers),
                 self.observing.run(),
                 self.credentials.keep_current(self._end_revoked, self.sessions.apply_tenants),
                 *(slots.end_stalled() for slots in self._slots),
@@ -278,6 +280,19 @@ class KVServer:
         self.dispatcher.restarting = True
         self._stop.set()
 
+    async def _outlast(self, server: grpc.aio.Server) -> None:
+        """Let a new process take over if a server ends by itself, as gRPC's do after an error where they accept calls:
+        its address would stay closed."""
+        error: Exception | None = None
+        try:
+            await server.wait_for_termination()
+        except Exception as raised:
+            error = raised
+        if not self._stop.is_set():
+            logger.critical("a gRPC server has ended by itself, and with it this process: %r", error)
+            self._server_ended = True
+            self._hand_over()
+
     def _report_restart(self) -> RestartReport:
         """Log how this process began, and return that."""
         now = time.monotonic()
@@ -303,6 +318,8 @@ class KVServer:
         self.core.kept.mark_clean()
         if self.dispatcher.restarting and self._manager is not None:
             self._manager.send(HANDOVER)
+        if self._server_ended and self._manager is None:
+            return EXIT_REFUSED  # nobody takes over
         logger.info("stopped%s", ", the next process goes on" if self.dispatcher.restarting else "")
         return 0
 
