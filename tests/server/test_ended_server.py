@@ -7,20 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-# An error where gRPC accepts calls ends its server. The one that is known is that of a path which is not UTF-8; here
-# nothing keeps it away.
 PROGRAM = """
 import asyncio
 import sys
 
-from http2_requests import PREFACE, request
+import grpc
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
 from kvservice.kept import KeptFiles
-from kvservice.server import daemon
-
-daemon.accept_any_path = lambda: None
+from kvservice.server.daemon import KVServer
 
 
 class Manager:
@@ -33,15 +29,11 @@ class Manager:
 
 async def serve(manager):
     path = f"{sys.argv[1]}/{manager is None}.sock"
-    server = daemon.KVServer(ServeConfig(**SMALL_POOL, unix_socket=path), KeptFiles({}, None), manager)
+    server = KVServer(ServeConfig(**SMALL_POOL, unix_socket=path), KeptFiles({}, None), manager)
     serving = asyncio.create_task(server.serve())
-    while True:
-        try:
-            _, writer = await asyncio.open_unix_connection(path)
-            break
-        except OSError:
-            await asyncio.sleep(0.01)
-    writer.write(PREFACE + b"\\0\\0\\0\\4\\0\\0\\0\\0\\0" + request("/not UTF-8: \\udcc1", 1))
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        await asyncio.wait_for(channel.channel_ready(), 60)
+    await server._servers[0].stop(None)
     return await asyncio.wait_for(serving, 60)
 
 
