@@ -224,7 +224,7 @@ class KVServer:
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
                 self._connections.run(),
-                self.peers.run(),
+                self.peers.run(lambda: self.dispatcher.num_begun),
                 self.integrity.run(self._config.integrity_interval_s),
                 self.core.saved.run(),
                 *(() if self.pool_tier is None else (self.pool_tier.run(),)),

@@ -23,7 +23,17 @@ from kvservice.config import ServeConfig
 from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.server.rpc import peers
-from kvservice.server.rpc.peers import FIRST_BYTES, SUSPECT_BYTES, SUSPECT_S, Peers, TcpConnection, name_of
+from kvservice.server.rpc.peers import (
+    FIRST_BYTES,
+    LOOK_AGAIN_S,
+    LOOK_QUIET_S,
+    LOOK_S,
+    SUSPECT_BYTES,
+    SUSPECT_S,
+    Peers,
+    TcpConnection,
+    name_of,
+)
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 WINDOW_UPDATE = b"\0\0\4\x08\0\0\0\0\0" + b"\0\0\0\1"
@@ -114,6 +124,24 @@ def test_connections_of_an_address(clock: ManualClock) -> None:
                 kernel.received |= {peer_of(1, 90): 0, peer_of(1, 91): 0, peer_of(2, 1): 0}
                 kernel.peers.called("ipv4:10.0.0.1:91")
                 assert kernel.look() == {peer_of(1, 90): "connections", peer_of(1, most - 1): "connections"}
+
+
+def test_it_rests_while_nobody_does_anything(clock: ManualClock) -> None:
+    kernel = Kernel(clock)
+    one = peer_of(1, 5)
+    kernel.look()
+    assert [kernel.peers.pause_s(each) for each in (0, 1, 1)] == [LOOK_QUIET_S, LOOK_S, LOOK_QUIET_S], "calls"
+    for received, pause_s in (
+        ({one: 0}, LOOK_S),
+        ({one: 0}, LOOK_QUIET_S),
+        ({one: 9}, LOOK_S),
+        ({one: SUSPECT_BYTES + 9}, LOOK_AGAIN_S),
+        ({}, LOOK_S),
+        ({}, LOOK_QUIET_S),
+    ):
+        kernel.received = received
+        kernel.look()
+        assert kernel.peers.pause_s(1) == pause_s
 
 
 def strangers(port: int, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:

@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 
 Cause: TypeAlias = Literal["connections", "no_call", "bytes"]
 CAUSES: Final[tuple[Cause, ...]] = ("connections", "no_call", "bytes")
-# The time between two looks, and while there is a connection that sends much without a call.
+# The time between two looks, while a connection sends much without a call, and while nobody does anything.
 LOOK_S: Final = 0.1
 LOOK_AGAIN_S: Final = 0.025
+LOOK_QUIET_S: Final = 1.0
 # The bytes that a connection may receive before its first call is accepted, and those that it may have received for as
 # long as FIRST_S then: gRPC's windows let a client send the beginning of a large message. An address that has sent more
 # has the second limit at once for some time.
@@ -156,6 +157,10 @@ class Peers:
         # Addresses that sent too much without a call, with the time until which they have the lower limit.
         self._suspects: OrderedDict[str, float] = OrderedDict()
         self._looks_again = False
+        # The calls that had begun at the last look, and the connections and their bytes.
+        self._num_begun = 0
+        self._received = (0, 0)
+        self._is_quiet = True
         self._diag: SockDiag | None = None
         self._port = 0
         self._unix_path = ""
@@ -181,11 +186,18 @@ class Peers:
         """Note a call that was accepted on a connection. `peer` is gRPC's name of the other end."""
         self._calls[peer] = self._calls.get(peer, 0) + 1
 
-    async def run(self) -> None:
-        """Look until cancelled."""
+    async def run(self, num_begun: Callable[[], int]) -> None:
+        """Look until cancelled. `num_begun` returns how many calls of all clients have begun."""
         while self._diag is not None or (self._unix_path and self._others_connect):
-            await asyncio.sleep(LOOK_AGAIN_S if self._looks_again else LOOK_S)
+            await asyncio.sleep(self.pause_s(num_begun()))
             await asyncio.to_thread(self.look)
+
+    def pause_s(self, num_begun: int) -> float:
+        """Return the time until the next look. While no client does anything, none can be kept waiting."""
+        is_quiet, self._num_begun = self._is_quiet and num_begun == self._num_begun, num_begun
+        if self._looks_again:
+            return LOOK_AGAIN_S
+        return LOOK_QUIET_S if is_quiet else LOOK_S
 
     def look(self) -> None:
         """Close the connections of who is over."""
@@ -208,7 +220,9 @@ class Peers:
         present: dict[bytes, _WatchedConnection] = {}
         of_address: Counter[str] = Counter()
         self._looks_again = False
+        received = 0
         for peer, num_bytes in connections:
+            received += num_bytes
             known = self._known.get(peer)
             if known is None or num_bytes < known.num_bytes:  # another connection has the port
                 known = _WatchedConnection(*name_of(peer), since=now, called_at=now)
@@ -225,6 +239,8 @@ class Peers:
                 # Those with calls stay first, then the oldest.
                 theirs.sort(key=lambda peer: (not present[peer].num_calls, present[peer].since))
                 found |= dict.fromkeys(theirs[self._per_peer :], "connections")
+        before, self._received = self._received, (len(present), received)
+        self._is_quiet = before == self._received
         self._known = present
         names = {known.name for known in present.values()}
         for name in [name for name in calls if name not in names]:
