@@ -258,6 +258,9 @@ class StoreIndex:
     def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
         """Return the number of keys before the first one that is missing, and a bitmap of the keys found. Changes
         nothing."""
+    def needed(self, namespace: int, keys: bytes) -> tuple[int, int]:
+        """Return how many blocks with these keys, each once, are neither there nor being written, and how many that are
+        there could be evicted. Changes nothing."""
     def acquire(
         self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
     ) -> tuple[bytes, bytes, bytes, bytes]:

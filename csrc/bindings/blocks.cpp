@@ -150,7 +150,7 @@ py::tuple match(const py::dict& index, const py::list& hashes, size_t limit, con
 bool has_type(const py::handle& object, int type_num) {
   if (!py::isinstance<py::array>(object)) return false;
   const auto array = py::reinterpret_borrow<py::array>(object);
-  return array.dtype().num() == type_num && array.ndim() == 1 && is_plain(array);
+  return array.dtype().num() == type_num && array.dtype().byteorder() != '>' && array.ndim() == 1 && is_plain(array);
 }
 
 // See plan_decode. It holds the arrays of a pool, because checking them takes longer than a step of one sequence.

@@ -105,6 +105,11 @@ py::tuple lookup(StoreIndex& index, const py::object& number, const py::object& 
   return py::make_tuple(num_leading, bitmap(found));
 }
 
+py::tuple needed(StoreIndex& index, const py::object& number, const py::object& keys) {
+  const Needed found = index.needed(as_number(number), as_keys(keys));
+  return py::make_tuple(found.missing, found.evictable);
+}
+
 py::tuple acquire(StoreIndex& index, const py::object& number, const py::object& keys, bool leading_only,
                   bool counted) {
   const Acquired acquired = index.acquire(as_number(number), as_keys(keys), leading_only, counted);
@@ -281,6 +286,7 @@ void define_index(py::module_& m) {
       .def("set_quota", &set_quota, space, py::arg("quota_bytes"))
       .def("geometry", &geometry, space)
       .def("lookup", &lookup, space, keys)
+      .def("needed", &needed, space, keys)
       .def("acquire", &acquire, space, keys, py::arg("leading_only"), py::arg("counted") = true)
       .def("coldest", &coldest, space, py::arg("most"), py::arg("newest_first") = false)
       .def(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 
 #include "errors.h"
 
@@ -197,6 +198,21 @@ std::vector<char> StoreIndex::lookup(uint32_t number, const Keys& keys) {
   found.reserve(keys.size);
   for (const Slot* slot : find_all(space, keys)) found.push_back(static_cast<char>(slot != nullptr));
   return found;
+}
+
+Needed StoreIndex::needed(uint32_t number, const Keys& keys) {
+  const Namespace& space = find_namespace(number);
+  find_all(space, keys);
+  std::unordered_set<uint64_t> missing;
+  std::unordered_set<const Slot*> evictable;
+  for (size_t i = 0; i < keys.size; ++i) {
+    if (found_[i] != nullptr) {
+      if (found_[i]->pins == 0) evictable.insert(found_[i]);
+    } else if (find(space, hashes_[i], keys[i]) == nullptr) {
+      missing.insert(hashes_[i]);
+    }
+  }
+  return {static_cast<int64_t>(missing.size()), static_cast<int64_t>(evictable.size())};
 }
 
 Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_only, bool counted) {

@@ -87,6 +87,12 @@ struct Places {
 };
 
 // Wrong slots throw std::runtime_error: only the daemon passes them. Other wrong arguments throw ArgumentError.
+// What blocks with some keys need: how many are neither there nor being written, and how many that are there could be
+// evicted.
+struct Needed {
+  int64_t missing, evictable;
+};
+
 class StoreIndex {
  public:
   static constexpr int64_t kMaxSlabs = int64_t{1} << 31;
@@ -109,6 +115,7 @@ class StoreIndex {
   Namespace& find_namespace(uint32_t number) const;
 
   std::vector<char> lookup(uint32_t number, const Keys& keys);
+  Needed needed(uint32_t number, const Keys& keys);
   Acquired acquire(uint32_t number, const Keys& keys, bool leading_only, bool counted);
   Coldest coldest(uint32_t number, int64_t most, bool newest_first);
   void lease(const std::vector<uint64_t>& slots);

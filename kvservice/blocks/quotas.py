@@ -7,7 +7,7 @@ itself. `BlockOwners` says whose blocks are, and so who loses cached blocks firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sized
 from typing import Final, Protocol
 
 import numpy as np
@@ -37,12 +37,7 @@ class QuotaPool(Protocol):
 
 
 class QuotaSlots(Protocol):
-    """A quota reads these parts of SequenceSlots, and sets `withheld`."""
-
-    withheld: int
-
-    @property
-    def free_rows(self) -> Sequence[int]: ...
+    """A quota reads these parts of SequenceSlots."""
 
     @property
     def swapped(self) -> Int64Array: ...
@@ -68,15 +63,12 @@ class TenantQuota:
         _, blocks = sequences.table_entries(rows[sequences.swapped[rows] == 0])
         return np.unique(blocks)
 
-    def withhold(self, device: QuotaPool, sequences: QuotaSlots, num_held: int) -> None:
-        """Withhold from the next operation what is available, and is more than the tenant may take, which holds so many
-        blocks."""
+    def withhold(self, device: QuotaPool, num_held: int) -> None:
+        """Withhold from the next operation the available blocks that are more than the tenant may take, which holds so
+        many."""
         if self.max_blocks is not None:
             available = device.num_free + len(device.evictable)
             device.withheld = max(device.withheld, available - max(0, self.max_blocks - num_held))
-        if self.max_sequences is not None:
-            left = max(0, self.max_sequences - self.num_sequences)
-            sequences.withheld = max(0, len(sequences.free_rows) - left)
 
     def never(self, num_blocks: int, num_sequences: int) -> QuotaExceededError | None:
         """Return the error if the tenant may never have so much."""

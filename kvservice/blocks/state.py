@@ -315,12 +315,19 @@ class SequenceSlots:
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self._kept_extra_keys = kept_extra_keys
         self._num_created = 0
-        # The free rows that the current operation may not take, because of its tenant's quota.
-        self.withheld = 0
+        # That of the tenant of the current operation.
+        self.quota: TenantQuota | None = None
         self.num_tokens = 0
         self.num_swapped = 0
         self._config = config
         self._shift = config.block_shift
+
+    @property
+    def withheld(self) -> int:
+        """Number of free rows that the current operation may not take, because of its tenant's quota."""
+        if self.quota is None or self.quota.max_sequences is None:
+            return 0
+        return max(0, len(self.free_rows) - max(0, self.quota.max_sequences - self.quota.num_sequences))
 
     @property
     def num_free(self) -> int:
@@ -676,11 +683,10 @@ class BlockState:
         if self.pins.deadlines:
             self.pins.expire()
         if (owners := self.device.owners) is not None:
-            self.device.quota = quota
+            self.device.quota = self.sequences.quota = quota
             self.device.withheld = self.device.reserved = owners.enter(quota)
-            self.sequences.withheld = 0
             if quota is not None:
-                quota.withhold(self.device, self.sequences, owners.num_held(quota.tenant))
+                quota.withhold(self.device, owners.num_held(quota.tenant))
 
     def set_tenants(self, guaranteed: Mapping[str, int], domains: Mapping[str, str] | None = None) -> None:
         """Tell the blocks of these tenants apart, and let each have the number of blocks that it has guaranteed. Called

@@ -236,6 +236,8 @@ class KVServer:
             start_unmapping()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
+            for task in beside:
+                task.add_done_callback(_tell_failure)
             self._set_health()
             logger.info(
                 "serving %d blocks of %d bytes on %s",
@@ -369,7 +371,7 @@ class KVServer:
                 credentials = self.credentials.for_server()
                 address = listen_tcp(server, config.tcp_address, credentials, kept, cleanup)
                 self._connections.add_tcp(address)
-                self.peers.watch_tcp(int(address.rpartition(":")[2]))
+                self.peers.watch_tcp(address)
         except ConfigError:
             del self._slots[num_slots:]
             raise
@@ -389,6 +391,7 @@ class KVServer:
                         for server in self._servers[num_servers:]:
                             await server.start()
                             stalled.append(asyncio.create_task(self._slots[-1].end_stalled()))
+                            stalled.append(asyncio.create_task(self._outlast(server)))
                         logger.warning("%s is open now: %s", option, self._addresses[option])
             await self.sessions.fd_server.serve()
         finally:
@@ -475,6 +478,11 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("a part of the daemon has ended by an error", exc_info=error)
 
 
 def _process_start_s() -> float:

@@ -68,6 +68,10 @@ class KeyIndex(Protocol):
     def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
         """Return the number of leading keys found, and a bitmap of all found."""
 
+    def needed(self, namespace: int, keys: bytes) -> tuple[int, int]:
+        """Return how many blocks with these keys, each once, are neither there nor being written, and how many that are
+        there could be evicted."""
+
     def acquire(
         self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
     ) -> tuple[bytes, bytes, bytes, bytes]:

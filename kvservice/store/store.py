@@ -251,13 +251,12 @@ class BlockStore:
         """Evict blocks of the namespace's tenant, so that it has at most `limit` bytes with these keys: those of
         namespaces that nobody uses, then the namespace's own, then others. The oldest of each go first."""
         tenant = namespace.identity.tenant
-        self._index.touch(namespace.number, keys)
-        present = int.from_bytes(self._index.lookup(namespace.number, keys)[1], "little").bit_count()
-        required = (len(keys) // KEY_BYTES - present) * namespace.block_bytes
+        num_missing, num_present = self._index.needed(namespace.number, keys)
+        required = num_missing * namespace.block_bytes
         own = [one for one in self if one.identity.tenant == tenant]
         used = sum(self._index.stats(one.number).used_bytes for one in own)
         # What is leased stays, and so do the blocks of `keys` that are there.
-        evictable = {one: self._num_evictable(one) - present * (one is namespace) for one in own}
+        evictable = {one: self._num_evictable(one) - num_present * (one is namespace) for one in own}
         room = sum(max(0, count) * one.block_bytes for one, count in evictable.items())
         if required and used + required - room > limit:
             raise QuotaExceededError(
@@ -267,6 +266,8 @@ class BlockStore:
             )  # fmt: skip
         # After the limit was lowered, each call evicts a bounded number of blocks.
         over = min(used + required - limit, required + CLEARED_BLOCKS * namespace.block_bytes)
+        if over > 0:
+            self._index.touch(namespace.number, keys)  # they are not the oldest, then
         for one in sorted(own, key=lambda one: (one.num_users > 0, one is not namespace)):
             if over > 0 and (count := min(evictable[one], -(-over // one.block_bytes))) > 0:
                 self._index.clear(one.number, count)

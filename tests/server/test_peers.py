@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.server.rpc import peers
 from kvservice.server.rpc.peers import (
+    BETWEEN_CALLS_S,
     FIRST_BYTES,
     LOOK_AGAIN_S,
     LOOK_QUIET_S,
     LOOK_S,
+    MAX_MESSAGES,
     SUSPECT_BYTES,
     SUSPECT_S,
     Peers,
@@ -61,13 +64,15 @@ def test_names_are_those_of_grpc() -> None:
     assert name_of(v4 + port) == ("ipv4:127.0.0.1:4711", "127.0.0.1")
     assert name_of(bytes(10) + b"\xff\xff" + v4 + port) == ("ipv4:127.0.0.1:4711", "127.0.0.1")
     assert name_of(bytes(15) + b"\1" + port) == ("ipv6:%5B::1%5D:4711", "::1")
+    link = b"\xfe\x80" + bytes(13) + b"\1" + (4).to_bytes(4, sys.byteorder)
+    assert name_of(link + port) == ("ipv6:%5Bfe80::1%254%5D:4711", "fe80::1%4")
 
 
 def test_bytes_before_the_first_call(clock: ManualClock) -> None:
     kernel = Kernel(clock)
-    one, other, elsewhere = peer_of(1, 5), peer_of(1, 6), peer_of(2, 5)
+    one, other, elsewhere = peer_of(1, 5), peer_of(4, 6), peer_of(2, 5)
     kernel.received = {one: FIRST_BYTES, other: FIRST_BYTES, elsewhere: FIRST_BYTES}
-    kernel.peers.called("ipv4:10.0.0.1:6")
+    kernel.peers.called("ipv4:10.0.0.4:6")
     assert kernel.look() == {}
     kernel.received = {peer: num_bytes + 1 for peer, num_bytes in kernel.received.items()}
     assert kernel.look() == {one: "bytes", elsewhere: "bytes"}
@@ -81,10 +86,41 @@ def test_bytes_before_the_first_call(clock: ManualClock) -> None:
     assert kernel.look() == {peer_of(1, 7): "bytes"}
 
 
+def test_the_first_call_again_of_an_address_that_makes_calls_may_be_large(clock: ManualClock) -> None:
+    kernel = Kernel(clock)
+    kernel.peers.called("ipv4:10.0.0.1:5")
+    kernel.received = {peer_of(1, 5): 9}
+    assert kernel.look() == {}
+    allowed = MAX_MESSAGES * kernel.config.max_message_bytes + FIRST_BYTES
+    kernel.received = {peer_of(1, 6): 0, peer_of(2, 6): 0}
+    assert kernel.look() == {}
+    clock.advance(BETWEEN_CALLS_S + 0.1)
+    kernel.received = {peer_of(1, 6): allowed, peer_of(2, 6): allowed}
+    assert kernel.look() == {peer_of(2, 6): "bytes"}
+    kernel.received = {peer_of(1, 6): allowed + 1}
+    assert kernel.look() == {peer_of(1, 6): "bytes"}
+
+
+def test_a_call_that_comes_before_its_connection_is_listed_counts(clock: ManualClock) -> None:
+    kernel = Kernel(clock, first_call_s=5)
+    kernel.peers.called("ipv4:10.0.0.1:5")
+    assert kernel.look() == {}
+    kernel.received = {peer_of(1, 5): 9}
+    assert kernel.look() == {}
+    clock.advance(6.0)
+    assert kernel.look() == {}
+    kernel.received = {}
+    kernel.look(), kernel.look(), kernel.look()
+    kernel.received = {peer_of(1, 5): 9}
+    assert kernel.look() == {}
+    clock.advance(6.0)
+    assert kernel.look() == {peer_of(1, 5): "no_call"}, "another connection has the port"
+
+
 def test_bytes_between_two_calls(clock: ManualClock) -> None:
     kernel = Kernel(clock)
     one = peer_of(1, 5)
-    allowed = 4 * kernel.config.max_message_bytes + FIRST_BYTES
+    allowed = MAX_MESSAGES * kernel.config.max_message_bytes + FIRST_BYTES
     kernel.peers.called("ipv4:10.0.0.1:5")
     kernel.received = {one: 1000}
     assert kernel.look() == {}
@@ -240,9 +276,9 @@ def test_connections_of_another_user_to_the_unix_socket_leave_room_for_those_of_
 def test_without_the_kernels_list_there_is_a_warning(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: int) -> Any:
+    def refuse(_: str) -> Any:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(peers, "SockDiag", refuse)
-    Kernel(clock).peers.watch_tcp(1)
+    Kernel(clock).peers.watch_tcp("127.0.0.1:1")
     assert "the kernel does not list connections (Operation not permitted)" in caplog.text

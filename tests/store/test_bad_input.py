@@ -53,6 +53,7 @@ CALLS: list[tuple[str, Callable[[_ext.StoreIndex], object]]] = [
     ("namespace", lambda index: index.stats(7)),
     ("namespace", lambda index: index.clear(7, 1)),
     ("keys", lambda index: index.lookup(1, KEYS[:-1])),
+    ("keys", lambda index: index.needed(1, KEYS[:-1])),
     ("keys", lambda index: index.acquire(1, KEYS + b"x", True)),
     ("keys", lambda index: index.reserve(1, KEYS[:33])),
     ("keys", lambda index: index.touch(1, KEYS[:1])),

@@ -219,6 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
     def same_state(self) -> None:
         for number in self.sizes:
             self.both("lookup", number, keys_of(range(26)))
+            self.both("needed", number, keys_of([*range(26), 3]))
         for counts, modelled in [
             *((self.store.index.stats(number), self.model.stats(number)) for number in self.sizes),
             (self.store.index.totals(), self.model.totals()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import numpy as np
 from crash_rig import CONFIG, SALTS, Rig, content
@@ -98,9 +99,11 @@ class Operations(Rig):
         if ids := self.some(number):
             counts = [self.random.randint(1, 3) for _ in ids] if self.random.random() < 0.5 else None
             tokens = [self.random.randint(0, 1) for _ in range(sum(counts) if counts else len(ids))]
+            # A list is not planned in native code.
+            given: Any = np.array(tokens, np.int32) if self.random.random() < 0.7 else tokens
             space, lookahead = self.spaces[number], self.lookahead()
             step = self.during(
-                "append", lambda: self.manager.append(space, ids, tokens, counts, None, lookahead),
+                "append", lambda: self.manager.append(space, ids, given, counts, None, lookahead),
                 self.keys(number, ids),
             )  # fmt: skip
             self.opened(space, step)

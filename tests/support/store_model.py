@@ -188,6 +188,11 @@ class StoreModel:
         found = [space.present(key) is not None for key in split(keys)]
         return (found.index(False) if False in found else len(found)), bitmap(found)
 
+    def needed(self, namespace: int, keys: bytes) -> tuple[int, int]:
+        space, distinct = self.spaces[namespace], set(split(keys))
+        found = [block for key in distinct if (block := space.present(key)) is not None]
+        return len(distinct - space.found.keys()), sum(block.pins == 0 for block in found)
+
     def acquire(
         self, namespace: int, keys: bytes, leading_only: bool, counted: bool = True
     ) -> tuple[bytes, bytes, bytes, bytes]:

@@ -75,15 +75,19 @@ class EventStreams:
             burst = journal.since(number, MAX_BURST)
             if burst and burst[0].number > number:
                 gap = events_pb2.Gap(first_number=number, count=burst[0].number - number)
+            told = False
             for batch in burst:
                 number = batch.number + 1
                 own = batch if (name := domain()) is None else _part(batch, name)
                 if own is not None:
+                    told = True
                     shared = own is batch and gap is None
                     yield self._message(batch) if shared else self._with_gap(own, gap)
                     gap = None
             if not burst:
                 await self._change()
+            elif not told:
+                await asyncio.sleep(0)  # others' events may be many
 
     async def _change(self) -> None:
         self._changed.clear()

@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import ipaddress
 import logging
 import os
 import socket
 import stat
 import struct
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -41,11 +43,13 @@ FIRST_BYTES: Final = 1 << 20
 SUSPECT_BYTES: Final = 64 << 10
 FIRST_S: Final = 0.1
 SUSPECT_S: Final = 60.0
-MAX_SUSPECTS: Final = 4096
+MAX_ADDRESSES: Final = 4096
 # A connection with calls may receive so many of the largest messages between two of them, or as much as it likes in
-# this time: many calls may be on their way together.
-MAX_MESSAGES: Final = 4
+# this time: many calls may be on their way together, and slowly. So may the first connection again of an address that
+# has made a call lately, whose first call may be large.
+MAX_MESSAGES: Final = 16
 BETWEEN_CALLS_S: Final = 1.0
+KNOWN_S: Final = 3600.0
 
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -68,11 +72,17 @@ class SockDiagError(OSError):
 
 
 class SockDiag:
-    """Lists the established connections to a TCP port of this network namespace."""
+    """Lists the established connections to a TCP address of this network namespace."""
 
-    def __init__(self, port: int) -> None:
-        """Raises OSError if the kernel has no such sockets."""
-        self._port = port
+    def __init__(self, address: str) -> None:
+        """`address` is a host and a port. Raises OSError if the kernel has no such sockets."""
+        host, _, port = address.rpartition(":")
+        self._port = int(port)
+        # Other servers may have the port at other addresses. None: this one has it at all, or at a name's.
+        self._host: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
+        with contextlib.suppress(ValueError):
+            if not (parsed := ipaddress.ip_address(host.strip("[]").partition("%")[0])).is_unspecified:
+                self._host = parsed
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 4)
         self._socket.settimeout(5.0)
 
@@ -96,7 +106,10 @@ class SockDiag:
                     return
                 if kind == _NLMSG_ERROR:
                     raise SockDiagError(-struct.unpack_from("=i", data, at + _MESSAGE_BYTES)[0], "sock_diag")
-                yield _parsed(data[at : at + length], family)
+                message = data[at : at + length]
+                local = _unmapped(message[24 : 40 if family == socket.AF_INET6 else 28])
+                if self._host is None or local == self._host.packed:
+                    yield _parsed(message, family)
                 at += (length + 3) & ~3
 
     def close(self) -> None:
@@ -105,7 +118,8 @@ class SockDiag:
 
 def _parsed(message: bytes, family: int) -> TcpConnection:
     size = 4 if family == socket.AF_INET else 16
-    peer = message[40 : 40 + size] + message[22:24]
+    host = message[40 : 40 + size]
+    peer = host + (message[56:60] if _is_link_local(host) else b"") + message[22:24]
     at, num_bytes = _MESSAGE_BYTES + _HEADER_BYTES, 0
     while at + 4 <= len(message):
         length, kind = struct.unpack_from("=HH", message, at)
@@ -115,11 +129,24 @@ def _parsed(message: bytes, family: int) -> TcpConnection:
     return TcpConnection(peer, num_bytes)
 
 
+def _unmapped(host: bytes) -> bytes:
+    """Return an address of IPv4 as such: on a socket for both it is mapped."""
+    return host[12:] if len(host) == 16 and host.startswith(bytes(10) + b"\xff\xff") else host
+
+
+def _is_link_local(host: bytes) -> bool:
+    """Whether an address is one of a link, which the number of the interface belongs to."""
+    return len(host) == 16 and host[0] == 0xFE and host[1] & 0xC0 == 0x80
+
+
 def name_of(peer: bytes) -> tuple[str, str]:
-    """Return gRPC's name of a peer, such as ipv4:10.0.0.1:4711, and its address."""
+    """Return gRPC's name of a peer, such as ipv4:10.0.0.1:4711, and its address. A peer is the bytes of its address,
+    those of the interface's number if the address is one of a link, and those of the port."""
     host, port = peer[:-2], int.from_bytes(peer[-2:], "big")
-    if len(host) == 16 and host.startswith(bytes(10) + b"\xff\xff"):
-        host = host[12:]
+    if len(host) == 20:
+        address = f"{socket.inet_ntop(socket.AF_INET6, host[:16])}%{int.from_bytes(host[16:], sys.byteorder)}"
+        return f"ipv6:%5B{address.replace('%', '%25')}%5D:{port}", address
+    host = _unmapped(host)
     if len(host) == 4:
         address = socket.inet_ntop(socket.AF_INET, host)
         return f"ipv4:{address}:{port}", address
@@ -156,20 +183,24 @@ class Peers:
         self._calls: dict[str, int] = {}
         # Addresses that sent too much without a call, with the time until which they have the lower limit.
         self._suspects: OrderedDict[str, float] = OrderedDict()
+        # Addresses that made calls, with the time until which they are known for it.
+        self._callers: OrderedDict[str, float] = OrderedDict()
+        # The names of calls whose connections the last look did not list: they may have come after the list was made.
+        self._unlisted: set[str] = set()
         self._looks_again = False
         # The calls that had begun at the last look, and the connections and their bytes.
         self._num_begun = 0
         self._received = (0, 0)
         self._is_quiet = True
         self._diag: SockDiag | None = None
-        self._port = 0
         self._unix_path = ""
         self.num_closed: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
 
-    def watch_tcp(self, port: int) -> None:
-        self._port = port
+    def watch_tcp(self, address: str) -> None:
+        """`address` is the host and the port."""
+        self._port = int(address.rpartition(":")[2])
         try:
-            self._diag = SockDiag(port)
+            self._diag = SockDiag(address)
         except OSError as error:
             self._no_diag(error)
 
@@ -190,7 +221,11 @@ class Peers:
         """Look until cancelled. `num_begun` returns how many calls of all clients have begun."""
         while self._diag is not None or (self._unix_path and self._others_connect):
             await asyncio.sleep(self.pause_s(num_begun()))
-            await asyncio.to_thread(self.look)
+            try:
+                await asyncio.to_thread(self.look)
+            except Exception as error:
+                # For example because there are no descriptors left.
+                self._log.write(logging.ERROR, "a look at the connections failed: %r", error)
 
     def pause_s(self, num_begun: int) -> float:
         """Return the time until the next look. While no client does anything, none can be kept waiting."""
@@ -215,7 +250,7 @@ class Peers:
 
     def over(self, connections: Iterable[TcpConnection]) -> dict[bytes, Cause]:
         """Return the connections that are to be closed, of all that there are now, by peer."""
-        now, calls = self._clock(), self._calls
+        now, calls = self._clock(), self._calls.copy()  # the event loop adds to it meanwhile
         found: dict[bytes, Cause] = {}
         present: dict[bytes, _WatchedConnection] = {}
         of_address: Counter[str] = Counter()
@@ -242,14 +277,17 @@ class Peers:
         before, self._received = self._received, (len(present), received)
         self._is_quiet = before == self._received
         self._known = present
-        names = {known.name for known in present.values()}
-        for name in [name for name in calls if name not in names]:
-            del calls[name]
+        unlisted = calls.keys() - {known.name for known in present.values()}
+        for name in unlisted & self._unlisted:
+            self._calls.pop(name, None)
+        self._unlisted = unlisted - self._unlisted
         return found
 
     def _cause(self, known: _WatchedConnection, num_bytes: int, now: float) -> Cause | None:
         """Return why a connection that received so many bytes since its latest call is to be closed, or None."""
         if known.num_calls:
+            _note_address(self._callers, known.address, now + KNOWN_S)
+        if self._callers.get(known.address, 0.0) > now and (known.num_calls or now - known.since <= self._first_call_s):
             idle_s = now - known.called_at
             return "bytes" if num_bytes > self._between_bytes and idle_s > BETWEEN_CALLS_S else None
         suspect = self._suspects.get(known.address, 0.0) > now
@@ -259,10 +297,7 @@ class Peers:
             known.much_since = now
         late = known.much_since is not None and now - known.much_since >= FIRST_S
         if num_bytes > FIRST_BYTES or (much and (suspect or late)):
-            self._suspects[known.address] = now + SUSPECT_S
-            self._suspects.move_to_end(known.address)
-            if len(self._suspects) > MAX_SUSPECTS:
-                self._suspects.popitem(last=False)
+            _note_address(self._suspects, known.address, now + SUSPECT_S)
             return "bytes"
         return "no_call" if now - known.since > self._first_call_s else None
 
@@ -272,9 +307,11 @@ class Peers:
             with opened, contextlib.suppress(OSError):
                 if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.getsockname()[1] != self._port:
                     continue
-                host, port = opened.getpeername()[:2]
-                raw = socket.inet_pton(opened.family, host) + port.to_bytes(2, "big")
-                peer = wanted.get(name_of(raw)[0])
+                host, port, *more = opened.getpeername()
+                raw = socket.inet_pton(opened.family, host.partition("%")[0])
+                if _is_link_local(raw):
+                    raw += more[1].to_bytes(4, sys.byteorder)
+                peer = wanted.get(name_of(raw + port.to_bytes(2, "big"))[0])
                 if peer is not None:
                     _end(opened)
                     self._note(over[peer], self._known[peer].name if peer in self._known else "")
@@ -303,6 +340,13 @@ class Peers:
         self._log.write(logging.WARNING, "a connection of %s is closed: %s", who, why[cause])
 
 
+def _note_address(addresses: OrderedDict[str, float], address: str, until: float) -> None:
+    addresses[address] = until
+    addresses.move_to_end(address)
+    if len(addresses) > MAX_ADDRESSES:
+        addresses.popitem(last=False)
+
+
 def _own_sockets() -> Iterator[socket.socket]:
     """Yield duplicates of the sockets of this process, the oldest first."""
     found = []
@@ -313,7 +357,12 @@ def _own_sockets() -> Iterator[socket.socket]:
                 found.append((status.st_ino, int(name)))
     for inode, descriptor in sorted(found):
         with contextlib.suppress(OSError):
-            opened = socket.socket(fileno=os.dup(descriptor))
+            copy = os.dup(descriptor)
+            try:
+                opened = socket.socket(fileno=copy)
+            except OSError:  # it is no socket any more
+                os.close(copy)
+                continue
             if os.fstat(opened.fileno()).st_ino == inode:
                 yield opened
             else:
