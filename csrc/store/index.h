@@ -87,8 +87,8 @@ struct Places {
 };
 
 // Wrong slots throw std::runtime_error: only the daemon passes them. Other wrong arguments throw ArgumentError.
-// What blocks with some keys need: how many are neither there nor being written, and how many that are there could be
-// evicted.
+// This is what blocks with some keys need: how many are neither there nor being written, and how many that are there
+// could be evicted.
 struct Needed {
   int64_t missing, evictable;
 };

@@ -31,7 +31,7 @@ NUM_CONNECTIONS: Final = 20
 SECONDS: Final = 4.0
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
-END_STREAM, END_HEADERS, ACK = 1, 4, 1
+END_HEADERS, ACK = 4, 1
 # Bytes of a flood that are written, and of the answers that are read, at a time.
 CHUNK_BYTES: Final = 1 << 18
 UNKNOWN: Final = 200

@@ -255,7 +255,7 @@ class BlockStore:
         required = num_missing * namespace.block_bytes
         own = [one for one in self if one.identity.tenant == tenant]
         used = sum(self._index.stats(one.number).used_bytes for one in own)
-        # What is leased stays, and so do the blocks of `keys` that are there.
+        # Leased blocks stay, and so do those of `keys` that are there.
         evictable = {one: self._num_evictable(one) - num_present * (one is namespace) for one in own}
         room = sum(max(0, count) * one.block_bytes for one, count in evictable.items())
         if required and used + required - room > limit:

@@ -1,4 +1,4 @@
-"""What one peer may take of the gRPC addresses beside calls, and that others are served meanwhile."""
+"""One peer takes no more of the gRPC addresses than its share, and others are served meanwhile."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_tenant_keeps_within_its_bytes() -> None:
         assert (refused.value.metadata["tenant"], refused.value.metadata["limit"]) == ("t", "max_store_bytes")
         assert rig.store.lookup(mine, keys(1, 2, 4, 5))[0] == 4, "nothing was evicted for it"
         assert rig.put(mine, 6) == bytes([DONE])
-        # Of these, 1 and 2 are leased; and what is being written already is not needed twice.
+        # Blocks 1 and 2 are leased. Blocks that are being written already are not needed twice.
         assert rig.put(mine, 1, 2, 7) == bytes([PRESENT, PRESENT, DONE])
         rig.store.release(leased.slots)
         being_written = rig.store.reserve(mine, keys(10, 11, 12, 13))

@@ -33,7 +33,7 @@ _MESSAGE_OVERHEAD = 4096
 Response: TypeAlias = Message | Encoded | bytes
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Response)
-# What a handler that publishes steps to lanes returns: its response, and what its caller has to wait for, if anything.
+# A handler that publishes steps to lanes returns this: its response, and what its caller has to wait for, if anything.
 Published: TypeAlias = tuple[ResponseT, Awaitable[None] | None]
 Returned: TypeAlias = ResponseT | Published[ResponseT]
 Started: TypeAlias = Returned[ResponseT] | Waits[Returned[ResponseT]] | Coroutine[Any, Any, ResponseT]

@@ -44,8 +44,9 @@ class Callers(Protocol):
         """Admit an RPC. Called at the start of each RPC that the interceptors accepted. `is_check` is true for RPCs of
         the standard services, which need no tenant. Raises PermissionDeniedError for a caller without a tenant."""
 
-    def called_again(self, context: Context) -> None:
-        """Note a further call of an RPC that was admitted."""
+    @property
+    def called_again(self) -> Callable[[Context], None] | None:
+        """Notes a further call of an RPC that was admitted. None where nobody counts them."""
 
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
@@ -55,6 +56,7 @@ class LocalCallers:
     """Callers on a unix socket. Its file mode is the only access control. They have no names."""
 
     local = True
+    called_again = None  # gRPC has one name for all connections to a unix socket
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
     def __init__(self, door: Door, tenants: Tenants | None) -> None:
@@ -65,9 +67,6 @@ class LocalCallers:
             DOOR.set(self._door)
             if not is_check:
                 self._tenants.caller()
-
-    def called_again(self, _context: Context) -> None:
-        """Do nothing: gRPC has one name for all connections to a unix socket."""
 
     def check(self, _caller: Identity) -> None:
         """Do nothing: local callers have no tokens."""

@@ -1,4 +1,4 @@
-"""What one peer may take of the daemon's gRPC addresses beside calls: connections, time and bytes.
+"""This limits what one peer takes of the daemon's gRPC addresses beside calls: connections, time and bytes.
 
 gRPC tells the daemon of calls alone. Frames that are no calls it reads and answers in its one thread, for as long as
 they come, so that 20 connections keep all other clients waiting; and none of its options limits that. So the kernel is

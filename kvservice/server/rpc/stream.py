@@ -226,7 +226,8 @@ class Stream:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 self._answering = True
-                self._callers.called_again(self._context)
+                if self._callers.called_again is not None:
+                    self._callers.called_again(self._context)
                 if isinstance(call, Calls):
                     await self._answer_all(call)
                 else:
