@@ -29,7 +29,8 @@ class Manager:
 
 async def serve(manager):
     path = f"{sys.argv[1]}/{manager is None}.sock"
-    server = KVServer(ServeConfig(**SMALL_POOL, unix_socket=path), KeptFiles({}, None), manager)
+    config = ServeConfig(**SMALL_POOL, unix_socket=path, tcp_address="", http_address="")
+    server = KVServer(config, KeptFiles({}, None), manager)
     serving = asyncio.create_task(server.serve())
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
         await asyncio.wait_for(channel.channel_ready(), 60)
@@ -47,6 +48,7 @@ def test_the_process_ends_with_its_server(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
     status, with_keeper, *said = done.stdout.split()
     assert (status, with_keeper) == ("1", "0"), done.stderr
     assert said[-1] == "X_KVSERVICE_HANDOVER=1"
