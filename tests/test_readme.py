@@ -314,6 +314,6 @@ def test_hosted_ci_runs_the_same_script() -> None:
 
 def test_the_changelog_has_the_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    releases = re.findall(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text())
+    releases = re.findall(r"(?m)^## (.*)$", (ROOT / ".github" / "CHANGELOG.md").read_text())
     assert releases[:2] == ["Unreleased", version]
     assert releases[-1] == "0.1.0"
