@@ -34,6 +34,7 @@ PROTO = (ROOT / "proto" / "README.md").read_text()
 MAP = (ROOT / "kvservice" / "README.md").read_text()
 CLIENT = (ROOT / "kvservice" / "client" / "README.md").read_text()
 ENGINES = (ROOT / "kvservice" / "engines" / "README.md").read_text()
+FIGURES = (ROOT / "kvservice" / "bench" / "README.md").read_text()
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", ".github/*.md", "csrc/*.md", "deploy/*.md", "proto/*.md", "kvservice/**/*.md")
@@ -152,6 +153,24 @@ def test_environment_variables_that_are_named_exist() -> None:
     }
     assert named
     assert {(path, name) for path, name in named if name not in known} == set()
+
+
+# ---- the ledger of claims
+
+
+def test_every_figure_has_a_machine_a_command_a_commit_and_what_takes_it_down() -> None:
+    """And every topic with tables has a claim that leads to it."""
+    introduction, *topics = FIGURES.split("\n## The claims\n")[1].split("\n## ")
+    claims = [row.strip("| ").split(" | ") for row in introduction.splitlines() if row.startswith("| ")][1:]
+    assert len(claims) > 30
+    machines = set(re.findall(r"(?m)^\| ([A-D]) \|", FIGURES))
+    for claim, machine, command, commit, falls in claims:
+        assert machine in ("2 busy cores", "any", "any: simulated") or set(machine.split(",")[0]) <= machines, claim
+        assert command.startswith("`kvservice bench "), claim
+        assert re.search(r"`[0-9a-f]{7}`", commit), claim
+        assert falls, claim
+    claimed = set(re.findall(r"\]\(#([\w-]+)\)", introduction))
+    assert claimed == {anchor for topic in topics for anchor in anchors("## " + topic.split("\n")[0])}
 
 
 # ---- links
