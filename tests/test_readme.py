@@ -215,7 +215,7 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 160
 
 
 # ---- the programs of the README and of the client's
