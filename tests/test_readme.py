@@ -119,6 +119,24 @@ def test_the_way_of_a_call_names_functions_that_exist() -> None:
         assert [f"{file} has no {name}" for file, name in named if name not in defined(ROOT / "kvservice" / file)] == []
 
 
+def modules(folder: Path) -> set[str]:
+    """The modules and packages in a folder, without what begins with an underscore, and without caches."""
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_the_map_names_every_package_room_and_file() -> None:
+    """Of the server each file of a room, of the client each module of a layer."""
+    package = ROOT / "kvservice"
+    packages, rooms = MAP.split("\n## Glossary\n")[0].split("\n## The rooms of the server\n")
+    assert modules(package) - set(re.findall(r"`(\w+)(?:\.py)?`", packages)) == set()
+    for room in (path for path in (package / "server").iterdir() if modules(path) and path.is_dir()):
+        (row,) = [row for row in rooms.splitlines() if row.startswith(f"| `server/{room.name}`")]
+        assert modules(room) - set(re.findall(r"`(\w+)`", row)) == set(), row
+    layers = CLIENT.split("\n## How it is built\n")[1]
+    assert modules(package / "client") - set(re.findall(r"`(\w+)`", layers)) == set()
+
+
 def code_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
