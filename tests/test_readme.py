@@ -233,7 +233,7 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 160
+    assert len(README.splitlines()) <= 150
 
 
 # ---- the programs of the README and of the client's
