@@ -12,7 +12,7 @@ from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.kept.report import RestartReport
 from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES, SWAP, Blocks, PoolMap
 from kvservice.observer.history import History
-from kvservice.store.figures import ModelFigures
+from kvservice.store.namespaces import ModelFigures
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.figures import NO_LIMIT
 from kvservice.telemetry.link import ShownPart

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.store.figures import ModelFigures, NamespaceCounters
 from kvservice.store.index import KeyIndex
-from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.namespaces import ModelFigures, NamespaceCounters, NamespaceIdentity, StoredNamespace
 from kvservice.store.records import NamespaceRecord, StoreRecords
 
 # The records of a slab take a page at least.

@@ -13,7 +13,7 @@ from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import Zeros
 from kvservice.scheduler import Latencies, SchedulerFigures
 from kvservice.scheduler.stats import WIDTH as TOKEN_WIDTH
-from kvservice.store.figures import EngineFigures, ModelFigures
+from kvservice.store.namespaces import EngineFigures, ModelFigures
 from kvservice.telemetry.calls import WIDTH
 from kvservice.tiers.protocol import STATES, TierStats
 

@@ -25,7 +25,7 @@ from kvservice.blocks.state import (
 )
 from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
-from kvservice.store.figures import EngineFigures, ModelFigures
+from kvservice.store.namespaces import EngineFigures, ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common import ConnectorOptions
 
 # Algorithms of vLLM whose hashes have 32 bytes.
 KEY_ALGORITHMS = ("sha256", "sha256_cbor")

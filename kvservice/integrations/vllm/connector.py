@@ -23,8 +23,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvservice.client import KVClient, Store, StoreNamespace
-from kvservice.integrations.common.identity import digest, session_name
-from kvservice.integrations.common.waiting import ComputeTime
+from kvservice.integrations.common import ComputeTime, digest, session_name
 from kvservice.integrations.vllm import versions
 from kvservice.integrations.vllm.checks import VLLMOptions, check_supported
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout

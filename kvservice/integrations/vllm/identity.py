@@ -11,7 +11,7 @@ from typing import Any
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.identity import MAX_TEXT, digest, files_identity, short
+from kvservice.integrations.common import MAX_TEXT, digest, files_identity, short
 from kvservice.integrations.vllm.copies import BlockLayout
 
 logger = logging.getLogger(__name__)

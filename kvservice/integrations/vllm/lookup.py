@@ -33,7 +33,7 @@ import numpy.typing as npt
 from kvservice.client.store.memory import SharedLease
 from kvservice.client.store.values import EngineReport, SharedUses
 from kvservice.errors import KVServiceError
-from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
+from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
 from kvservice.integrations.vllm.steps import LeasedBlocks, Rank
 
