@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,7 @@ from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, TransferStats
 from kvservice.telemetry.reading import IntArray, Reading
-from kvservice.tiers.protocol import TierStats
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats, TierStats
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
@@ -67,7 +67,7 @@ class History:
         """Return the rates and quantiles of `SchedulingSnapshot`."""
         first, last = self._window[0], self._window[-1]
         seconds, before, now = _seconds(first, last), first.schedulers.totals, last.schedulers.totals
-        grown = SchedulerFigures(*map(operator.sub, now, before))
+        grown = SchedulerFigures(*map(operator.sub, astuple(now), astuple(before)))
         preemptions = grown.recompute_preemptions + grown.swap_preemptions
         rates = {
             "generated_tokens_per_s": grown.generated_tokens / seconds,
@@ -104,7 +104,7 @@ class History:
         first, last = self._window[0], self._window[-1]
         if last.transfers is None or first.transfers is None:
             return {}
-        grown = TransferStats(*map(operator.sub, last.transfers.stats, first.transfers.stats))
+        grown = TransferStats(*map(operator.sub, astuple(last.transfers.stats), astuple(first.transfers.stats)))
         seconds, recent = _seconds(first, last), last.transfers.counts - first.transfers.counts
         rates = {
             "in_bytes_per_s": grown.bytes_in / seconds,

@@ -22,30 +22,15 @@ class EngineFigures(NamedTuple):
     blocks_skipped: int = 0
 
 
-@dataclass
-class NamespaceCounters:
-    """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
-    namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed because their checksum was
-    wrong, and `removed` by clients. The first missing block of each lookup is counted by the reason, see GhostKeys."""
+@dataclass(slots=True)
+class ModelFigures:
+    """Figures over all namespaces of a model: gauges, then counters of blocks since the start.
 
-    hits: int = 0
-    misses: int = 0
-    read: int = 0
-    read_bytes: int = 0
-    stored: int = 0
-    stored_bytes: int = 0
-    evicted: int = 0
-    refused: int = 0
-    corrupt: int = 0
-    removed: int = 0
-    evicted_misses: int = 0
-    not_whole_misses: int = 0
-    other_namespace_misses: int = 0
-    never_stored_misses: int = 0
-
-
-class ModelFigures(NamedTuple):
-    """Gauges, then counters since the start, over all namespaces of a model."""
+    The namespaces count in one object, whose gauges stay 0: `hits` and `misses` of lookups, `read` by gets and leases,
+    `stored`, `evicted` from namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed
+    because their checksum was wrong, and `removed` by clients. The first missing block of each lookup is counted by the
+    reason, see GhostKeys. What is reported as `evicted` includes open namespaces.
+    """
 
     namespaces: int = 0
     blocks: int = 0
@@ -113,7 +98,7 @@ class StoredNamespace:
 
     identity: NamespaceIdentity
     # The counters of its model, or of all models beyond the first ones.
-    counters: NamespaceCounters
+    counters: ModelFigures
     number: int
     quota_bytes: int
     first_block: int

@@ -9,8 +9,7 @@ links        Link: a tier of the chain, with its rules for writing (AdmitAll, Ad
 disk         DiskTier: files on a disk; LateTier: a tier that is opened when that succeeds
 mooncake     MooncakeTier: a Mooncake Store that several hosts share; processes with Mooncake's library
 measured     MeasuredTier: a tier with its figures, its speed, its time limits and its circuit breaker
-spill_stats  SpillStats: figures of the pool's blocks in the store and below
-protocol     LowerTier, the interface of a tier, and TierError
+protocol     LowerTier, the interface of a tier, and TierError; TierStats and SpillStats, figures
 """
 
 from kvservice.tiers.chain import TierChain

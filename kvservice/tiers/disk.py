@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -284,7 +284,7 @@ class LateTier:
     def stats(self) -> TierStats:
         if self._tier is not None:
             stats = self._tier.stats()
-            return stats._replace(errors=stats.errors + self._num_failures)
+            return replace(stats, errors=stats.errors + self._num_failures)
         is_late = self._num_failures and self._clock.time() - self._began_s >= FAILED_AFTER_S
         return TierStats(self.name, state="failed" if is_late else "opening", errors=self._num_failures)
 

@@ -22,6 +22,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.store.memory import SharedLease
-from kvservice.client.store.values import EngineReport, SharedUses
+from kvservice.client.store.values import SharedUses
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -286,7 +287,7 @@ class StoreLookup:
         self._asks = True
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
         # The latest figures of the engine, for the daemon.
-        self._engine, self._engine_told = EngineReport(), EngineReport()
+        self._engine, self._engine_told = Counter[str](), Counter[str]()
         self._touched: dict[bytes, None] = {}
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
@@ -464,9 +465,9 @@ class StoreLookup:
         if len(self._touched) < MAX_TOUCHED:
             self._touched.update(dict.fromkeys(keys))
 
-    def end_step(self, engine: EngineReport | None = None) -> None:
+    def end_step(self, engine: Counter[str] | None = None) -> None:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
-        the `engine` to operators."""
+        the `engine`, by the names of EngineReport of the contract, to operators."""
         self._engine = engine or self._engine
         self._left_s = self._step_s
         now = self._clock()
