@@ -220,7 +220,7 @@ def _fits(session: SessionReading, search: str) -> bool:
 
 
 def _pool(latest: Reading) -> dict[str, Any]:
-    figures = latest.blocks._asdict() | latest.server._asdict()
+    figures = asdict(latest.blocks) | asdict(latest.server)
     return {name: int(figures[name]) for name in _POOL} | {"draining": bool(latest.server.draining)}
 
 

@@ -21,6 +21,7 @@ from kvservice.telemetry import (
     TransferReading,
     TransferStats,
     keys,
+    names_of,
 )
 from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
@@ -36,7 +37,7 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
         for bucket, count in buckets.items():
             counts[KEYS.index(key), bucket] = count
     empty = np.zeros(0)
-    blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in BlocksStats._fields}
+    blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in names_of(BlocksStats)}
     server = {name: value for name, value in stats.items() if name not in blocks}
     return Reading(
         time_s,

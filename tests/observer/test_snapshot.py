@@ -226,7 +226,7 @@ def test_rows_agree_with_the_bookkeeping_after_each_operation(seed: int) -> None
 
 def test_the_pools_figures_are_the_gauges() -> None:
     pool = ObservedPool()
-    names = (*BlocksStats._fields, *ServerStats._fields)
+    names = (*names_of(BlocksStats), *names_of(ServerStats))
     gauges = {name: 100 + n for n, name in enumerate(names)} | {"draining": 1}
     pool.read(**gauges)
     found = current(pool)["pool"]

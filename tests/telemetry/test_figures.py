@@ -40,8 +40,8 @@ from kvservice.telemetry import (
 from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
 
-BLOCKS = BlocksStats(*range(100, 100 + len(BlocksStats._fields)))
-SERVER = ServerStats(*range(200, 200 + len(ServerStats._fields)))
+BLOCKS = BlocksStats(*range(100, 100 + len(names_of(BlocksStats))))
+SERVER = ServerStats(*range(200, 200 + len(names_of(ServerStats))))
 STORE = ModelFigures(*range(100, 100 + len(names_of(ModelFigures))))
 SCHEDULERS = SchedulerFigures(*range(100, 100 + len(names_of(SchedulerFigures))))
 NUMBERS_OF_A_TIER = names_of(TierStats)[2:]
@@ -132,10 +132,10 @@ def test_the_metrics_show_every_figure_of_the_daemon(pool: ObservedPool, empty: 
         return [sample for families in metrics for sample in samples(families)]
 
     before = shown(BLOCKS, SERVER)
-    for name in BlocksStats._fields:
-        assert changed(before, shown(BLOCKS._replace(**{name: 999}), SERVER)), name
-    for name in set(ServerStats._fields) - no_metric:
-        assert changed(before, shown(BLOCKS, SERVER._replace(**{name: 999}))), name
+    for name in names_of(BlocksStats):
+        assert changed(before, shown(dataclasses.replace(BLOCKS, **{name: 999}), SERVER)), name
+    for name in set(names_of(ServerStats)) - no_metric:
+        assert changed(before, shown(BLOCKS, dataclasses.replace(SERVER, **{name: 999}))), name
 
 
 def test_the_metrics_show_every_figure_of_the_parts(empty: Reading) -> None:
@@ -220,8 +220,8 @@ def test_durations_of_transfers_are_a_histogram_for_each_direction() -> None:
 
 
 def test_a_snapshot_names_figures_that_exist() -> None:
-    assert set(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name) <= {*BlocksStats._fields, *ServerStats._fields}
-    assert not set(BlocksStats._fields) & set(ServerStats._fields)
+    assert set(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name) <= {*names_of(BlocksStats), *names_of(ServerStats)}
+    assert not set(names_of(BlocksStats)) & set(names_of(ServerStats))
 
 
 def play(engine: EngineScheduler, pool: ObservedPool, session: OpenSession) -> None:
