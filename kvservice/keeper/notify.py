@@ -1,4 +1,4 @@
-"""The daemon's side of systemd's protocol: notifications, and file descriptors that outlive the process.
+"""Systemd's protocol, first the daemon's side: notifications, and file descriptors that outlive the process.
 
 See sd_notify(3), sd_listen_fds(3) and FileDescriptorStoreMax= in systemd.service(5). The manager on the other side is
 systemd, or the process of `kvservice.keeper`.

@@ -1,6 +1,6 @@
 """Paths that are the daemon's alone. Folders whose content it trusts: it writes to the files that it finds there, and
 clients get their bytes. Unix sockets at paths that are never free: a socket is made beside its path, and a rename puts
-it in the place of the one before."""
+it in the place of the one before. At the end: the sockets beside the daemon's unix socket."""
 
 from __future__ import annotations
 
