@@ -204,6 +204,9 @@ class StoreStats:
     @property
     def num_slabs(self) -> int: ...
     @property
+    def num_busy_slabs(self) -> int:
+        """Slabs with blocks that are leased or reserved."""
+    @property
     def used_bytes(self) -> int:
         """The size of all these blocks: found, reserved and condemned."""
     @property
@@ -293,6 +296,12 @@ class StoreIndex:
         with its last lease."""
     def clear(self, namespace: int, most: int) -> int:
         """Remove up to `most` blocks, the least recently used first, leased ones last. Returns how many."""
+    def evict_blocks(self, namespace: int, most: int) -> int:
+        """Evict up to `most` blocks, the least recently used first, and free their slots. Returns how many."""
+    def empty_slabs(self, namespace: int, most_slabs: int, most_blocks: int) -> tuple[int, int]:
+        """Evict the blocks of slabs that have no leased or reserved ones, the least recently used slab first, until
+        `most_slabs` are free or `most_blocks` were evicted: with the last slab it can be more. Returns how many slabs
+        and blocks."""
     def checksums(self, slots: bytes) -> bytes:
         """Return the checksums with which blocks were committed, 0 for reserved ones."""
     def places(self, slots: bytes) -> tuple[bytes, bytes]:

@@ -26,6 +26,7 @@ struct BlockCounts {
   int64_t reserved = 0;
   int64_t condemned = 0;
   int64_t slabs = 0;
+  int64_t busy_slabs = 0;  // slabs with reserved or leased blocks
 
   int64_t used() const { return committed + reserved + condemned; }
 };

@@ -47,13 +47,14 @@ Slot* StoreIndex::hide_oldest(Namespace& space) {
   }
 }
 
-// Evicts the least recently used block of a namespace and frees its slot.
-void StoreIndex::shrink(Namespace& space) {
+// Evicts the least recently used block of a namespace and frees its slot. Returns whether there was one.
+bool StoreIndex::shrink(Namespace& space) {
   Slot* oldest = hide_oldest(space);
-  if (oldest == nullptr) return;
+  if (oldest == nullptr) return false;
   count_eviction(*oldest);
   forget(*oldest);
   free_slot(*oldest);
+  return true;
 }
 
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
@@ -61,17 +62,20 @@ void StoreIndex::empty_another_slab(const Slot* own) {
   while (true) {
     Slab* slab = idle_.oldest();
     if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
-    if (hide(*slab)) {
-      for (uint32_t i = 0; i < slab->num_fresh; ++i) {
-        if (state(slab->slots[i]) == SlotState::kCommitted) evict(slab->slots[i]);
-      }
-      return return_slab(*slab);
-    }
+    if (hide(*slab)) return empty(*slab);
     if (passes_.slabs-- <= 0) return;
     slab->newest = ++tick_;
     idle_.remove(*slab);
     idle_.add(*slab);
   }
+}
+
+// Evicts all blocks of a hidden slab, and takes it from its namespace.
+void StoreIndex::empty(Slab& slab) {
+  for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+    if (state(slab.slots[i]) == SlotState::kCommitted) evict(slab.slots[i]);
+  }
+  return_slab(slab);
 }
 
 // Takes the version of a block from its record, unless there is a shared lease: from now on none can be taken.
@@ -316,6 +320,7 @@ void StoreIndex::return_cold(Slot& slot) {
   if (space.last_offered == nullptr) space.last_offered = &slot;
   ++space.num_offered;
   if (--slab.num_busy > 0) return;
+  --space.counts.busy_slabs;
   Slab* newer = idle_.oldest();
   while (newer != nullptr && newer->newest < slab.newest) newer = newer->idle_links.newer;
   idle_.add_before(newer, slab);
@@ -334,11 +339,14 @@ void StoreIndex::use(Slot& slot) {
 }
 
 void StoreIndex::begin_busy(Slab& slab) {
-  if (slab.num_busy++ == 0) idle_.remove(slab);
+  if (slab.num_busy++ > 0) return;
+  ++slab.owner->counts.busy_slabs;
+  idle_.remove(slab);
 }
 
 void StoreIndex::end_busy(Slab& slab) {
   if (--slab.num_busy > 0) return;
+  --slab.owner->counts.busy_slabs;
   slab.newest = ++tick_;
   idle_.add(slab);
 }

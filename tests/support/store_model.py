@@ -28,6 +28,7 @@ class Stats:
     num_reserved: int
     num_condemned: int
     num_slabs: int
+    num_busy_slabs: int
     used_bytes: int
     num_evicted: int
     num_unoffered: int
@@ -329,6 +330,22 @@ class StoreModel:
         blocks.sort(key=lambda block: (block.pins > 0, block.used))
         return self.drop_all(blocks[:most])
 
+    def evict_blocks(self, namespace: int, most: int) -> int:
+        count = 0
+        while count < most and (block := self.oldest(self.spaces[namespace])) is not None:
+            self.evict(block)
+            self.settle(block.slab)
+            count += 1
+        return count
+
+    def empty_slabs(self, namespace: int, most_slabs: int, most_blocks: int) -> tuple[int, int]:
+        slabs = num_blocks = 0
+        for slab in sorted(self.spaces[namespace].slabs, key=lambda slab: slab.newest):
+            if slab.idle and slabs < most_slabs and num_blocks < most_blocks:
+                slabs, num_blocks = slabs + 1, num_blocks + len(slab.blocks)
+                self.empty(slab)
+        return slabs, num_blocks
+
     # Reports.
 
     def record_removed(self, enabled: bool) -> None:
@@ -354,6 +371,7 @@ class StoreModel:
             num_reserved=sum(block.reserved for block in blocks),
             num_condemned=sum(block.condemned for block in blocks),
             num_slabs=len(space.slabs),
+            num_busy_slabs=sum(not slab.idle for slab in space.slabs),
             used_bytes=len(blocks) * space.block_bytes,
             num_evicted=space.num_evicted,
             num_unoffered=space.num_unoffered,
@@ -368,6 +386,7 @@ class StoreModel:
             num_reserved=sum(stats.num_reserved for stats in each),
             num_condemned=sum(stats.num_condemned for stats in each),
             num_slabs=sum(stats.num_slabs for stats in each),
+            num_busy_slabs=sum(stats.num_busy_slabs for stats in each),
             used_bytes=sum(stats.used_bytes for stats in each),
             num_evicted=sum(stats.num_evicted for stats in each) + self.closed_evictions,
             num_unoffered=sum(stats.num_unoffered for stats in each) + self.closed_unoffered,
@@ -447,9 +466,13 @@ class StoreModel:
         oldest = min(others, key=lambda slab: slab.newest, default=None)
         if oldest is None or (own is not None and own.last_use < oldest.newest):
             return
-        for _, block in sorted(oldest.blocks.items()):
+        self.empty(oldest)
+
+    def empty(self, slab: Slab) -> None:
+        """Evict all blocks of a slab, and give it back."""
+        for _, block in sorted(slab.blocks.items()):
             self.evict(block)
-        self.settle(oldest)
+        self.settle(slab)
 
     def assign(self, number: int, space: Namespace) -> None:
         slab = Slab(number, number * self.slab_bytes, space, list(reversed(range(space.blocks_per_slab))))

@@ -118,7 +118,7 @@ class SessionRegistry:
         self.region_totals = RegionTotals()
         self._uses: dict[str, TenantUse] = {}
         if tenants is not None:
-            tenants.set_pool(manager.config.num_blocks)
+            tenants.set_sizes(manager.config.num_blocks, 0 if store is None else store.config.slab_capacity_bytes)
             self._set_shares(tenants.rules)
 
     def __len__(self) -> int:
