@@ -271,6 +271,7 @@ void StoreIndex::leave_evictable(Slot& slot) {
   if (slot.offered) {
     --space.num_offered;
     if (space.last_offered == &slot) space.last_offered = slot.links.older;
+    if (space.last_returned == &slot) space.last_returned = slot.links.older;
   }
   space.evictable.remove(slot);
 }
@@ -312,12 +313,19 @@ void StoreIndex::end_last_lease(Slot& slot) {
   }
 }
 
-// Gives a block, which is in no list, and its slab their places in the order of use again, after coldest().
+// Gives a block, which is in no list, and its slab their places in the order of use again, after coldest(). Offered
+// blocks are evicted before all others. Those of a batch have their places beside each other.
 void StoreIndex::return_cold(Slot& slot) {
   Slab& slab = slab_of(slot);
   Namespace& space = *slab.owner;
-  space.evictable.add_before(space.evictable.oldest(), slot);
-  if (space.last_offered == nullptr) space.last_offered = &slot;
+  const uint64_t used = kept(slot).used;
+  Slot* before = space.last_returned == nullptr ? space.last_offered : space.last_returned;
+  while (before != nullptr && kept(*before).used > used) before = before->links.older;
+  Slot* after = before == nullptr ? space.evictable.oldest() : before->links.newer;
+  while (after != nullptr && after->offered && kept(*after).used < used) after = after->links.newer;
+  space.evictable.add_before(after, slot);
+  if (space.last_offered == nullptr || space.last_offered->links.newer == &slot) space.last_offered = &slot;
+  space.last_returned = &slot;
   ++space.num_offered;
   if (--slab.num_busy > 0) return;
   --space.counts.busy_slabs;

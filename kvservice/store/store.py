@@ -294,8 +294,8 @@ class BlockStore:
             used, more = room.num_slabs * slab_bytes, required * slab_bytes
             evicted = (room.num_idle + required - least) * slab_bytes
             raise QuotaExceededError(
-                f"tenant {tenant} has {used} of max_store_bytes {limit}, and {more} more are needed, of which {evicted} "
-                f"can come from evicted blocks: slabs of {slab_bytes} bytes count as a whole",
+                f"tenant {tenant} has {used} of max_store_bytes {limit}, and {more} more are needed, of which "
+                f"{evicted} can come from evicted blocks: slabs of {slab_bytes} bytes count as a whole",
                 tenant=tenant, limit="max_store_bytes", value=limit, used=used, required=more, field="keys",
             )  # fmt: skip
         if not num_missing or room.num_slabs + required <= most:

@@ -62,6 +62,11 @@ class Block:
         return not self.reserved and self.pins == 0
 
     @property
+    def order(self) -> tuple[bool, int]:
+        """The order of eviction: blocks that were offered go first."""
+        return not (self.offered and self.evictable), self.used
+
+    @property
     def offset(self) -> int:
         space = self.slab.space
         return self.slab.start + space.first_block + self.index * space.block_stride
@@ -255,8 +260,7 @@ class StoreModel:
             elif block.used_since_pin:
                 self.use(block)
             else:
-                others = [one.used for one in block.slab.space.blocks() if one.evictable and one is not block]
-                block.used = min(others, default=0) - 1
+                block.used = block.last_use
 
     def checksums(self, slots: bytes) -> bytes:
         return pack([self.block(slot).checksum for slot in unpack(slots)])
@@ -327,7 +331,7 @@ class StoreModel:
 
     def clear(self, namespace: int, most: int) -> int:
         blocks = [block for block in self.spaces[namespace].found.values() if not block.reserved]
-        blocks.sort(key=lambda block: (block.pins > 0, block.used))
+        blocks.sort(key=lambda block: (block.pins > 0, block.order))
         return self.drop_all(blocks[:most])
 
     def evict_blocks(self, namespace: int, most: int) -> int:
@@ -458,7 +462,7 @@ class StoreModel:
         return own.slab
 
     def oldest(self, space: Namespace) -> Block | None:
-        return min((block for block in space.blocks() if block.evictable), key=lambda block: block.used, default=None)
+        return min((block for block in space.blocks() if block.evictable), key=lambda block: block.order, default=None)
 
     def empty_another_slab(self, space: Namespace, own: Block | None) -> None:
         """Evict the slab of another namespace that was least recently used, unless the block `own` is older."""

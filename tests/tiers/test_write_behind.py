@@ -66,6 +66,7 @@ def test_values_are_written_before_they_are_evicted_for_the_limit_of_a_tenant() 
         assert rig.in_memory(*range(30)) == list(range(24, 30))
         assert set(rig.below()) >= set(range(24))
         assert rig.chain.stats()[0].dropped == 0
+        await rig.round()  # they were used
         rig.put(*range(100, 106))
         rig.put(*range(200, 206))
         await rig.round()
