@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import DecodePlanner, shared_entries, slot_mapping
+from kvservice._ext import StepTables, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import (
@@ -134,9 +134,14 @@ class SessionNamespace:
         """Return (ids int64[n], rows int64[n]) of distinct known sequences. The caller must not modify them. Raises
         InvalidArgumentError, UnknownSequenceError.
 
-        The last batch is cached, because a running batch stays the same for many steps.
+        The last batch of several is cached, because a running batch stays the same for many steps.
         """
         ids = id_array(sequence_ids, field)
+        if len(ids) == 1:
+            row = self.rows.get(ids.item())
+            if row is None:
+                raise self.unknown_sequence(ids.tolist(), field)
+            return ids.copy(), np.array((row,), np.int64)
         key = ids.tobytes()
         if key == self._batch[0]:
             return self._batch[1], self._batch[2]
@@ -629,9 +634,9 @@ class BlockState:
         self.counters = BlocksStats()
         self.generation = 0
         self.shift, self.mask = config.block_shift, config.block_mask
-        self.decode_planner = DecodePlanner(
+        self.step_tables = StepTables(
             self.sequences.block_tables, self.sequences.states, self.device.ref_count, self.device.indexed,
-            self.shift, config.max_sequence_tokens,
+            self.device.token_ids, config.max_sequence_tokens,
         )  # fmt: skip
         # Query lengths of decode steps.
         self.ones = np.ones(config.max_sequences, np.int32)

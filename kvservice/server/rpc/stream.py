@@ -60,7 +60,7 @@ from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
-from kvservice.wire.tensors import Encoded, join_elements
+from kvservice.wire.tensors import Encoded, join_elements, with_field
 
 if TYPE_CHECKING:
     from kvservice.server.rpc.tracing import Tracer
@@ -80,15 +80,10 @@ def _traceparent(context: Context) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _encoded(response: Response) -> Encoded:
-    """Return a response as pieces of bytes."""
-    if isinstance(response, Encoded):
-        return response
-    return Encoded((response if isinstance(response, bytes) else response.SerializeToString(),))
-
-
 def _serialize(response: Response) -> bytes:
-    return _encoded(response).to_bytes()
+    if isinstance(response, bytes):
+        return response
+    return response.to_bytes() if isinstance(response, Encoded) else response.SerializeToString()
 
 
 class Services:
@@ -311,9 +306,7 @@ class Stream:
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
-            head = session_pb2.Reply(call_id=call.call_id).SerializeToString()
-            # A response that is set as a field of a Reply is copied, which takes longer than serializing both.
-            return b"".join((head, *_encoded(response).inside(_REPLY_NUMBERS[name]).pieces))
+            return with_field(session_pb2.Reply(call_id=call.call_id).SerializeToString(), _REPLY_NUMBERS[name], response)
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
 
