@@ -196,19 +196,19 @@ def allocation_status(status: blocks_pb2.AllocStatus) -> str:
 def step_info(
     response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
 ) -> StepInfo:
-    num_sequences = len(response.query_lens)
-    query_lens = np.fromiter(response.query_lens, np.int32, num_sequences)
+    query_lens, context_lens = response.query_lens[:], response.context_lens[:]
+    num_sequences = len(query_lens)
     return StepInfo(
-        step_id=response.step_id,
-        num_sequences=num_sequences,
-        num_tokens=int(np.add.reduce(query_lens)),
-        query_lens=query_lens,
-        context_lens=np.fromiter(response.context_lens, np.int32, num_sequences),
-        cow_copies=response.cow_copies,
-        mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
-        num_restarts=num_restarts,
-        ahead=ahead,
-        session_token=session_token,
+        response.step_id,
+        num_sequences,
+        sum(query_lens),
+        np.fromiter(query_lens, np.int32, num_sequences),
+        np.fromiter(context_lens, np.int32, num_sequences),
+        response.cow_copies,
+        (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
+        num_restarts,
+        ahead,
+        session_token,
     )
 
 
