@@ -414,9 +414,9 @@ def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
 
 class StepTables:
     """What steps read and write of a pool: tables int32[num_rows, width], states int64[num_rows, m], ref_count
-    int32[num_blocks], indexed bool[num_blocks] and token_ids int32[num_blocks, block_size], to which it refers. The first
-    columns of a state are length, computed tokens, blocks, newest step, and whether the sequence is swapped out. A
-    sequence has at most max_length tokens. rows int64[n] are distinct. Raises InvalidArgumentError before anything
+    int32[num_blocks], indexed bool[num_blocks] and token_ids int32[num_blocks, block_size], to which it refers. The
+    first columns of a state are length, computed tokens, blocks, newest step, and whether the sequence is swapped out.
+    A sequence has at most max_length tokens. rows int64[n] are distinct. Raises InvalidArgumentError before anything
     changes."""
 
     def __init__(

@@ -17,9 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_tokens, counts_for, int32_array, refuse, whole_number
+from kvservice.blocks.kept import RESTORE
 from kvservice.blocks.layers import commit_rows
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, LiveStep, StepPlan
-from kvservice.blocks.state import COMPUTED_TOKENS, LENGTH, NUM_COMPUTED, RESTORE, STEP, BlockState, SessionNamespace
+from kvservice.blocks.state import (
+    COMPUTED_TOKENS,
+    LENGTH,
+    NUM_COMPUTED,
+    STEP,
+    BlockState,
+    SessionNamespace,
+)
 from kvservice.blocks.steps import (
     NO_COPIES,
     WriteBatch,
@@ -307,9 +315,7 @@ def _start_ahead(
     query_lens = np.full(len(lengths), num_steps, np.int32)
     slots = state.sequences.slots(batch.rows, lengths, query_lens.astype(np.int64))
     context_lens = batch.lengths.astype(np.int32)
-    step = start_step(
-        state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots, copies=copies
-    )
+    step = start_step(state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots, copies=copies)
     namespace.steps[step.step_id].ahead = True
     return step
 

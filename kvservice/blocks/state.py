@@ -1,4 +1,4 @@
-"""The state of a block manager: session namespaces, sequence slots, pins, and the intent of the operation in progress.
+"""The state of a block manager: session namespaces, sequence slots and pins.
 
 `BlockState` at the end has all of it, and the pools. Operations are functions of their own modules over it.
 """
@@ -18,6 +18,7 @@ from kvservice._ext import StepTables, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import (
+    Intents,
     KeptMaps,
     pack_extra_keys,
     pack_ids,
@@ -67,14 +68,6 @@ STATE_COLUMNS = 8
 SCHEDULED: Final = 1
 _ORDER_BITS: Final = 1
 _LINE_ENTRIES = 16
-# Kinds of an intent. The states of before are valid, because the content up to their lengths and the tables up to their
-# sizes are whole.
-RESTORE: Final = 1
-# The operation overwrites tables or content of its sequences, so that they are lost.
-DROP: Final = 2
-# The rows are those of new sequences, and become free.
-CREATE: Final = 3
-_KIND_BITS: Final = 2
 # The steps that the lanes of a session may finish before the event loop commits them. If there are more, a process that
 # takes over does not know of the first ones.
 NUM_FINISHED: Final = 64
@@ -505,81 +498,6 @@ class PinTable:
         if len(self.deadlines) > 2 * self.num_pins + 64:
             self.deadlines = [entry for entry in self.deadlines if entry[2] in entry[3].pins]
             heapq.heapify(self.deadlines)
-
-
-# ---- The intent
-
-
-class Intents:
-    """The intent of the operation in progress, in kept memory: what recovery does with the operation's rows if the
-    daemon's process does not survive it.
-
-    An operation writes its intent before it changes the state of a row, and the intent stays until the daemon has
-    remembered the operation's reply, or until the next operation begins. It names the rows and holds their states of
-    before, unless their sequences are new.
-
-    Stores that no intent covers count alone: NAMESPACE of a row that becomes free; a chain hash, the computed length
-    and the index flag, in this order, when a step commits; the index flag of a block that is evicted, before its
-    content changes.
-
-    The header is one integer, number of rows << 2 | kind, or 0 without an intent. It is stored last and cleared first.
-    """
-
-    def __init__(self, states: Int64Array, memory: ArrayMemory) -> None:
-        """`states` int64[max_sequences, 8] are the live states of all rows."""
-        self.pending = False
-        self._states, self._num_columns = states, states.shape[1]
-        self._state_items = item_view(states)
-        header: Int64Array = memory.kept("intent", (1,), np.int64, private=True)
-        self._header = item_view(header)
-        self._rows: Int64Array = memory.kept("intent_rows", (len(states),), np.int64, private=True)
-        self._saved: Int64Array = memory.kept("intent_states", states.shape, np.int64, private=True)
-        self._row_items, self._saved_items = item_view(self._rows), item_view(self._saved)
-        # The rows that `_rows` holds, and the part of `_saved` for them. A running batch is the same array every time.
-        self._batch = self._rows[:0]
-        self._saved_batch = self._saved[:0]
-
-    def begin(self, kind: int, rows: Int64Array) -> None:
-        """Write down distinct rows int64[n] that an operation is about to change. The caller must not modify the array
-        later."""
-        assert not self.pending, "an operation has one intent"
-        count = len(rows)
-        if count == 1:
-            self._save_row(rows.item())
-        else:
-            if rows is not self._batch:
-                self._rows[:count] = rows
-                self._batch, self._saved_batch = rows, self._saved[:count]
-            self._states.take(rows, 0, self._saved_batch, "clip")
-        self._header[0] = count << _KIND_BITS | kind
-        self.pending = True
-
-    def _save_row(self, row: int) -> None:
-        """Do as `begin` for a single row, without NumPy."""
-        columns = self._num_columns
-        self._batch, self._row_items[0] = _NO_BATCH[1], row
-        self._saved_items[:columns] = self._state_items[row * columns : (row + 1) * columns]
-
-    def begin_new(self, rows: list[int]) -> None:
-        """Write down distinct free rows that an operation is about to give to new sequences."""
-        assert not self.pending, "an operation has one intent"
-        items, self._batch = self._row_items, _NO_BATCH[1]
-        for i, row in enumerate(rows):
-            items[i] = row
-        self._header[0] = len(rows) << _KIND_BITS | CREATE
-        self.pending = True
-
-    def end(self) -> None:
-        """Declare that the operation counts, or that recovery is done with it."""
-        self._header[0] = 0
-        self.pending = False
-
-    def read(self) -> tuple[int, Int64Array, Int64Array]:
-        """Return the intent of an earlier process: (kind, or 0 without one; rows int64[n]; their states of before
-        int64[n, 8])."""
-        header: int = self._header[0]
-        count = header >> _KIND_BITS
-        return header & (1 << _KIND_BITS) - 1, self._rows[:count].copy(), self._saved[:count].copy()
 
 
 # ---- All of it

@@ -25,13 +25,12 @@ from kvservice.blocks.arguments import (
     refuse,
     whole_number,
 )
+from kvservice.blocks.kept import DROP, RESTORE
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
-    DROP,
     LENGTH,
     NUM_BLOCKS,
     NUM_COMPUTED,
-    RESTORE,
     STEP,
     BlockState,
     SessionNamespace,
@@ -295,10 +294,9 @@ def start_step(
         replaced = [number for number in replaced if number != followed.plan.step_id]
         replaced.append(followed.follows)
     namespace.supersede(replaced)
-    step = StepPlan(
-        step_id, ids, rows, query_lens, context_lens, slots, copies, state.sequences.block_tables, state.config.block_size
-    )
-    entry = LiveStep(step, bytearray(state.config.num_layers), appended)
+    tables, config = state.sequences.block_tables, state.config
+    step = StepPlan(step_id, ids, rows, query_lens, context_lens, slots, copies, tables, config.block_size)
+    entry = LiveStep(step, bytearray(config.num_layers), appended)
     namespace.steps[step_id] = entry
     if followed is not None:
         entry.follows, followed.follower = followed.plan.step_id, step_id

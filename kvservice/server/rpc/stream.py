@@ -306,7 +306,8 @@ class Stream:
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
-            return with_field(session_pb2.Reply(call_id=call.call_id).SerializeToString(), _REPLY_NUMBERS[name], response)
+            head = session_pb2.Reply(call_id=call.call_id).SerializeToString()
+            return with_field(head, _REPLY_NUMBERS[name], response)
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
 
