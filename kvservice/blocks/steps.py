@@ -168,10 +168,10 @@ def append(
         appended = np.broadcast_to(np.asarray(counts), len(ids))
         state.device.tokens_by_slot[state.sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
     state.sequences.num_tokens += len(tokens)
-    query_lens, context_lens = query_lens.astype(np.int32), batch.lengths.astype(np.int32)
     return start_step(
-        state, namespace, ids, rows, batch.lengths, query_lens, context_lens, slots, counts, copies=copies
-    )
+        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), batch.lengths.astype(np.int32), slots,
+        counts, copies=copies,
+    )  # fmt: skip
 
 
 def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: npt.ArrayLike) -> None:
@@ -221,10 +221,10 @@ def open_step(
     copies = apply_growth(state, batch, growth)
     slots = state.sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
     context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-    query_lens = query_lens.astype(np.int32)
     return start_step(
-        state, namespace, batch.ids, batch.rows, batch.lengths, query_lens, context_lens, slots, copies=copies
-    )
+        state, namespace, batch.ids, batch.rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots,
+        copies=copies,
+    )  # fmt: skip
 
 
 def _append_counts(state: BlockState, num_tokens: npt.ArrayLike, batch: int) -> Int64Array:
@@ -334,8 +334,9 @@ def reopen(
     state.sequences.num_computed[rows] = first
     slots = state.sequences.slots(rows, first, query_lens)
     context_lens = (first + query_lens).astype(np.int32)
-    query_lens = query_lens.astype(np.int32)
-    return start_step(state, namespace, ids, rows, batch.lengths, query_lens, context_lens, slots, copies=copies)
+    return start_step(
+        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots, copies=copies
+    )
 
 
 def check_query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:

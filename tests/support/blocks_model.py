@@ -119,7 +119,7 @@ class ModelledBlocks(RuleBasedStateMachine):
         journal = EventJournal(window=1 << 30, with_tokens=True)
         self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
         self.tables: Any = CountedTables(self.manager.step_tables)
-        self.manager.step_tables = self.tables
+        self.manager.step_tables = self.tables  # type: ignore[assignment]  # it stands for them
         self.replica = EventReplica(journal)
         self.guaranteed = guaranteed
         if guaranteed is not None:
