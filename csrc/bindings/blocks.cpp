@@ -184,7 +184,7 @@ class Steps {
                          const py::object& states) const {
     const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
     const py::ssize_t size = row.shape(0);
-    DecodeBatch batch = {int64_of(row), nullptr, nullptr, nullptr, size, pool_.num_columns};
+    DecodeBatch batch = {int64_of(row), nullptr, nullptr, nullptr, size};
     py::array state;
     if (!states.is_none()) {
       state = plain(states, "states", int64_num(), "int64", 2);

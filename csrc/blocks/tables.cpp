@@ -106,8 +106,8 @@ bool plan_decode(const StepTables& pool, const DecodeBatch& batch, DecodePlan& p
   for (int64_t i = 0; i < batch.size; ++i) {
     const int64_t row = batch.rows[i];
     require(row >= 0 && row < pool.num_rows, "rows", "is not a row of the tables");
-    const int64_t* state = batch.states != nullptr ? batch.states + i * batch.num_columns
-                                                   : pool.states + row * pool.num_columns;
+    const int64_t* state =
+        batch.states != nullptr ? batch.states + i * pool.num_columns : pool.states + row * pool.num_columns;
     const int64_t position = state[kLength], entry = position >> shift;
     if (batch.tokens[i] < 0 || (batch.expected != nullptr && batch.expected[i] != position)) return false;
     if (state[kSwapped] != 0 || position != state[kNumComputed] || position >= pool.max_length) return false;
@@ -159,7 +159,7 @@ std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, con
   std::vector<int64_t> replaced;
   for (int64_t i = 0; i < size; ++i) {
     int64_t* state = pool.states + rows[i] * pool.num_columns;
-    if (replaced.empty() || replaced.back() != state[kStep]) replaced.push_back(state[kStep]);  // a batch has one mostly
+    if (replaced.empty() || replaced.back() != state[kStep]) replaced.push_back(state[kStep]);
     state[kLength] = lengths[i];
     state[kStep] = step;
   }

@@ -77,12 +77,12 @@ struct StepTables {
 };
 
 // A decode step over sequences, each of which gets one token: rows[size], tokens[size], and the lengths that the caller
-// expects, or null. `states`[size, num_columns] are the states to plan with; null: those of the rows.
+// expects, or null. states[size, num_columns] are the states to plan with; null: those of the rows.
 struct DecodeBatch {
   const int64_t *rows, *states;
   const int32_t* tokens;
   const int64_t* expected;
-  int64_t size, num_columns;
+  int64_t size;
 };
 
 // The plan: lengths afterwards, twice, the slots of the tokens, and the indices of the sequences that need a block
