@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_tokens, counts_for, int32_array, refuse, whole_number
-from kvservice.blocks.kept import RESTORE
 from kvservice.blocks.layers import commit_rows
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
     COMPUTED_TOKENS,
     LENGTH,
     NUM_COMPUTED,
+    RESTORE,
     STEP,
     BlockState,
     SessionNamespace,

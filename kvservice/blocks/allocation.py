@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.kept import DROP
 from kvservice.blocks.plans import NO_STEP, Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.pool import ONE
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
+    DROP,
     FLAGS,
     HIT_TOKENS,
     LENGTH,

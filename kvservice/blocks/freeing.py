@@ -8,14 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_blocks, counts_for, refuse
-from kvservice.blocks.kept import DROP, RESTORE
 from kvservice.blocks.plans import NO_STEP, Int64Array
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows, finish
 from kvservice.blocks.state import (
+    DROP,
     LENGTH,
     NAMESPACE,
     NUM_BLOCKS,
     NUM_COMPUTED,
+    RESTORE,
     STATE_COLUMNS,
     SWAPPED,
     BlockState,

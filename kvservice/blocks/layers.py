@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import int32_array, whole_number
-from kvservice.blocks.kept import RESTORE
 from kvservice.blocks.plans import Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.pool import token_bytes
 from kvservice.blocks.state import (
     COMPUTED_TOKENS,
+    RESTORE,
     BlockState,
     SessionNamespace,
     ragged,

@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from kvservice.blocks.integrity import require_range
-from kvservice.blocks.kept import CREATE, DROP, RESTORE, pack_steps, unpack_ids, unpack_steps
+from kvservice.blocks.kept import pack_steps, unpack_ids, unpack_steps
 from kvservice.blocks.layers import commit_rows
 from kvservice.blocks.plans import NO_STEP, BoolArray, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
+    CREATE,
+    DROP,
     FLAGS,
     NAMESPACE,
     NUM_BLOCKS,
+    RESTORE,
     SCHEDULED,
     SEQUENCE_ID,
     SWAPPED,

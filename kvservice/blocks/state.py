@@ -1,11 +1,10 @@
-"""The state of a block manager: session namespaces, sequence slots and pins.
+"""The state of a block manager: session namespaces, sequence slots, and the intent of the operation in progress.
 
 `BlockState` at the end has all of it, and the pools. Operations are functions of their own modules over it.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
@@ -18,15 +17,11 @@ from kvservice._ext import StepTables, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import (
-    Intents,
     KeptMaps,
+    PinTable,
     pack_extra_keys,
     pack_ids,
-    pack_pin,
-    pin_key,
-    split_pin_key,
     unpack_extra_keys,
-    unpack_pin,
 )
 from kvservice.blocks.plans import (
     NO_STEP,
@@ -39,9 +34,8 @@ from kvservice.blocks.plans import (
     item_view,
     numpy_memory,
 )
-from kvservice.blocks.pool import ONE, BlockPool, CachingBlockPool
+from kvservice.blocks.pool import BlockPool, CachingBlockPool
 from kvservice.blocks.quotas import BlockOwners, TenantQuota
-from kvservice.blocks.slices import SLICE_BLOCKS
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
@@ -68,6 +62,14 @@ STATE_COLUMNS = 8
 SCHEDULED: Final = 1
 _ORDER_BITS: Final = 1
 _LINE_ENTRIES = 16
+# Kinds of an intent. The states of before are valid, because the content up to their lengths and the tables up to their
+# sizes are whole.
+RESTORE: Final = 1
+# The operation overwrites tables or content of its sequences, so that they are lost.
+DROP: Final = 2
+# The rows are those of new sequences, and become free.
+CREATE: Final = 3
+_KIND_BITS: Final = 2
 # The steps that the lanes of a session may finish before the event loop commits them. If there are more, a process that
 # takes over does not know of the first ones.
 NUM_FINISHED: Final = 64
@@ -422,82 +424,79 @@ class SequenceSlots:
         return shared
 
 
-# ---- Pins
+# ---- The intent
 
 
-class PinTable:
-    """The pins of all namespaces: cached prefixes that are kept until the pin expires.
+class Intents:
+    """The intent of the operation in progress, in kept memory: what recovery does with the operation's rows if the
+    daemon's process does not survive it.
 
-    A pin is not a reference to a block (ref_count counts tables only). It keeps the block in the prefix index and from
-    eviction; a sequence that writes into a pinned block gets a copy.
+    An operation writes its intent before it changes the state of a row, and the intent stays until the daemon has
+    remembered the operation's reply, or until the next operation begins. It names the rows and holds their states of
+    before, unless their sequences are new.
 
-    `counts` int32[num_blocks] is the number of pins of each block, and `num_pinned` the number of blocks with at least
-    one. `deadlines` is a heap of (time in seconds of the clock, id of the namespace, pin id, namespace). A pin that was
-    removed may still be in it.
+    Stores that no intent covers count alone: NAMESPACE of a row that becomes free; a chain hash, the computed length
+    and the index flag, in this order, when a step commits; the index flag of a block that is evicted, before its
+    content changes.
+
+    The header is one integer, number of rows << 2 | kind, or 0 without an intent. It is stored last and cleared first.
     """
 
-    def __init__(self, device: CachingBlockPool, clock: Callable[[], float], kept: MutableMapping[int, bytes]) -> None:
-        self.counts = np.zeros(device.num_blocks, np.int32)
-        self.num_pinned = 0
-        self.num_pins = 0
-        self.deadlines: list[tuple[float, int, int, SessionNamespace]] = []
-        self._device, self._clock, self._kept = device, clock, kept
+    def __init__(self, states: Int64Array, memory: ArrayMemory) -> None:
+        """`states` int64[max_sequences, 8] are the live states of all rows."""
+        self.pending = False
+        self._states, self._num_columns = states, states.shape[1]
+        self._state_items = item_view(states)
+        header: Int64Array = memory.kept("intent", (1,), np.int64, private=True)
+        self._header = item_view(header)
+        self._rows: Int64Array = memory.kept("intent_rows", (len(states),), np.int64, private=True)
+        self._saved: Int64Array = memory.kept("intent_states", states.shape, np.int64, private=True)
+        self._row_items, self._saved_items = item_view(self._rows), item_view(self._saved)
+        # The rows that `_rows` holds, and the part of `_saved` for them. A running batch is the same array every time.
+        self._batch = self._rows[:0]
+        self._saved_batch = self._saved[:0]
 
-    def add(self, namespace: SessionNamespace, blocks: Int64Array, ttl_s: float) -> int:
-        """Pin these distinct indexed blocks. Returns the id of the pin."""
-        pin_id, deadline = namespace.next_pin_id(), self._clock() + ttl_s
-        self._kept[pin_key(namespace.number, pin_id)] = pack_pin(deadline, blocks)
-        self._add(namespace, pin_id, blocks, deadline)
-        return pin_id
+    def begin(self, kind: int, rows: Int64Array) -> None:
+        """Write down distinct rows int64[n] that an operation is about to change. The caller must not modify the array
+        later."""
+        assert not self.pending, "an operation has one intent"
+        count = len(rows)
+        if count == 1:
+            self._save_row(rows.item())
+        else:
+            if rows is not self._batch:
+                self._rows[:count] = rows
+                self._batch, self._saved_batch = rows, self._saved[:count]
+            self._states.take(rows, 0, self._saved_batch, "clip")
+        self._header[0] = count << _KIND_BITS | kind
+        self.pending = True
 
-    def _add(self, namespace: SessionNamespace, pin_id: int, blocks: Int64Array, deadline: float) -> None:
-        fresh = blocks[~self._device.pinned[blocks]]
-        self._device.pin(fresh)
-        self.counts[blocks] += ONE
-        self.num_pinned += len(fresh)
-        self.num_pins += 1
-        namespace.pins[pin_id] = blocks
-        heapq.heappush(self.deadlines, (deadline, id(namespace), pin_id, namespace))
+    def _save_row(self, row: int) -> None:
+        """Do as `begin` for a single row, without NumPy."""
+        columns = self._num_columns
+        self._batch, self._row_items[0] = _NO_BATCH[1], row
+        self._saved_items[:columns] = self._state_items[row * columns : (row + 1) * columns]
 
-    def remove(self, namespace: SessionNamespace, pin_id: int) -> int:
-        """Remove a pin. Returns the number of blocks that it pinned."""
-        blocks = namespace.pins.pop(pin_id)
-        del self._kept[pin_key(namespace.number, pin_id)]
-        self.counts[blocks] -= ONE
-        ended = blocks[self.counts[blocks] == 0]
-        self.num_pinned -= len(ended)
-        self._device.unpin(ended[::-1])
-        self.num_pins -= 1
-        return len(blocks)
+    def begin_new(self, rows: list[int]) -> None:
+        """Write down distinct free rows that an operation is about to give to new sequences."""
+        assert not self.pending, "an operation has one intent"
+        items, self._batch = self._row_items, _NO_BATCH[1]
+        for i, row in enumerate(rows):
+            items[i] = row
+        self._header[0] = len(rows) << _KIND_BITS | CREATE
+        self.pending = True
 
-    def expire(self) -> bool:
-        """Remove expired pins, at most one slice of them; later calls remove the rest. Returns whether it removed
-        any."""
-        now, left = self._clock(), SLICE_BLOCKS
-        while left > 0 and self.deadlines and self.deadlines[0][0] <= now:
-            _, _, pin_id, namespace = heapq.heappop(self.deadlines)
-            if pin_id in namespace.pins:
-                left -= self.remove(namespace, pin_id)
-        return left < SLICE_BLOCKS
+    def end(self) -> None:
+        """Declare that the operation counts, or that recovery is done with it."""
+        self._header[0] = 0
+        self.pending = False
 
-    def recover(self, namespaces: Mapping[int, SessionNamespace], max_pinned: int) -> None:
-        """Pin what the pins of an earlier process pinned, for namespaces by number. A pin ends here if its namespace is
-        closed, if one of its blocks left the prefix index, or if more than `max_pinned` blocks would be pinned."""
-        for key, data in list(self._kept.items()):
-            number, pin_id = split_pin_key(key)
-            deadline, blocks = unpack_pin(data)
-            num_new = int(np.count_nonzero(~self._device.pinned[blocks]))
-            fits = self.num_pinned + num_new <= max_pinned and self.num_pins < max_pinned
-            if number in namespaces and fits and self._device.indexed[blocks].all():
-                self._add(namespaces[number], pin_id, blocks, deadline)
-            else:
-                del self._kept[key]
-
-    def forget_removed(self) -> None:
-        """Drop the deadlines of removed pins when they are the most, so that the heap stays small."""
-        if len(self.deadlines) > 2 * self.num_pins + 64:
-            self.deadlines = [entry for entry in self.deadlines if entry[2] in entry[3].pins]
-            heapq.heapify(self.deadlines)
+    def read(self) -> tuple[int, Int64Array, Int64Array]:
+        """Return the intent of an earlier process: (kind, or 0 without one; rows int64[n]; their states of before
+        int64[n, 8])."""
+        header: int = self._header[0]
+        count = header >> _KIND_BITS
+        return header & (1 << _KIND_BITS) - 1, self._rows[:count].copy(), self._saved[:count].copy()
 
 
 # ---- All of it

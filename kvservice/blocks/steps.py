@@ -25,12 +25,13 @@ from kvservice.blocks.arguments import (
     refuse,
     whole_number,
 )
-from kvservice.blocks.kept import DROP, RESTORE
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
+    DROP,
     LENGTH,
     NUM_BLOCKS,
     NUM_COMPUTED,
+    RESTORE,
     STEP,
     BlockState,
     SessionNamespace,

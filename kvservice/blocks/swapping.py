@@ -23,15 +23,16 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_blocks, check_sequence_lengths, whole_number
 from kvservice.blocks.events import EventJournal, StoredBlock
-from kvservice.blocks.kept import DROP, RESTORE
 from kvservice.blocks.plans import NO_STEP, AllocStatus, BoolArray, Int32Array, Int64Array, SwapPlan
 from kvservice.blocks.pool import counted, token_bytes
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, in_turn
 from kvservice.blocks.state import (
+    DROP,
     LENGTH,
     NAMESPACE,
     NUM_BLOCKS,
     NUM_COMPUTED,
+    RESTORE,
     SWAPPED,
     BlockState,
     SessionNamespace,

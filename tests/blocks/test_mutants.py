@@ -136,7 +136,7 @@ OF_RECOVERY = {
 """,
     "no intent of new sequences": """
 +        return
-         items, self._batch = self._row_items, _NO_ROWS
+         items, self._batch = self._row_items, _NO_BATCH[1]
 """,
     "an intent that counts before its rows": """
          count = len(rows)
