@@ -35,11 +35,10 @@ from kvservice.metrics import (
     tier_metrics,
     transfer_metrics,
 )
-from kvservice.observer.access import Refusals
-from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
-from kvservice.observer.http_server import HttpOptions, make_app, serve_http
+from kvservice.observer.http_server import Connections, HttpLimits, serve_http
 from kvservice.observer.views import Views
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 from kvservice.telemetry.arrays import open_arrays
 from kvservice.telemetry.calls import BUCKETS_S
 from kvservice.telemetry.link import (

@@ -12,8 +12,8 @@ import pytest
 from page_pool import PagePool
 from serving_http import serving_http
 
-from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
+from kvservice.observer.http_server import Connections, HttpLimits
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
 LIMITS = HttpLimits(max_connections=4, max_per_address=3, request_s=10.0, stalled_s=30.0)
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
