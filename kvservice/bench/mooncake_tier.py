@@ -20,7 +20,7 @@ from kvservice import _ext
 from kvservice.bench.harness import medians, seconds_of, table, take_turns
 from kvservice.bench.peer_process import BlockBatch, BlockWay
 from kvservice.bench.store_peers import HOST, LOCAL_BYTES, MooncakePeer, check, mooncake_processes
-from kvservice.mooncake.options import MooncakeOptions
+from kvservice.mooncake import MooncakeOptions
 from kvservice.pool.sealed import SealedMemory
 from kvservice.tiers import Space, Values
 from kvservice.tiers.mooncake import MooncakeTier

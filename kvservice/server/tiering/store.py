@@ -30,8 +30,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.errors import InvalidArgumentError, RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
 from kvservice.keeper.private_paths import private_folder
 from kvservice.kept import Facts, KeptState, Section
-from kvservice.mooncake.listening import PRELOADED, numeric_address
-from kvservice.mooncake.options import MooncakeOptions
+from kvservice.mooncake import PRELOADED, MooncakeOptions, numeric_address
 from kvservice.owned import OwnedProcess
 from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, available_bytes, num_processors
 from kvservice.server.loop import Clock, SystemClock
