@@ -39,9 +39,11 @@ from kvservice.metrics import (
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.store import ModelFigures
-from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import (
+from kvservice.telemetry.reading import Reading, SessionReading
+from kvservice.telemetry.tables import (
+    BUCKETS_S,
     TENANT_LIMITS,
+    Key,
     QuotaUse,
     SavedStats,
     SchedulerReading,
@@ -49,7 +51,6 @@ from kvservice.telemetry.figures import (
     TransferReading,
     TransferStats,
 )
-from kvservice.telemetry.reading import Reading, SessionReading
 from kvservice.tiers import TierStats
 from kvservice.tiers.protocol import SpillStats
 

@@ -27,18 +27,19 @@ from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.kept.report import OUTCOMES, RestartReport
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
-from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import (
+from kvservice.telemetry.reading import Reading, SessionReading
+from kvservice.telemetry.tables import (
     BETWEEN_TOKENS,
+    BUCKETS_S,
     DIRECTIONS,
     FIRST_TOKEN,
     NO_LIMIT,
+    Key,
     SavedStats,
     ServerStats,
     TransferReading,
     TransferStats,
 )
-from kvservice.telemetry.reading import Reading, SessionReading
 from kvservice.tiers.protocol import STATES, SpillStats, TierStats
 
 # ---- families of prometheus-client

@@ -15,9 +15,9 @@ from kvservice.kept.report import RestartReport
 from kvservice.observer.history import History
 from kvservice.store.namespaces import ModelFigures
 from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.figures import NO_LIMIT, names_of
 from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.reading import IntArray, Reader, Reading, SequenceRows, SessionReading
+from kvservice.telemetry.tables import NO_LIMIT, names_of
 from kvservice.tiers.protocol import SpillStats
 from kvservice.v1 import inspect_pb2
 

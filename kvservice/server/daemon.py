@@ -66,7 +66,7 @@ from kvservice.server.tiering.pool_tier import open_pool_tier
 from kvservice.server.tiering.store import check_mooncake
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch, freeze_heap, trim_heap
 from kvservice.server.watching.observing import Observing, StatsWriter, TierReports, configuration
-from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.tables import CallTable
 
 if TYPE_CHECKING:
     from kvservice.server.rpc.tracing import Tracer

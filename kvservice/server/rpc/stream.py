@@ -57,7 +57,7 @@ from kvservice.server.rpc.limits import (
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
-from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.tables import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
 from kvservice.wire.tensors import Encoded, join_elements, with_field
