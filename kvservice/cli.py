@@ -37,6 +37,7 @@ from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.keeper.control import ControlSocketError
 from kvservice.keeper.control import ask as ask_keeper
+from kvservice.keeper.keeper import KeeperSettings, become_keeper
 from kvservice.keeper.notify import report_failure, report_version
 from kvservice.keeper.private_paths import control_path
 

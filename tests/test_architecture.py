@@ -206,10 +206,8 @@ TORCH_MODULES = (
     "engines/",
     "bench/attention",
     "bench/cuda_",
-    "bench/lane_cuda.py",
     "bench/serve",
     "bench/spill.py",
-    "bench/swap.py",
     "client/decode_graph.py",
 )
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}

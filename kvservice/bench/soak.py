@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Console
 
-from kvservice.bench.harness import table
+from kvservice.bench import table
 from kvservice.client import KVClient, Session, StoreNamespace
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon

@@ -49,9 +49,9 @@ _quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions, f
 @_json_option
 def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
     """Measure bookkeeping inside one process, in units of a plain Python loop."""
-    from kvservice.bench import blocks
+    from kvservice.bench import bookkeeping
 
-    _report(lambda: blocks.run(num_blocks, quick), blocks.render, as_json)
+    _report(lambda: bookkeeping.run_blocks(num_blocks, quick), bookkeeping.render_blocks, as_json)
 
 
 @bench.command("schedule")
@@ -63,9 +63,9 @@ def bench_schedule(trace: str | None, quick: bool, as_json: bool) -> None:
 
     The traces are made from seeds. A file of --trace has the lists arrival_step, prompt_len and output_len.
     """
-    from kvservice.bench import schedule
+    from kvservice.bench import bookkeeping
 
-    _report(lambda: schedule.run(trace, quick), schedule.render, as_json)
+    _report(lambda: bookkeeping.run_schedule(trace, quick), bookkeeping.render_schedule, as_json)
 
 
 @bench.command("serve")
@@ -169,7 +169,7 @@ def bench_tiers(trace: str | None, seed: int, as_json: bool) -> None:
     """
     from kvservice.bench import tiers
 
-    _report(lambda: tiers.run(trace, seed), tiers.render, as_json)
+    _report(lambda: tiers.run_rules(trace, seed), tiers.render_rules, as_json)
 
 
 @bench.command("remote")
@@ -190,9 +190,9 @@ def bench_remote(quick: bool, as_json: bool) -> None:
 def bench_mooncake(quick: bool, as_json: bool) -> None:
     """Measure puts and gets of the Mooncake tier against those of Mooncake's library alone. Needs
     kvservice[mooncake]."""
-    from kvservice.bench import mooncake_tier
+    from kvservice.bench import tiers
 
-    _report(lambda: mooncake_tier.run(quick), mooncake_tier.render, as_json)
+    _report(lambda: tiers.run_mooncake(quick), tiers.render_mooncake, as_json)
 
 
 @bench.command("disk")
@@ -205,12 +205,12 @@ def bench_disk(directory: str, rounds: int, quick: bool, as_json: bool) -> None:
 
     It needs about 6 GiB of the disk that has the directory, and removes its files afterwards.
     """
-    from kvservice.bench import disk
+    from kvservice.bench import tiers
 
-    options = disk.DiskBenchOptions(Path(directory), rounds)
+    options = tiers.DiskBenchOptions(Path(directory), rounds)
     if quick:
-        options = disk.DiskBenchOptions(Path(directory), 1, round_bytes=256 << 20, num_values=50_000)
-    _report(lambda: disk.run(options), disk.render, as_json)
+        options = tiers.DiskBenchOptions(Path(directory), 1, round_bytes=256 << 20, num_values=50_000)
+    _report(lambda: tiers.run_disk(options), tiers.render_disk, as_json)
 
 
 @bench.command("restart")
@@ -230,7 +230,7 @@ def bench_restart(num_blocks: int | None, gib: float | None, as_json: bool, **op
     from kvservice.bench import restart
 
     settings = restart.RestartOptions(num_blocks=num_blocks or 100_000, gib=gib, **options)
-    _report(lambda: restart.run(settings), restart.render, as_json)
+    _report(lambda: restart.run_restart(settings), restart.render_restart, as_json)
 
 
 @bench.command("start")
@@ -242,9 +242,9 @@ def bench_start(store_gib: float, as_json: bool) -> None:
     It takes that memory of the host.
     """
     reexec_with_environment()
-    from kvservice.bench import start
+    from kvservice.bench import restart
 
-    _report(lambda: start.run(start.StartOptions(store_gib)), start.render, as_json)
+    _report(lambda: restart.run_start(restart.StartOptions(store_gib)), restart.render_start, as_json)
 
 
 @bench.command("vllm")
@@ -303,7 +303,7 @@ def bench_limits(quick: bool, as_json: bool) -> None:
     reexec_with_environment()
     from kvservice.bench import limits
 
-    _report(lambda: limits.run(quick), limits.render, as_json)
+    _report(lambda: limits.run_limits(quick), limits.render_limits, as_json)
 
 
 @bench.command("floods")
@@ -314,11 +314,11 @@ def bench_limits(quick: bool, as_json: bool) -> None:
 def bench_floods(kinds: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Measure pings to a real daemon while 20 connections without a token send HTTP/2 frames that are no calls."""
     reexec_with_environment()
-    from kvservice.bench import floods
+    from kvservice.bench import limits
 
-    if unknown := set(kinds) - {floods.COMPUTING, *floods.FLOODS}:
-        raise click.BadParameter(f"not {', '.join(unknown)}: one of {', '.join(floods.FLOODS)}", param_hint="--kind")
-    _report(lambda: floods.run(floods.FloodOptions(kinds=kinds, **options)), floods.render, as_json)
+    if unknown := set(kinds) - {limits.COMPUTING, *limits.FLOODS}:
+        raise click.BadParameter(f"not {', '.join(unknown)}: one of {', '.join(limits.FLOODS)}", param_hint="--kind")
+    _report(lambda: limits.run_floods(limits.FloodOptions(kinds=kinds, **options)), limits.render_floods, as_json)
 
 
 @bench.command("soak")
@@ -395,9 +395,9 @@ def bench_lane(quick: bool, as_json: bool) -> None:
     """Measure a decode step of 32 layers by a daemon on a CUDA device, in units of its kernels alone."""
     reexec_with_environment()
     with needs("torch"):
-        from kvservice.bench import lane_cuda
+        from kvservice.bench import cuda_lane
 
-        _report(lambda: lane_cuda.run(quick), lane_cuda.render, as_json)
+        _report(lambda: cuda_lane.run(quick), cuda_lane.render, as_json)
 
 
 @bench.command("slots")
@@ -406,9 +406,9 @@ def bench_lane(quick: bool, as_json: bool) -> None:
 def bench_slots(quick: bool, as_json: bool) -> None:
     """Check and measure writing new K and V into the pool of a CUDA device, in units of a plain copy."""
     with needs("torch"):
-        from kvservice.bench import cuda_slots
+        from kvservice.bench import cuda_copies
 
-    _report(lambda: cuda_slots.run(quick), cuda_slots.render, as_json)
+    _report(lambda: cuda_copies.run_slots(quick), cuda_copies.render_slots, as_json)
 
 
 @bench.command("spill")
@@ -432,6 +432,6 @@ def bench_spill(device: str, directory: str | None, quick: bool, as_json: bool) 
 def bench_swap(quick: bool, as_json: bool) -> None:
     """Measure swapping of blocks between a CUDA device and pinned memory, alone and during a decode."""
     with needs("torch"):
-        from kvservice.bench import swap
+        from kvservice.bench import cuda_copies
 
-    _report(lambda: swap.run(quick), swap.render, as_json)
+    _report(lambda: cuda_copies.run_swap(quick), cuda_copies.render_swap, as_json)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from each_row import each_row
 from rich.console import Console
 
-from kvservice.bench import attention_cuda, swap
+from kvservice.bench import attention_cuda, cuda_copies
 from kvservice.cli import bench, main
 from kvservice.environment import missing_environment
 
@@ -161,7 +161,7 @@ def test_progress_is_one_line_for_each_shape() -> None:
 
 
 def test_the_table_of_swapping_shows_what_was_found() -> None:
-    text = printed(SWAP, swap.render)
+    text = printed(SWAP, cuda_copies.render_swap)
     assert "52.0" in line_of(text, "swap out")
     assert "94%" in line_of(text, "swap out")
     assert "95%" in line_of(text, "both at once")

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import pytest
 from bench_command import cells, invoke, shown
 
-from kvservice.bench import vllm
-from kvservice.bench.peer_process import PeerMissingError
+from kvservice.bench import PeerMissingError, vllm
 
 BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.
