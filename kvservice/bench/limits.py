@@ -434,4 +434,7 @@ def _flood(address: str, kind: str, num_connections: str) -> None:
 
 
 if __name__ == "__main__":
-    {"ping": _ping, "flood": _flood}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "ping":
+        _ping(sys.argv[2])
+    else:
+        _flood(*sys.argv[2:])

@@ -1,7 +1,7 @@
 """The daemon's Mooncake client: it moves values between the store's memory and a Mooncake Store.
 
-`python -m kvservice.mooncake.serving --link LINK MEMORY NUM_BYTES OPTIONS`: the daemon passes the descriptors of a link
-and of the store's memory, the size of the memory, and options.
+The daemon starts `python -m kvservice.mooncake.serving` with the descriptors of a link and of the store's memory, the
+size of the memory, and options.
 
 Mooncake transfers each part of an object by itself, and over TCP a transfer of 64 bytes takes about as long as one of
 32 KiB. So small values are copied to and from a slot, memory of the client process, where their trailers follow them:

@@ -1,4 +1,9 @@
-"""The observer's HTTP server: uvicorn with limits on connections."""
+"""The observer's HTTP server: uvicorn with limits on connections.
+
+uvicorn's own limits do not do: it gives headers, TLS handshakes and readers no time limit, and beyond
+`limit_concurrency` it refuses the new connections. With 16 of them, 16 clients that sent half a request line kept all
+others out for good (uvicorn 0.54). Tried by tests/observer/test_connections.py and test_web_tls.py.
+"""
 
 from __future__ import annotations
 

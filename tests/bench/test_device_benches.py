@@ -14,7 +14,8 @@ from each_row import each_row
 from rich.console import Console
 
 from kvservice.bench import attention_cuda, cuda_copies
-from kvservice.cli import bench, main
+from kvservice.cli import main
+from kvservice.commands.bench import bench
 from kvservice.environment import missing_environment
 
 DECODE: dict[str, Any] = {
