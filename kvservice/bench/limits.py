@@ -69,7 +69,7 @@ class Pinger:
     @contextlib.contextmanager
     def pinging(self, address: str) -> Iterator[None]:
         """Raises RuntimeError if the process ends early."""
-        command = [sys.executable, "-P", "-m", "kvservice.bench.limits", address]
+        command = [sys.executable, "-P", "-m", "kvservice.bench.limits", "ping", address]
         with OwnedProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
