@@ -29,6 +29,7 @@ from kvservice.errors import (
     DrainingError,
     FailedPreconditionError,
     InternalError,
+    InvalidArgumentError,
     KVServiceError,
     OutOfBlocksError,
     QuotaExceededError,
@@ -119,14 +120,26 @@ class Services:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, _serialize)
+        answer = self._unary(call_name(method))
+        if self._callers.called_again is None:
+            return grpc.unary_unary_rpc_method_handler(answer, parse, _serialize)
+        # Where calls are counted, a call counts when it begins, and once more when its message is there: a large one
+        # may take long. gRPC runs the handler of a unary RPC when the message is there, that of a stream at once.
+        return grpc.stream_unary_rpc_method_handler(answer, parse, _serialize)
 
     def _unary(self, name: str) -> Any:
+        called_again = self._callers.called_again
+
         async def answer(request: Any, context: Context) -> Any:
             rpc = RPC.get()
-            rpc.stalled_since = None
             try:
                 self._callers.admit(context)
+                if called_again is not None:
+                    request = await context.read()
+                    if request is grpc.aio.EOF:
+                        raise InvalidArgumentError("the RPC has no message")
+                    called_again(context)
+                rpc.stalled_since = None
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 return await self._dispatcher.call(name, request, None, "unary", self._callers.local, traceparent)
