@@ -292,3 +292,19 @@ def test_a_body_without_an_end_is_not_read() -> None:
             assert await status_of(port) == 200
 
     scenario(Connections(HttpLimits()), body)
+
+
+def test_headers_without_an_end_are_not_read() -> None:
+    """The test would hang if the server went on reading. Others are answered meanwhile."""
+
+    async def body(port: int) -> None:
+        for line in (b"X-Some: " + b"x" * 4096 + b"\r\n", b"x" * 4096):
+            async with connected(port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ") as (_, writer):
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        assert await status_of(port) == 200
+                        writer.write(line)
+                        await writer.drain()
+            assert await status_of(port) == 200
+
+    scenario(Connections(HttpLimits()), body)
