@@ -18,6 +18,7 @@ from manual_clock import ManualClock
 from other_user import as_user
 from ports import free_port
 from scraping import scrape, value
+from secure_daemon import secured, with_token
 from small_pool import SMALL_POOL
 from waiting import PATIENCE_S, until
 
@@ -297,38 +298,37 @@ class Slow:
             near.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_large_first_call_that_arrives_slowly_is_no_flood_and_a_flood_within_a_call_is_one() -> None:
-    port = free_port()
+def test_a_large_first_call_with_a_token_that_arrives_slowly_is_no_flood_and_one_without_is(tmp_path: Path) -> None:
     put = store_pb2.BatchPutRequest(session_token=b"unknown", data=bytes(3 << 20))
     with (
-        Daemon(**SMALL_POOL, tcp_address=f"127.0.0.1:{port}") as daemon,
-        Slow(port, 5 << 19) as slow,
+        secured(tmp_path, tls=False) as daemon,
+        Slow(daemon.port, 5 << 19) as slow,
         contextlib.ExitStack() as stack,
-        KVClient(f"127.0.0.1:{port}") as client,
+        KVClient(daemon.address, token=daemon.tokens["bob"]) as client,
         client.session() as kv,
     ):
         sequence = kv.allocate([1, 2, 3])
-        stub = store_pb2_grpc.StoreServiceStub(stack.enter_context(grpc.insecure_channel(slow.address)))
+        channel = stack.enter_context(grpc.insecure_channel(slow.address))
+        stub = store_pb2_grpc.StoreServiceStub(with_token(channel, daemon.tokens["alice"]))
         answer = stub.BatchPut.future(put, timeout=PATIENCE_S)
         assert slow.waits.wait(PATIENCE_S)
         # Another one sends as much without a call, and is closed by a look that finds both.
-        (flooding,) = strangers(port, 1, stack, "127.0.0.3")
+        (flooding,) = strangers(daemon.port, 1, stack, "127.0.0.3")
         with contextlib.suppress(ConnectionError):
             flooding.sendall(WINDOW_UPDATE * (2 * FIRST_BYTES // len(WINDOW_UPDATE)))
         assert is_closed(flooding)
         slow.go_on.set()
         assert answer.code() is grpc.StatusCode.NOT_FOUND, answer
-        # A call that has begun covers no flood without an end.
-        (flooding,) = strangers(port, 1, stack, "127.0.0.4")
+        # A call that has begun without a token covers no flood.
+        (flooding,) = strangers(daemon.port, 1, stack, "127.0.0.4")
         begun = request("/kvservice.v1.StoreService/BatchPut", 1)[:-14]  # its message does not come
         with contextlib.suppress(ConnectionError):
             flooding.sendall(begun)
-            while True:
-                flooding.sendall(WINDOW_UPDATE * (FIRST_BYTES // len(WINDOW_UPDATE)))
+            flooding.sendall(WINDOW_UPDATE * (2 * FIRST_BYTES // len(WINDOW_UPDATE)))
         assert is_closed(flooding)
         assert kv.describe([sequence])[0].length == 3
-        until(lambda: "ipv4:127.0.0.4:" in daemon.log.read_text())
-        assert "ipv4:127.0.0.2:" not in daemon.log.read_text()
+        until(lambda: "a connection of ipv4:127.0.0.4:" in daemon.daemon.log.read_text())
+        assert "a connection of ipv4:127.0.0.2:" not in daemon.daemon.log.read_text()
 
 
 HOLD = """

@@ -69,6 +69,7 @@ def _value(field: FieldDescriptor, source: random.Random) -> Any:
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return source.random() < 0.5
     if kind == FieldDescriptor.CPPTYPE_ENUM:
+        assert field.enum_type is not None, "it is an enum"
         return source.choice((*(value.number for value in field.enum_type.values), -1, 99))
     if field.type == FieldDescriptor.TYPE_STRING:
         return source.choice(_TEXTS)

@@ -121,14 +121,13 @@ class Services:
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
         answer = self._unary(call_name(method))
-        if self._callers.called_again is None:
+        if not self._callers.counts_begun:
             return grpc.unary_unary_rpc_method_handler(answer, parse, _serialize)
-        # Where calls are counted, a call counts when it begins, and once more when its message is there: a large one
-        # may take long. gRPC runs the handler of a unary RPC when the message is there, that of a stream at once.
+        # gRPC runs the handler of a unary RPC when the message is there, that of a stream when the RPC begins.
         return grpc.stream_unary_rpc_method_handler(answer, parse, _serialize)
 
     def _unary(self, name: str) -> Any:
-        called_again = self._callers.called_again
+        called_again = self._callers.called_again if self._callers.counts_begun else None
 
         async def answer(request: Any, context: Context) -> Any:
             rpc = RPC.get()
