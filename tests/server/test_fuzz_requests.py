@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -94,11 +94,10 @@ class Requests:
                 return grpc.StatusCode.OK
             answer = call.result()
         except grpc.RpcError as error:
-            details = dict(error.trailing_metadata()).get("grpc-status-details-bin", b"")  # type: ignore[attr-defined]
+            details = dict(cast(Any, error.trailing_metadata())).get("grpc-status-details-bin", b"")
             if RegionNotOpenedError.reason.encode() in details:  # its status is INTERNAL
                 return grpc.StatusCode.NOT_FOUND
-            code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-            return code
+            return error.code()
         if method.name == "Open" and not method.client_streaming:
             token = session_pb2.OpenResponse.FromString(answer).session_token
             self._wire.unary("close", session_pb2.CloseRequest(session_token=token))
@@ -131,7 +130,7 @@ class Requests:
                 assert reply.error.code != INTERNAL or RegionNotOpenedError.reason in str(reply.error), calls
                 self.answers[str(reply.WhichOneof("reply"))] += 1
         except grpc.RpcError as error:
-            status = error.code()  # type: ignore[attr-defined]
+            status = error.code()
             assert status in ANSWERS | {grpc.StatusCode.ABORTED}, (status, calls)
         self.num_sent["calls of streams"] += len(calls)
         self._wire.unary("close", session_pb2.CloseRequest(session_token=victim.token))
