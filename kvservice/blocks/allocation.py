@@ -199,10 +199,10 @@ def _plan_for(state: BlockState, sequences: list[NewSequence]) -> _Plan:
         if len(new.found):
             hits.append(new.found)
     found = hits[0] if len(hits) == 1 else np.concatenate(hits) if hits else _NO_BLOCKS
-    status = _allocation_status(state, len(sequences), required, required - num_held)
+    status = allocation_status(state, len(sequences), required, required - num_held)
     if status is not AllocStatus.OK and hits:
         num_consumed = required + state.device.num_evictable(np.unique(found)) - len(found)
-        status = _allocation_status(state, len(sequences), required, num_consumed)
+        status = allocation_status(state, len(sequences), required, num_consumed)
     return _Plan(sequences, found, status, required)
 
 
@@ -227,7 +227,8 @@ def _still_found(state: BlockState, new: NewSequence, hashes: list[bytes]) -> Ne
     return new if first == len(found) else new._replace(found=new.found[:first])
 
 
-def _allocation_status(state: BlockState, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
+def allocation_status(state: BlockState, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
+    """Return whether so many new sequences fit, which need `required` blocks, `num_consumed` of them available ones."""
     fits = state.device.room(state.config.watermark_blocks) >= num_consumed
     if fits and num_sequences <= len(state.sequences.free_rows) - state.sequences.withheld:
         return AllocStatus.OK

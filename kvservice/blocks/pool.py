@@ -8,7 +8,7 @@ and keeps histograms of their `BlockAges`. All arguments that name blocks are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvservice._ext import add_references, match_hashes
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
-from kvservice.blocks.quotas import NOBODY, BlockOwners, TenantQuota
+from kvservice.blocks.quotas import NOBODY, BlockOwners, TenantQuota, places_within
 from kvservice.chain_hash import block_hash, root_hash
 from kvservice.errors import OutOfBlocksError, ResourceExhaustedError
 
@@ -34,6 +34,9 @@ _SLACK = 1024
 LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
 NUM_HISTOGRAMS = 3
 BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 14400, 86400)
+# The blocks of so few owners are found faster one owner after another than all at once.
+_FEW_OWNERS = 4
+_MISCOUNTED = "an owner has fewer blocks in the queue than are counted"
 # Limits on the records that wait for `fold`: their number, and the number of blocks in them.
 _MAX_NOTES = 256
 _MAX_NOTED_BLOCKS = 65536
@@ -210,7 +213,8 @@ class CachingBlockPool(BlockPool):
 
     @property
     def num_available(self) -> int:
-        return self.num_free + self.evictable.size - self.withheld
+        # More may be withheld than is left: others hold what a tenant has guaranteed since the file was read again.
+        return max(0, self.num_free + self.evictable.size - self.withheld)
 
     def room(self, num_kept: int) -> int:
         """Return how many blocks the operation may take so that `num_kept` stay available."""
@@ -478,8 +482,8 @@ class PrefixIndex:
 class EvictionQueue:
     """Queue of a pool's `size` cached blocks in the order of their release. The stamps are kept: they are the order.
 
-    With owners, each owner has a head of its own in the same log, so that an eviction finds the oldest blocks of one
-    owner without reading the others' again. Each owner's head passes an entry of the log once.
+    With owners, each owner has a head of its own in the same log, so that an eviction from one owner does not read what
+    lies before its oldest block again. When many owners lose blocks together, the log is read once for all of them.
     """
 
     def __init__(self, num_blocks: int, memory: ArrayMemory) -> None:
@@ -487,14 +491,14 @@ class EvictionQueue:
         self._stamp: Int64Array = memory.kept("eviction_stamps", (num_blocks,), np.int64, private=True)
         self._tail = _BEGIN
         self._owners: BlockOwners | None = None
-        # The positions in the log before which owners have no blocks. Without owners all blocks are nobody's.
-        self._heads: dict[int, int] = {}
+        # The positions in the log before which each owner has no blocks. Without owners all blocks are nobody's.
+        self._heads = [_BEGIN]
         self.size = 0
 
     def divide(self, owners: BlockOwners) -> None:
         """Take the next blocks to evict from the owners that lose some."""
         self._owners = owners
-        self._heads.clear()
+        self._compact()
 
     def __len__(self) -> int:
         return self.size
@@ -520,43 +524,75 @@ class EvictionQueue:
 
     def peek(self, count: int) -> Int64Array:
         """Return the `count` blocks to evict first, in that order."""
-        return _joined([blocks for _, blocks, _ in self._next(count)])
+        losing, positions = self._next(count)
+        if self._owners is not None and len(losing) > 1:
+            positions = positions[self._owners.order_of_losing(losing)]
+        return self._log[positions]
 
     def pop(self, count: int) -> Int64Array:
-        """Remove and return the `count` blocks to evict first, in that order."""
-        parts = []
-        for owner, blocks, head in self._next(count):
-            self._heads[owner] = head
-            parts.append(blocks)
+        """Remove and return the `count` blocks to evict first, those of one owner after those of another."""
+        losing, positions = self._next(count)
+        popped = self._log[positions]
+        end = 0
+        for owner, number in losing:
+            end += number
+            self._heads[owner] = int(positions[end - 1]) + 1
             if self._owners is not None:
-                self._owners.lose(owner, len(blocks))
-        popped = _joined(parts)
+                self._owners.lose(owner, number)
         self._stamp[popped] = _NOWHERE
         self.size -= count
         return popped
 
-    def _next(self, count: int) -> Iterator[tuple[int, Int64Array, int]]:
-        """Return (owner, its blocks among the `count` to evict first, its head after them)."""
+    def _next(self, count: int) -> tuple[list[tuple[int, int]], Int64Array]:
+        """Return who loses how many of the `count` blocks to evict first, and the positions of these blocks in the log
+        int64[count], those of one owner after those of another."""
         assert count <= self.size
-        losing = ((NOBODY, count),) if self._owners is None else self._owners.losing(count)
-        for owner, number in losing:
-            yield owner, *self._first(self._heads.get(owner, _BEGIN), number, owner)
+        if self._owners is not None:
+            losing = self._owners.losing(count)
+            if len(losing) > _FEW_OWNERS:
+                return losing, self._first_of_each(losing, self._owners)
+            return losing, _joined([self._first(owner, number) for owner, number in losing])
+        return [(NOBODY, count)], self._first(NOBODY, count)
 
-    def _first(self, head: int, count: int, owner: int) -> tuple[Int64Array, int]:
-        """Return (the owner's first `count` blocks in the log from `head` on, the position after them)."""
-        parts, left, width = [], count, 2 * count + 64
+    def _first(self, owner: int, count: int) -> Int64Array:
+        """Return the positions in the log of an owner's first `count` blocks."""
+        parts, head, left, width = [], self._heads[owner], count, 2 * count + 64
         while left:
+            assert head < self._tail, _MISCOUNTED
             stop = min(head + width, self._tail)
             entries = self._log[head:stop]
             valid = self._stamp[entries] == np.arange(head, stop)
             if self._owners is not None:
                 valid &= self._owners.of[entries] == owner
             found = np.flatnonzero(valid)[:left]
-            parts.append(entries[found])
+            parts.append(head + found)
             left -= len(found)
             width *= 2
-            head = stop if left else head + int(found[-1]) + 1
-        return _joined(parts), head
+            head = stop
+        return _joined(parts)
+
+    def _first_of_each(self, losing: list[tuple[int, int]], owners: BlockOwners) -> Int64Array:
+        """Return the same for each of these owners and counts, one owner after another."""
+        numbers, counts = np.array(losing).T
+        missing = np.zeros(owners.num_owners, np.int64)
+        missing[numbers] = counts
+        found: list[Int64Array] = []
+        parts: list[npt.NDArray[np.int16]] = []
+        head, width = min(self._heads[owner] for owner, _ in losing), 2 * int(counts.sum()) + 64
+        while (missing > 0).any():
+            assert head < self._tail, _MISCOUNTED
+            stop = min(head + width, self._tail)
+            entries = self._log[head:stop]
+            valid = np.flatnonzero(self._stamp[entries] == np.arange(head, stop))
+            found.append(head + valid)
+            parts.append(owners.of[entries[valid]])
+            missing -= np.bincount(parts[-1], minlength=len(missing))
+            width *= 2
+            head = stop
+        positions, of = np.concatenate(found), np.concatenate(parts)
+        order = np.argsort(of, kind="stable")
+        first = np.searchsorted(of[order], numbers.astype(of.dtype))
+        return positions[order[np.repeat(first, counts) + places_within(counts)]]
 
     def recover(self, blocks: Int64Array) -> None:
         """Fill the queue with distinct blocks int64[n], in the order of the stamps of an earlier process. Blocks that
@@ -569,7 +605,6 @@ class EvictionQueue:
         self._stamp[:] = fresh
         self._log[1 : 1 + len(order)] = order
         self._tail, self.size = 1 + len(order), len(order)
-        self._heads.clear()
 
     def blocks(self) -> Int64Array:
         """Return all blocks in the queue, in the order of their release."""
@@ -588,9 +623,14 @@ class EvictionQueue:
     def _compact(self) -> None:
         valid = self.blocks()
         self._log[1 : 1 + len(valid)] = valid
-        self._stamp[valid] = np.arange(1, 1 + len(valid))
+        positions = np.arange(1, 1 + len(valid))
+        self._stamp[valid] = positions
         self._tail = 1 + len(valid)
-        self._heads.clear()
+        self._heads = [_BEGIN]
+        if self._owners is not None:
+            heads = np.full(self._owners.num_owners, self._tail)
+            heads[self._owners.of[valid[::-1]]] = positions[::-1]  # of the positions of an owner, the first stays
+            self._heads = heads.tolist()
 
 
 def _joined(parts: list[Int64Array]) -> Int64Array:

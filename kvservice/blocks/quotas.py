@@ -18,10 +18,13 @@ from kvservice.errors import QuotaExceededError
 
 
 class QuotaNamespace(Protocol):
-    """A quota counts the sequences of a SessionNamespace, and uses nothing else of it."""
+    """A quota counts the sequences and the pins of a SessionNamespace, and uses nothing else of it."""
 
     @property
     def rows(self) -> Mapping[int, int]: ...
+
+    @property
+    def pins(self) -> Mapping[int, Int64Array]: ...
 
 
 class QuotaPool(Protocol):
@@ -58,10 +61,11 @@ class TenantQuota:
         return sum(len(namespace.rows) for namespace in self.namespaces)
 
     def blocks(self, sequences: QuotaSlots) -> Int64Array:
-        """Return the blocks of the pool that the tenant's sequences have, each once."""
+        """Return the blocks of the pool that the tenant's sequences and pins have, each once."""
         rows = np.array([row for namespace in self.namespaces for row in namespace.rows.values()], np.int64)
         _, blocks = sequences.table_entries(rows[sequences.swapped[rows] == 0])
-        return np.unique(blocks)
+        pinned = [pin for namespace in self.namespaces for pin in namespace.pins.values()]
+        return np.unique(np.concatenate([blocks, *pinned]))
 
     def withhold(self, device: QuotaPool, num_held: int) -> None:
         """Withhold from the next operation the available blocks that are more than the tenant may take, which holds so
@@ -130,7 +134,7 @@ class BlockOwners:
         self.of = numbers[other.of]
 
     def claim(self, blocks: Int64Array, quota: TenantQuota) -> None:
-        """Let a tenant own those of the blocks that its sequences hold that are nobody's, before the first `count`."""
+        """Let a tenant own those of the blocks that it holds that are nobody's, before the first `count`."""
         self.of[blocks[self.of[blocks] == NOBODY]] = self._number(quota)
 
     def count(self, used: BoolArray, cached: BoolArray) -> None:
@@ -171,6 +175,11 @@ class BlockOwners:
         if self._patterns[first := int(numbers[0])].startswith(numbers.tobytes()):
             return self._domains[first]
         return [self._domains[number] for number in numbers.tolist()]
+
+    @property
+    def num_owners(self) -> int:
+        """One more than the greatest number of an owner."""
+        return len(self._domains)
 
     def num_held(self, tenant: str) -> int:
         """Return how many blocks of a tenant are neither free nor can be evicted."""
@@ -220,7 +229,7 @@ class BlockOwners:
 
     def losing(self, count: int) -> list[tuple[int, int]]:
         """Return who loses how many of the next `count` cached blocks: who has most above what is guaranteed, until
-        others have as much.
+        others have as much. Of those who have equally much, the last one loses a block first.
 
         Above a level, owner i loses min(cached[i], excess[i] - level). The level is where the sum of that is `count`.
         """
@@ -242,6 +251,21 @@ class BlockOwners:
         surplus = int(lost.sum()) - count
         lost[np.flatnonzero((excess - lost == level) & (lost > 0))[:surplus]] -= 1
         return [(number, int(lost[number])) for number in np.flatnonzero(lost).tolist()]
+
+    def order_of_losing(self, losing: list[tuple[int, int]]) -> Int64Array:
+        """Return the order int64[n] in which these owners lose these blocks, see `losing`: indices into all of them, of
+        each owner the oldest first, and one owner after another."""
+        numbers, counts = np.array(losing).T
+        # What the owner of each block has above its guaranteed blocks when it loses this one.
+        levels = np.repeat((self._held + self._cached - self._guaranteed)[numbers], counts) - places_within(counts)
+        keys = -(levels * self.num_owners + np.repeat(numbers, counts))
+        return np.argsort(keys, kind="stable")  # it merges the owners' blocks, which are in order
+
+
+def places_within(counts: Int64Array) -> Int64Array:
+    """Return 0, ..., counts[i] - 1 for each i, one after the other: int64[sum(counts)]."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def quota_exceeded(

@@ -612,12 +612,14 @@ class BlockState:
 
     def set_tenants(self, guaranteed: Mapping[str, int], domains: Mapping[str, str] | None = None) -> None:
         """Tell the blocks of these tenants apart, and let each have the number of blocks that it has guaranteed. Called
-        again when the tenants change, and after a recovery: then the cached blocks are nobody's. `domains`: see
-        BlockOwners."""
+        again when the tenants change, and after a recovery: then the cached blocks are nobody's, and those that
+        several tenants hold are the first one's by name. `domains`: see BlockOwners."""
+        self.generation += 1
         owners = BlockOwners(self.config.num_blocks, guaranteed, domains)
         if self.device.owners is not None:
             owners.inherit(self.device.owners)
-        for quota in {namespace.quota for namespace in self.namespaces if namespace.quota is not None}:
+        quotas = {namespace.quota for namespace in self.namespaces if namespace.quota is not None}
+        for quota in sorted(quotas, key=lambda quota: quota.tenant):
             owners.claim(quota.blocks(self.sequences), quota)
         self.device.set_owners(owners)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.blocks.allocation import allocation_status
 from kvservice.blocks.arguments import check_request_blocks, check_sequence_lengths, whole_number
 from kvservice.blocks.events import EventJournal, StoredBlock
 from kvservice.blocks.plans import NO_STEP, AllocStatus, BoolArray, Int32Array, Int64Array, SwapPlan
@@ -247,15 +248,7 @@ def _plan_swap_in(
     required = len(found) + int(grown.sum())
     there = found[found != _MISSING]
     num_consumed = required - len(there) + state.device.num_evictable(np.unique(there))
-    return _SwapIn(group, found, grown, _swap_in_status(state, required, num_consumed), required)
-
-
-def _swap_in_status(state: BlockState, required: int, num_consumed: int) -> AllocStatus:
-    if state.device.room(state.config.watermark_blocks) >= num_consumed:
-        return AllocStatus.OK
-    if state.config.num_blocks - required < state.config.watermark_blocks:
-        return AllocStatus.NEVER
-    return AllocStatus.LATER
+    return _SwapIn(group, found, grown, allocation_status(state, 0, required, num_consumed), required)
 
 
 def _find(state: BlockState, swap_block: int) -> int:

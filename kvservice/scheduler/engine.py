@@ -4,7 +4,7 @@ shares of several engines in one pool."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,7 +18,6 @@ from kvservice.blocks import (
     SequenceSnapshot,
     SessionNamespace,
     StepPlan,
-    TenantQuota,
 )
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
@@ -41,7 +40,7 @@ from kvservice.scheduler.batches import (
 )
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
-from kvservice.scheduler.queues import EngineQueues, RequestSnapshot, describe_requests
+from kvservice.scheduler.queues import EngineQueues, RequestSnapshot, WaitingQueue, describe_requests
 from kvservice.scheduler.reporting import CheckedReport, Report, Reporter, Retrier, Samples, check_report
 from kvservice.scheduler.requests import (
     Phase,
@@ -112,27 +111,13 @@ class EngineScheduler:
             if request.beams:
                 max_width = min(max_width, self.config.max_step_tokens)
             checked = check_request(request, blocks, self.config.lookahead, max_width, self._max_blocks)
-            if (quota := self.queues.namespace.quota) is not None:
-                num_blocks = blocks.num_blocks_for(len(checked.tokens) + request.max_tokens + self.config.lookahead)
-                num_blocks *= request.width if request.beams else 1
-                if error := quota.never(num_blocks, request.width) or self._guaranteed(quota, num_blocks):
-                    raise error
+            if error := self._admission.refusal(request, len(checked.tokens), request.width):
+                raise error
         except KVServiceError:
             self.queues.counters.refused += 1
             raise
         hashes = yield from hashes_in_slices(checked.tokens, checked.extra, blocks)
         return PreparedRequest(request, checked, hashes)
-
-    def _guaranteed(self, quota: TenantQuota, required: int) -> OutOfBlocksError | None:
-        """Return the error if a request needs blocks that are always other tenants'."""
-        owners, total = self._manager.device.owners, self._manager.config.num_blocks
-        available = total - (0 if owners is None else owners.guaranteed_to_others(quota))
-        if required <= available:
-            return None
-        return OutOfBlocksError(
-            f"prompt and max_tokens need {required} blocks, and all but {available} are guaranteed to other tenants",
-            tier="device", required=required, free=available, total=total, never=True, field="max_tokens",
-        )  # fmt: skip
 
     def enqueue(self, prepared: Sequence[PreparedRequest], now_s: float, field: str = "request_id") -> None:
         """Queue all these requests, or none. `field` is a format string for the index of a request. Raises the other
@@ -228,7 +213,7 @@ class EngineScheduler:
         self.queues.counters.count_batch(batch)
         if len(shares) > 1:
             self.share.held = self.queues.held_blocks()
-            self.share.hungry = draft.short or len(self.queues.waiting) > 0
+            self.share.hungry = draft.short or next(self._admission.admissible(self.queues.waiting), None) is not None
         return batch
 
     def _fill(self, draft: Draft, now_s: float) -> None:
@@ -512,10 +497,40 @@ class Admission:
         self._last_prefill_at_s: float | None = None
         self._last_prefill_s = 0.0
 
+    def refusal(self, request: Request, num_tokens: int, num_sequences: int) -> KVServiceError | None:
+        """Return the error if the engine's tenant may never have what a request with a prompt of `num_tokens` needs, of
+        which so many samples run at one time."""
+        quota, blocks, owners = self._namespace.quota, self._blocks_config, self._manager.device.owners
+        if quota is None:
+            return None
+        required = blocks.num_blocks_for(num_tokens + request.max_tokens + self._config.lookahead)
+        required *= num_sequences if request.beams else 1
+        available = blocks.num_blocks - (0 if owners is None else owners.guaranteed_to_others(quota))
+        if (error := quota.never(required, num_sequences)) or required <= available:
+            return error
+        return OutOfBlocksError(
+            f"prompt and max_tokens need {required} blocks, and all but {available} are guaranteed to other tenants",
+            tier="device", required=required, free=available, total=blocks.num_blocks, never=True, field="max_tokens",
+        )  # fmt: skip
+
+    def admissible(self, queue: WaitingQueue) -> Iterator[RequestState]:
+        """Yield the requests of a queue in their order, without those that would be refused if they came now, because
+        quotas are lower or guarantees higher than when they came. They wait until that changes, or they are
+        aborted."""
+        if self._namespace.quota is None:
+            return iter(queue)
+        return (
+            state
+            for state in queue
+            if not self.refusal(state.group.request, state.group.num_prompt_tokens, _places(state.unit))
+        )
+
     def preempt_for_priority(self, draft: Draft) -> None:
         """Preempt requests of lower priority if the first waiting request lacks blocks or a place."""
-        first = next(iter(self._queues.waiting), None)
-        if first is None or self._config.order is not QueueOrder.PRIORITY:
+        if self._config.order is not QueueOrder.PRIORITY:
+            return
+        first = next(self.admissible(self._queues.waiting), None)
+        if first is None:
             return
         missing = sum(self._find(state).num_consumed for state in first.unit)
         missing -= self._room(self._queues.needed_blocks(), 0)
@@ -544,9 +559,9 @@ class Admission:
         """Swap in what fits and is not less urgent than a waiting request. The sequences decode from the next step
         on."""
         queues = self._queues
-        most_urgent = min((state.rank[0] for state in itertools.islice(queues.waiting, 1)), default=None)
-        for state in list(itertools.islice(queues.swapped, _MAX_LOOKED_AT)):
-            if most_urgent is not None and state.rank[0] > most_urgent:
+        first = next(self.admissible(queues.waiting), None)
+        for state in list(itertools.islice(self.admissible(queues.swapped), _MAX_LOOKED_AT)):
+            if first is not None and state.rank[0] > first.rank[0]:
                 return
             unit = state.unit
             ids = [one.sequence_id for one in unit]
@@ -591,8 +606,8 @@ class Admission:
         places = min(draft.max_running - queues.num_running, self._manager.sequences.num_free - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
         checked = sum(checked_blocks(state.pending, size) for state, _ in draft.chunks)
-        swapped = next(iter(queues.swapped), None)
-        for state in itertools.islice(queues.waiting, _MAX_LOOKED_AT):
+        swapped = next(self.admissible(queues.swapped), None)
+        for state in itertools.islice(self.admissible(queues.waiting), _MAX_LOOKED_AT):
             waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
             unit = state.unit
             if tokens_left < len(unit) or _places(unit) > places or waits_for_swapped:

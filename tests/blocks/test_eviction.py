@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, TenantQuota
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, TenantQuota, numpy_memory
 from kvservice.errors import InternalError
 
 NUM_BLOCKS = 14
@@ -90,3 +92,83 @@ def test_who_is_furthest_above_its_guaranteed_blocks_loses_cached_blocks_first()
     manager.device.owners.free(np.zeros(1, np.int64))
     with pytest.raises(InternalError, match="the counts of tenants' blocks are wrong"):
         manager.check_integrity()
+
+
+def cache(manager: BlockManager, tenant: str, num_blocks: int, number: int) -> None:
+    """Let a tenant have so many more cached blocks, of a prompt with this number."""
+    space = manager.open_namespace()
+    space.quota = TenantQuota(tenant, None, None)
+    manager.allocate(space, [AllocationRequest(0, np.full(2 * num_blocks, number), ((0, tenant.encode()),))])
+    manager.mark_all_layers(space, manager.open_step(space, [0]).step_id)
+    manager.close_namespace(space)
+
+
+@pytest.mark.parametrize("num_tenants", [3, 9])
+def test_the_coldest_blocks_are_those_that_are_lost_next(num_tenants: int) -> None:
+    """In this order, also when the tenants have changed, and when several are lost at once."""
+    choose, names = random.Random(num_tenants), [f"t{number}" for number in range(num_tenants)]
+    manager = BlockManager(BlocksConfig(num_blocks=120, block_size=2, watermark=0.0))
+    for count in range(12):
+        names.append(names.pop(0))
+        manager.set_tenants({name: choose.choice([0, 0, 5, 9]) for name in names})
+        while manager.stats().free_blocks:
+            most = min(choose.randint(1, 12), manager.stats().free_blocks)
+            cache(manager, choose.choice(names[count % 2 :]), most, choose.randrange(1 << 20))
+        order = manager.loader.coldest(120).tolist()
+        assert len(order) == 120
+        assert all(manager.loader.coldest(most).tolist() == order[:most] for most in range(1, 121, 7))
+        manager.enter(None)
+        for first, most in [*((number, 1) for number in range(60)), (60, 20), (80, 40)]:
+            lost = manager.device.allocate(most).tolist()
+            assert sorted(lost) == sorted(order[first : first + most])
+        manager.device.decref(np.arange(120))
+        manager.check_integrity()
+
+
+class ReadStamps(npt.NDArray[np.int64]):
+    """Stamps of the eviction queue, which count how many of them are read."""
+
+    num_read: ClassVar[int] = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        ReadStamps.num_read += np.size(key)
+        return super().__getitem__(key).view(np.ndarray)
+
+
+class CountingMemory:
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return numpy_memory.zeros(name, shape, dtype)
+
+    def kept(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, private: bool = False) -> Any:
+        array = numpy_memory.kept(name, shape, dtype, private=private)
+        return array.view(ReadStamps) if name == "eviction_stamps" else array
+
+
+def test_many_tenants_cost_no_more_reads_of_the_queue_than_few() -> None:
+    config = BlocksConfig(num_blocks=1000, block_size=2, watermark=0.0, max_sequence_tokens=2000)
+    manager = BlockManager(config, memory=CountingMemory())
+    names = [f"t{number}" for number in range(100)]
+    manager.set_tenants(dict.fromkeys(names, 0))
+    for number, name in enumerate(names):
+        cache(manager, name, 10, number)
+    for num_lost in (100, 500):
+        ReadStamps.num_read = 0
+        assert len(manager.loader.coldest(num_lost)) == num_lost
+        assert ReadStamps.num_read <= 2000
+    ReadStamps.num_read = 0
+    manager.allocate(manager.open_namespace(), [AllocationRequest(0, np.full(1000, 1 << 21))])
+    assert 0 < ReadStamps.num_read <= 2000
+
+
+@pytest.mark.parametrize(("num_tenants", "num_lost"), [(2, 14), (8, 40)])
+def test_wrong_counts_end_an_eviction(num_tenants: int, num_lost: int) -> None:
+    manager = BlockManager(BlocksConfig(num_blocks=8 * num_tenants, block_size=2, watermark=0.0))
+    names = [f"t{number}" for number in range(num_tenants)]
+    manager.set_tenants(dict.fromkeys(names, 0))
+    for number, name in enumerate(names):
+        cache(manager, name, 8, number)
+    owners = manager.device.owners
+    assert owners is not None
+    owners.lose(1, -8)
+    with pytest.raises(AssertionError, match="fewer blocks in the queue"):
+        manager.device.allocate(num_lost)
