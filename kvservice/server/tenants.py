@@ -89,7 +89,8 @@ class Quotas(BaseModel):
     max_sequences: _Count = None
     # Blocks of the pool that sequences and pins hold. Those that can be evicted do not count.
     max_blocks: _Count = None
-    # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
+    # Blocks of the pool that sequences and pins may always hold, max_blocks at most. Others get them only as cached
+    # blocks. A block that the tenant had first counts for it while any of those who share hold it.
     guaranteed_blocks: _Count = None
     max_regions: _Count = None
     # Bytes of the slabs of the block store in which the tenant, and those with whom it shares, have blocks.
@@ -266,6 +267,9 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
             raise _wrong(field, f"{other!r} must name the same tenants: who shares, shares with all of them")
         if tables[other].max_store_bytes != settings.max_store_bytes:
             raise _wrong(f"{name}.max_store_bytes", f"must be {other}'s, because they share the store")
+    if settings.max_blocks is not None and (settings.guaranteed_blocks or 0) > settings.max_blocks:
+        message = f"is more than max_blocks = {settings.max_blocks}, so nobody could use the rest"
+        raise _wrong(f"{name}.guaranteed_blocks", message)
     domain = ",".join(sorted(sharing))
     quotas = Quotas(**{key: getattr(settings, key) for key in Quotas.model_fields})
     return Tenant(name, domain, TenantSalt(_salt(domain)), settings.map_pool, settings.map_store, quotas)
@@ -376,8 +380,8 @@ class Tenants:
         return self.rules.local if door is Door.UNIX else self.rules.callers.get(CALLER.get().name)
 
     def admit(self, roles: Roles, tenant: str | None) -> None:
-        """Do as `check`, for a call that counts. Raises QuotaExceededError, too, if the caller's tenant makes more
-        calls a second than it may. It may make those of one second at once."""
+        """Do as `check`, for a call that counts, as all but repeated ones do. Raises QuotaExceededError, too, if the
+        caller's tenant makes more calls a second than it may. It may make those of one second at once."""
         caller = self._of(DOOR.get())
         if caller is None or caller.roles.isdisjoint(roles) or tenant not in (None, caller.tenant.name):
             self.check(roles, tenant)

@@ -13,7 +13,7 @@ from kept_files import HeldFiles
 from raw_store import identity, keys
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
-from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
+from kvservice.errors import InvalidArgumentError, OutOfBlocksError, PermissionDeniedError, QuotaExceededError
 from kvservice.server.tenants import EVERYONE, Tenants
 from kvservice.v1 import blocks_pb2, pool_pb2, scheduler_pb2, session_pb2, shared_memory_pb2, store_pb2
 
@@ -342,4 +342,25 @@ async def test_calls_over_quota_are_refused(options: dict[str, Any], clock: Any)
     with calling("bob"):
         for _ in range(3):
             await life.call(None, "ping", pool_pb2.PingRequest())
+    life.kill()
+
+
+@in_loop
+async def test_repeated_requests_get_their_reply_over_the_quota_of_calls(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, calls_per_s=8)
+
+    async def use_all_calls() -> None:
+        with contextlib.suppress(QuotaExceededError):
+            for _ in range(1000):  # in less than two minutes
+                await life.call(session, "ping", pool_pb2.PingRequest())
+            pytest.fail("no call was over the quota")
+
+    with calling("alice"):
+        session = life.open()
+        reply = await life.allocate(session, 1, TOKENS, request_id=7)
+        for _ in range(20):
+            await use_all_calls()
+            assert await life.allocate(session, 1, TOKENS, request_id=7) == reply
+    with calling("bob"), pytest.raises(PermissionDeniedError):
+        await life.allocate(session, 1, TOKENS, request_id=7)
     life.kill()

@@ -100,6 +100,11 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
         ("[tenant.a]\nmax_sessions = 1.5", "tenant.a.max_sessions", "valid integer"),
         ("[tenant.a]\ncalls_per_s = 7.9", "tenant.a.calls_per_s", "greater than or equal to 8"),
         ("[tenant.a]\ncalls_per_s = nan", "tenant.a.calls_per_s", "finite"),
+        (
+            "[tenant.a]\nmax_blocks = 9\nguaranteed_blocks = 10",
+            "tenant.a.guaranteed_blocks",
+            "more than max_blocks = 9",
+        ),
         ("[tenant.a", "", "Expected ']'"),
         (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
         (f"[tenant.a]\nengines = {'[' * 5000}{']' * 5000}", "", "maximum recursion depth"),

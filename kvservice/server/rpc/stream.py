@@ -413,7 +413,9 @@ class Dispatcher:
             if not local:
                 self._check_remote(request, session)
             if self._tenants is not None:
-                self._tenants.admit(handler.roles, None if session is None else session.tenant)
+                repeated = self._is_repeated(handler, request, session)
+                admit = self._tenants.check if repeated else self._tenants.admit
+                admit(handler.roles, None if session is None else session.tenant)
             return await self._run(handler, request, session)
         except KVServiceError as error:
             status = error.status
@@ -436,6 +438,13 @@ class Dispatcher:
             self._table.observe(method, status, transport, time.perf_counter() - start)
             if span is not None:
                 span.end(status, self._session_id(request, session))
+
+    def _is_repeated(self, handler: AnyHandler, request: Any, session: ServerSession | None) -> bool:
+        """Return whether a request was executed before or is being executed, so that it counts already."""
+        if not handler.repeatable or not request.request_id:
+            return False
+        session = session or self._sessions.find(request.session_token)
+        return session is not None and request.request_id in session.replies
 
     def check_role(self, roles: Roles, session: ServerSession | None = None) -> None:
         """Raise PermissionDeniedError unless the caller has one of these roles, and still belongs to the tenant of the

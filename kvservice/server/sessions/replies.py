@@ -50,6 +50,10 @@ class Replies:
             if kept.data is not None:
                 self._store(kept.request_id, kept, len(kept.data))
 
+    def __contains__(self, request_id: int) -> bool:
+        """Return whether a request is known."""
+        return request_id in self._requests
+
     def find(self, request_id: int, method: str) -> Answer[Message] | None:
         """Return the reply to an earlier request, or None if the request is not known.
 
