@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_store import FakeStore
@@ -45,7 +46,7 @@ class Rig:
     def load_in_step(self, *block_ids: int) -> Any:
         """Let a step load blocks, which it computes with. Returns the output."""
         leased = self.store.lease_of([KEYS[b] for b in block_ids])
-        step = ConnectorStep(step_loads=(StepLoad(7, block_ids, {(0, 0): leased}),))
+        step = ConnectorStep(step_loads=(StepLoad(7, np.array(block_ids), {(0, 0): leased}),))
         return self.engine.compute(self.engine.message_of(step))
 
     def counted(self, **expected: int) -> None:

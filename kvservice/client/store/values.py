@@ -156,7 +156,8 @@ def some_keys(keys: bytes, part: slice) -> bytes:
     return keys[KEY_BYTES * part.start : KEY_BYTES * part.stop]
 
 
-def chosen_keys(keys: bytes, chosen: Flags) -> bytes:
+def chosen_keys(keys: bytes, chosen: npt.NDArray[Any]) -> bytes:
+    """`chosen`: a flag per key, or the places of some keys."""
     return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen].tobytes()
 
 
