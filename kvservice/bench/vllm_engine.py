@@ -1,8 +1,9 @@
 """One vLLM in a process of its own, for `bench vllm`:  python -P -m kvservice.bench.vllm_engine SETUP
 
 SETUP is a JSON object: `llm`, the options of vLLM's LLM, and `sizes`, those of the workloads. A line on the standard
-input, {"workload": name, "number": n}, asks for a turn. The answer to it, and one when the engine is ready, is a line
-of JSON on the standard output. vLLM's own output goes to the standard error.
+input, {"workload": name, "number": n}, asks for a turn, and {"workload": name, "cached": [...]} for prompts of its last
+turn again, see `from_cache`. The answer to it, and one when the engine is ready, is a line of JSON on the standard
+output. vLLM's own output goes to the standard error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from kvservice import plain_json
-from kvservice.bench.vllm_workloads import WORKLOADS, Output, Sizes, prompt_of, serve
+from kvservice.bench.vllm_workloads import WORKLOADS, Output, Sizes, Turn, from_cache, prompt_of, serve
 
 # A connector may save during later steps than the one that computed the blocks: small requests after pauses.
 SETTLE_PAUSES_S = (0.05, 0.05, 0.05)
@@ -126,11 +127,16 @@ class VLLMEngine:
 
 
 def answer_turns(engine: VLLMEngine, sizes: Sizes, commands: TextIO, answers: TextIO) -> None:
+    turns: dict[str, Turn] = {}
     for line in commands:
         command = json.loads(line)
+        if "cached" in command:
+            again = from_cache(engine, turns[command["workload"]], command["cached"])
+            print(plain_json.dumps({"answers": again}), file=answers, flush=True)
+            continue
         before = engine.num_preemptions()
         engine.take_step_times()
-        turn = WORKLOADS[command["workload"]](engine, sizes, command["number"])
+        turn = turns[command["workload"]] = WORKLOADS[command["workload"]](engine, sizes, command["number"])
         counts = {"preemptions": engine.num_preemptions() - before, "step_s": engine.take_step_times()}
         print(plain_json.dumps(turn.as_values() | counts), file=answers, flush=True)
 

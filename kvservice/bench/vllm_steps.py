@@ -42,6 +42,7 @@ KNOWN = 4
 # A step computes so long: with prompts, and without.
 PROMPTS_S, DECODE_S = 0.02, 0.006
 POOL = {"num_layers": 1, "num_kv_heads": 1, "head_size": 32, "num_blocks": 64}
+STORE_GIB = 0.125
 RANK = (0, 0)
 # The calls of a step, as vLLM makes them.
 PARTS = ("admission", "building the step", "worker", "output", "ended requests")
@@ -85,10 +86,14 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class StepsOptions:
-    """`rounds` steps with prompts of each workload are timed."""
+    """So many steps with prompts of each workload are timed, after a tenth of them."""
 
     rounds: int = 200
-    store_gib: float = 0.125
+    workloads: tuple[StepsWorkload, ...] = WORKLOADS
+
+    @staticmethod
+    def quick() -> StepsOptions:
+        return StepsOptions(10, WORKLOADS[:2])
 
 
 class Block:
@@ -292,7 +297,7 @@ def prompts_of(workload: StepsWorkload, number: int) -> list[Request]:
     return made
 
 
-def measure(workload: StepsWorkload, options: StepsOptions, address: str) -> dict[str, Any]:
+def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any]:
     """Return the figures of one workload."""
     with ExitStack() as stack:
         times = PartTimes()
@@ -303,13 +308,11 @@ def measure(workload: StepsWorkload, options: StepsOptions, address: str) -> dic
             for number in range(KNOWN):
                 engine.step(prompts_of(workload, number), PROMPTS_S)
                 engine.settle()
-        batches = [
-            prompts_of(workload, number % KNOWN if workload.found else number) for number in range(options.rounds)
-        ]
+        batches = [prompts_of(workload, number % KNOWN if workload.found else number) for number in range(rounds)]
         for number, batch in enumerate(batches):
             for each in batch:
                 each.request_id = str(next(numbers))
-            if number == options.rounds // 10:  # the first ones warm up
+            if number == rounds // 10:  # the first ones warm up
                 gc.collect()
                 gc.freeze()  # as vLLM does
                 stack.callback(gc.unfreeze)
@@ -344,22 +347,24 @@ def of_steps(steps: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[
     return made
 
 
-def run(options: StepsOptions) -> list[dict[str, Any]]:
+def run(options: StepsOptions) -> dict[str, Any]:
+    """Return the figures of each workload."""
     results = []
-    for workload in WORKLOADS:
-        with Daemon(store_gib=options.store_gib, **POOL) as daemon:
-            results.append(measure(workload, options, daemon.address))
-    return results
+    for workload in options.workloads:
+        with Daemon(store_gib=STORE_GIB, **POOL) as daemon:
+            results.append(measure(workload, options.rounds, daemon.address))
+    return {"workloads": results}
 
 
-def render(results: list[dict[str, Any]], console: Console) -> None:
+def render(results: dict[str, Any], console: Console) -> None:
     shown = table("The connector's share of a step, in ms", ("prompts", "part"), ("p50", "p99", "p50, CPU", "p99, CPU"))
-    for result in results:
+    for result in results["workloads"]:
         for kind, parts in result["steps"].items():
             for part, figures in parts.items():
                 if kind == "prompts" or part == "all":
                     name = f"{result['workload']}: {kind}" if part == "all" else ""
                     values = (figures[f"{each}_s"] for each in ("wall_p50", "wall_p99", "cpu_p50", "cpu_p99"))
                     shown.add_row(name, part, *(f"{1e3 * value:.3f}" for value in values))
-        console.print(f"{result['workload']}: {result['collections']} collections of all objects")
+        if result["collections"]:
+            console.print(f"{result['workload']}: {result['collections']} collections of the oldest objects")
     console.print(shown)

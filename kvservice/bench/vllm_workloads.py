@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -102,18 +102,28 @@ class Figure:
 
 @dataclass
 class Turn:
-    """The figures of a turn, and the tokens that the engine generated, in the order of the prompts."""
+    """The figures of a turn. Of each prompt, in the order in which they were asked: the tokens that the engine
+    generated, and how many of the prompt it did not compute."""
 
     figures: list[Figure] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
 
     def add(self, row: str, value: float, unit: str, prompts: list[list[int]], served: list[ServedRequest]) -> None:
         found = sum(one.num_cached for one in served) / sum(map(len, prompts))
         self.figures.append(Figure(row, value, unit, found))
+        self.note(prompts, served)
+
+    def note(self, prompts: list[list[int]], served: list[ServedRequest]) -> None:
+        self.prompts += prompts
         self.answers += [one.tokens for one in served]
+        self.num_cached += [one.num_cached for one in served]
 
     def as_values(self) -> dict[str, Any]:
-        return {"figures": [asdict(figure) for figure in self.figures], "answers": self.answers}
+        """The prompts are those of every engine."""
+        figures = [asdict(figure) for figure in self.figures]
+        return {"figures": figures, "answers": self.answers, "num_cached": self.num_cached}
 
 
 @dataclass
@@ -238,6 +248,21 @@ def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
     return served
 
 
+def from_cache(engine: ServingEngine, turn: Turn, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Ask for prompts of a turn again. `wanted`: their numbers, and how many tokens of each the engine shall have in
+    its own cache, which keeps whole blocks. Returns numbers and answers of those of which it had these."""
+    answers = []
+    for number, num_tokens in wanted:
+        prompt, whole = turn.prompts[number], num_tokens // engine.block_size * engine.block_size
+        engine.forget()
+        if whole:
+            serve(engine, [prompt[:whole]], 1)
+        (served,) = serve(engine, [prompt], len(turn.answers[number]))
+        if served.num_cached == whole:
+            answers.append((number, served.tokens))
+    return answers
+
+
 def cycle(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """Questions about documents that all do not fit into the pool: about all of them, then about half of them and as
     many new ones. The first turn reads the documents before it is timed."""
@@ -272,7 +297,7 @@ def beside(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
         for name, value in (("p50", quantiles[49]), ("p99", quantiles[98])):
             share = sum(one.num_cached for one in loads) / max(1, sum(map(len, prompts_beside)))
             turn.figures.append(Figure(f"{row}, {name}", value, "s", share))
-        turn.answers += [one.tokens for one in loads]
+        turn.note(prompts_beside, loads)
     engine.settle()
     return turn
 
