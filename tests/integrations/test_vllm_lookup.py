@@ -178,10 +178,10 @@ class Finder:
     def memory(self) -> Any:
         return self.store.memory
 
-    def see(self, _keys: bytes) -> None:
+    def see(self, _keys: bytes, _max_age_s: float) -> None:
         """The daemon is asked."""
 
-    def share(self, _keys: bytes) -> None:
+    def share(self, _keys: bytes, _max_age_s: float) -> None:
         """The daemon is asked."""
 
     def look(self) -> None:
@@ -415,6 +415,26 @@ def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
         assert memory.unchanged(places[0, 0].offsets, places[0, 0].versions).tolist() == [True, True]
         asked.release(1)
         asked.close(60)
+
+
+def test_a_view_of_the_mapped_memory_may_be_old_until_somebody_looks() -> None:
+    """A step that others wait for does not look itself."""
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+        store = client.store(new_namespace(64), timeout_s=30.0)
+        store.put(keys_of(1), np.zeros((1, 64), np.uint8))
+        until(lambda: store.memory is not None)
+        memory = store.memory
+        assert memory is not None
+        memory.look()
+        seen = [memory.find(keys_of(1)[0], max_age_s=3600.0)]
+        store.put(keys_of(2), np.zeros((1, 64), np.uint8))
+        seen.append(memory.find(keys_of(2)[0], max_age_s=3600.0))
+        assert memory.lease(keys_of(2)[0], max_age_s=3600.0).num_blocks == 0  # type: ignore[union-attr]
+        memory.look()
+        seen.append(memory.find(keys_of(2)[0], max_age_s=3600.0))
+        assert [each.tolist() for each in seen if each is not None] == [[True], [False], [True]]
+        store.put(keys_of(3), np.zeros((1, 64), np.uint8))
+        until(lambda: bool((found := memory.find(keys_of(3)[0])) is not None and found.all()))
 
 
 def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:

@@ -98,7 +98,7 @@ class PoolBlocks:
         if not self.waits and len(block_ids) <= room and all_differ and not self._is_held[block_ids].any():
             return keys, block_ids, 0
         offered = full_blocks(offers)
-        waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits else (offered[:0], 0)
+        waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits and room else (offered[:0], 0)
         blocks = np.concatenate([waited, offered])
         _, first = np.unique(_words(blocks["key"].tobytes()), return_index=True)
         is_new = ~self._is_held[blocks["block_id"]]

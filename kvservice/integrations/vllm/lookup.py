@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvservice.client.store.memory import MappedStore, SharedLease
+from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
 from kvservice.client.store.values import KEY_BYTES, EngineReport, Flags, SharedUses, num_keys, some_keys
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
@@ -61,8 +61,9 @@ EXPECTED_S, RENEWED_S = 1.0, 0.4
 PING_S = 0.1
 # How often leases in the mapped memory are renewed.
 RENEW_S = 1.0
-# How old a step's view of the mapped memory may be. A thread looks for new blocks after each step that has asked.
-SEEN_S = 0.25
+# How old the view of the mapped memory may be in a step that also computes for others, which would wait while it looks
+# for new blocks. A thread does so after each step that has asked.
+SEEN_S = 0.1
 # A lease is of blocks that are in memory. 0 would stand for no limit.
 _NO_WAIT_S = 1e-6
 
@@ -96,8 +97,7 @@ class StoreFinder:
     @property
     def memory(self) -> MappedStore | None:
         """The memory of the store, if it is mapped."""
-        memory: MappedStore | None = self._store.memory
-        return memory
+        return self._store.memory  # type: ignore[no-any-return]
 
     @property
     def sees_all(self) -> bool:
@@ -105,15 +105,15 @@ class StoreFinder:
         memory = self.memory
         return memory is not None and memory.tells_all and memory.writable
 
-    def see(self, keys: bytes) -> Flags | None:
+    def see(self, keys: bytes, max_age_s: float) -> Flags | None:
         """Return which blocks are there, from the mapped memory; None: ask the daemon."""
-        return None if (memory := self.memory) is None else memory.find(keys, max_age_s=SEEN_S)
+        return None if (memory := self.memory) is None else memory.find(keys, max_age_s=max_age_s)
 
-    def share(self, keys: bytes) -> SharedLease | None:
+    def share(self, keys: bytes, max_age_s: float) -> SharedLease | None:
         """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon. The daemon
         counts nothing."""
         memory = self.memory
-        return None if memory is None else memory.lease(keys, leading_only=True, max_age_s=SEEN_S)
+        return None if memory is None else memory.lease(keys, leading_only=True, max_age_s=max_age_s)
 
     def look(self) -> None:
         """Take the time to see all new blocks."""
@@ -277,10 +277,10 @@ class StoreLookup:
             self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
 
-    def find(self, request_id: str, wanted: Wanted, *, reads: bool = False) -> Found | None:
+    def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:
         """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
         now on. None: it is being brought into memory, or the time of this step is used up: ask again in a later step.
-        `reads`: workers read the blocks under this lease."""
+        `reads`: workers read the blocks under this lease. `hurries`: others wait for this step."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.bringing is not None and promise.wanted == wanted:
             if not promise.bringing.done():
@@ -293,7 +293,7 @@ class StoreLookup:
         self.drop(request_id)
         began = self._clock()
         self._looks = True
-        if (shared := self._share(wanted, began)) is not None:
+        if (shared := self._share(wanted, began, SEEN_S if hurries else LOOK_S)) is not None:
             self._keep(request_id, shared)
             return shared.found
         if not self._asks:
@@ -319,12 +319,12 @@ class StoreLookup:
         while len(self._promises) > MAX_PROMISES:
             self.drop(next(iter(self._promises)))
 
-    def _share(self, wanted: Wanted, began: float) -> _Promise | None:
+    def _share(self, wanted: Wanted, began: float, max_age_s: float) -> _Promise | None:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
         leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
-            seen = [flags for finder in self._finders if (flags := finder.see(keys)) is not None]
+            seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
             num_blocks = wanted.longest(np.logical_and.reduce(seen))
@@ -333,7 +333,7 @@ class StoreLookup:
         leases: dict[Rank, BlockLease] = {}
         counts: list[int] = []
         for finder in self._finders:
-            if (lease := finder.share(keys)) is not None:
+            if (lease := finder.share(keys, max_age_s)) is not None:
                 leases[finder.rank] = lease
                 counts.append(lease.num_blocks)
         all_see = bool(counts) and len(counts) == len(self._finders)

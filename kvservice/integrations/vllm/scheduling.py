@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.store.values import KEY_BYTES, EngineReport, chosen_keys, num_keys
+from kvservice.client.store.values import KEY_BYTES, EngineReport, chosen_keys, num_keys, some_keys
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
 from kvservice.integrations.vllm.holding import FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
 from kvservice.integrations.vllm.lookup import StoreLookup
@@ -188,7 +188,8 @@ class ConnectorScheduler:
             return 0, False
         fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
         wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        found = self._lookup.find(request.request_id, wanted, reads=fits)
+        hurries = self._others_compute(request.request_id)
+        found = self._lookup.find(request.request_id, wanted, reads=fits, hurries=hurries)
         if found is None:
             return None, False
         in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
@@ -369,7 +370,8 @@ class ConnectorScheduler:
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
                 offer = self._offer(tracked, num_tokens, is_last=True)
-                self._hold(() if offer is None else (offer,))
+                if offer is not None:
+                    self._hold((offer,))
             self._lookup.touch(self._needed_keys(request, 0, tracked.num_offered * self._block_size))
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
@@ -463,16 +465,17 @@ class ConnectorScheduler:
             return None
         filling: set[int] = set()
         if self._loading and self._pool is not None:
-            tables = (self._filling[ids[:num_full]] for ids in tracked.block_ids)
-            filling = {number for table in tables for number in np.unique(table).tolist() if number}
-        if filling and not is_last:
-            return None
+            numbers = np.concatenate([self._filling[ids[:num_full]] for ids in tracked.block_ids])
+            if numbers.any():
+                if not is_last:
+                    return None
+                filling = set(numbers[numbers > 0].tolist())
         first = tracked.num_offered
         keys = self._keys(tracked.request, first, stop)
         tracked.num_offered += num_keys(keys) // len(self._groups)
         offer = self._offered(tracked, first, keys)
-        if not filling:
-            return offer
+        if not filling or not offer.block_ids:
+            return offer if offer.block_ids else None
         self._unsure.append((filling, full_blocks([offer])))
         return None
 
@@ -481,21 +484,24 @@ class ConnectorScheduler:
         width = len(self._groups)
         num_blocks = num_keys(keys) // width
         hashes = tracked.request.block_hashes[first : first + num_blocks]
-        if self._groups.leading and not tracked.loaded:
-            block_ids = tracked.block_ids[0][first : first + num_blocks]
-            return Offer(keys, b"".join(hashes), block_ids, bytes(num_blocks))
+        # Those from `start` to `stop` have.
+        start, stop = (min(max(block - first, 0), num_blocks) for block in (tracked.loaded.start, tracked.loaded.stop))
+        if self._groups.leading:
+            ids = tracked.block_ids[0][first : first + num_blocks]
+            kept_keys = some_keys(keys, slice(0, start)) + some_keys(keys, slice(stop, num_blocks))
+            kept_ids = ids[:start] + ids[stop:]
+            return Offer(kept_keys, b"".join(hashes[:start] + hashes[stop:]), kept_ids, bytes(len(kept_ids)))
         block_ids = np.array([ids[first : first + num_blocks] for ids in tracked.block_ids], np.int64).T.ravel()
         blocks = np.arange(len(block_ids)) // width
-        places = np.flatnonzero((blocks < tracked.loaded.start - first) | (blocks >= tracked.loaded.stop - first))
-        if not self._groups.leading:
-            # vLLM may have taken a window's blocks back, and given them to others.
-            is_full = [group.is_full for group in self._groups.groups]
-            has = [
-                is_full[place % width]
-                or (self._pool is not None and self._pool.is_cached(block_id, hashes[place // width], place % width))
-                for place, block_id in zip(places.tolist(), block_ids[places].tolist(), strict=True)
-            ]
-            places = places[has]
+        places = np.flatnonzero((blocks < start) | (blocks >= stop))
+        # vLLM may have taken a window's blocks back, and given them to others.
+        is_full = [group.is_full for group in self._groups.groups]
+        has = [
+            is_full[place % width]
+            or (self._pool is not None and self._pool.is_cached(block_id, hashes[place // width], place % width))
+            for place, block_id in zip(places.tolist(), block_ids[places].tolist(), strict=True)
+        ]
+        places = places[np.array(has, np.bool_)]
         kept = chosen_keys(b"".join(hashes), places // width)
         groups = (places % width).astype(np.uint8).tobytes()
         return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups)
