@@ -20,7 +20,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from kvservice.bench.harness import table
@@ -104,7 +103,7 @@ class Block:
         self.block_hash: bytes | None = None
 
 
-class BlockPool:
+class StandInPool:
     """What the connector uses of vLLM's BlockPool, at about its costs. Free blocks are in the order in which they are
     evicted."""
 
@@ -136,7 +135,7 @@ class BlockPool:
 
 
 @dataclass(eq=False)
-class Request:
+class StandInRequest:
     request_id: str
     num_prompt_tokens: int
     block_hashes: list[bytes]
@@ -183,10 +182,12 @@ class Copier(HostCopier):
         return StepRead.ended(memory.unchanged(leased.offsets, leased.versions))
 
 
-class Engine:
+class StandInEngine:
     """vLLM's scheduler and its only worker, which computes nothing."""
 
     def __init__(self, address: str, workload: StepsWorkload, times: PartTimes, stack: ExitStack) -> None:
+        import torch
+
         client = stack.enter_context(KVClient(address))
         namespace = StoreNamespace(model="bench", block_bytes=BLOCK_BYTES)
         num_blocks = workload.num_blocks
@@ -206,12 +207,12 @@ class Engine:
             max_held=0.1,
             save_decode=False,
         )
-        self._workload, self._pool, self._times = workload, BlockPool(num_blocks), times
+        self._workload, self._pool, self._times = workload, StandInPool(num_blocks), times
         self._scheduler = ConnectorScheduler(options)
         self._scheduler.bind(self._pool, lambda block_hash, _: block_hash)
         self._scheduler.use(self._lookup, {RANK: RANK}, BLOCK_BYTES)
         self._scheduler.received(WorkerReport(memories={RANK: self._worker.memory}), (), frozenset())
-        self._running: list[Request] = []
+        self._running: list[StandInRequest] = []
         self.num_found = 0
 
     def has_room(self) -> bool:
@@ -222,7 +223,7 @@ class Engine:
             len(self._running) <= most and self._pool.get_num_free_blocks() >= (workload.num + 1) * workload.blocks_each
         )
 
-    def step(self, admitted: Sequence[Request], compute_s: float) -> None:
+    def step(self, admitted: Sequence[StandInRequest], compute_s: float) -> None:
         """Compute the prompts of `admitted`, and a token of each request that runs."""
         part, scheduler, worker = self._times.part, self._scheduler, self._worker
         new: list[Any] = []
@@ -287,13 +288,13 @@ class Engine:
             self.step((), DECODE_S)
 
 
-def prompts_of(workload: StepsWorkload, number: int) -> list[Request]:
+def prompts_of(workload: StepsWorkload, number: int) -> list[StandInRequest]:
     """Return the prompts of a step."""
     made = []
     for each in range(workload.num):
         blocks = range(workload.length // BLOCK_SIZE)
         hashes = [hashlib.sha256(repr((number, each, block)).encode()).digest() for block in blocks]
-        made.append(Request(f"{number}-{each}", workload.length, hashes, num_tokens=workload.length))
+        made.append(StandInRequest(f"{number}-{each}", workload.length, hashes, num_tokens=workload.length))
     return made
 
 
@@ -302,7 +303,7 @@ def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any
     with ExitStack() as stack:
         times = PartTimes()
         stack.callback(times.close)
-        engine = Engine(address, workload, times, stack)
+        engine = StandInEngine(address, workload, times, stack)
         numbers = count()
         if workload.found:
             for number in range(KNOWN):
