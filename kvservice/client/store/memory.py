@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -290,8 +291,8 @@ class MappedStore:
 class StoreChanges:
     """Blocks that have come to a store, and gone from it, also by other processes."""
 
-    def __init__(self, memory: Callable[[], MappedStore | None]) -> None:
-        """`memory` returns the memory of the store, or None if it is not mapped."""
+    def __init__(self, memory: Callable[[], Any]) -> None:
+        """`memory` returns the memory of the store, a MappedStore, or None if it is not mapped."""
         self._memory = memory
         self._told: set[bytes] = set()
 

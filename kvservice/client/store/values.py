@@ -158,7 +158,8 @@ def some_keys(keys: bytes, part: slice) -> bytes:
 
 def chosen_keys(keys: bytes, chosen: npt.NDArray[Any]) -> bytes:
     """`chosen`: a flag per key, or the places of some keys."""
-    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen].tobytes()
+    some: npt.NDArray[np.uint8] = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen]
+    return some.tobytes()
 
 
 def flags_of(bitmap: bytes, count: int) -> Flags:

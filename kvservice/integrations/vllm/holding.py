@@ -144,7 +144,9 @@ class PoolBlocks:
         self._set_waiting(np.empty(0, FULL_BLOCK))
 
     def _still_waiting(self) -> FullBlocks:
-        return self._waiting[self._place[self._waiting["block_id"]] == np.arange(1, len(self._waiting) + 1)]
+        places = np.arange(1, len(self._waiting) + 1)
+        blocks: FullBlocks = self._waiting[self._place[self._waiting["block_id"]] == places]
+        return blocks
 
     def _set_waiting(self, blocks: FullBlocks) -> None:
         self._place[self._waiting["block_id"]] = 0
