@@ -31,8 +31,9 @@ from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
+from kvservice.keeper.keeper import KeeperSettings, become_keeper
 from kvservice.keeper.notify import report_failure, report_version
-from kvservice.keeper.settings import KeeperSettings, become_keeper, control_path
+from kvservice.keeper.private_paths import control_path
 
 if TYPE_CHECKING:
     from rich.console import Console

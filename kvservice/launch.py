@@ -16,7 +16,7 @@ from kvservice.environment import missing_environment
 from kvservice.errors import KVServiceError
 from kvservice.keeper.control import ask
 from kvservice.keeper.notify import MANAGER_VARIABLES
-from kvservice.keeper.settings import control_path
+from kvservice.keeper.private_paths import control_path
 from kvservice.owned import OwnedFolder, OwnedProcess
 
 # A socket's path has at most 107 bytes. The longest below the parent is /kvservice-XXXXXXXX/kvservice.sock.keeper.

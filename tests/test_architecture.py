@@ -52,15 +52,14 @@ ROOMS: dict[str, set[str]] = {
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
     # Memory files, which the daemon uses not only for the pool.
-    "pool.available": {"errors"},
-    "pool.sealed": {"_ext", "pool.available"},
-    "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
+    "pool.sealed": {"_ext", "errors"},
+    "pool": {"_cuda", "errors", "ops", "pool.layout", "pool.sealed"},
     # Sessions on disk: bookkeeping as values, and the bytes of blocks from and to the device.
     "saved": {"blocks", "devices", "errors", "logs"},
     # State that outlives the daemon's process.
     # What a start found of the process before: the server fills it, the observer shows it.
     "kept.report": set(),
-    "kept": {"kept.report", "pool.available", "pool.sealed", "telemetry.arrays"},
+    "kept": {"kept.report", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
     # How large tiers should be. It reads traces and config.json, and asks no daemon.
     "planning": {"config_sources", "errors", "model_shape", "pool.layout"},
@@ -82,9 +81,9 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout", "scheduler"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
     # Arrays in memory files, which the daemon uses not only for the observer.
-    "telemetry.arrays": {"pool.available"},
+    "telemetry.arrays": {"pool.sealed"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "kept.report", "pool.available", "scheduler", "store", "telemetry.arrays", "tiers"},
+    "telemetry": {"blocks", "kept.report", "pool.sealed", "scheduler", "store", "telemetry.arrays", "tiers"},
     "metrics": {"blocks", "kept.report", "scheduler", "telemetry", "tiers"},
     "observer": {
         "auth",
@@ -123,7 +122,6 @@ ROOMS: dict[str, set[str]] = {
         "telemetry.arrays",
         "tiers",
         "transfer",
-        "pool.available",
         "pool.sealed",
         "v1",
         "wire",
@@ -449,10 +447,10 @@ def started(path: Path) -> set[str]:
 
 
 def test_what_is_started_ends_with_its_owner() -> None:
-    """`owned.py` does that. The keeper's processes end with it, as `keeper/keeper.py` says."""
+    """`owned.py` does that. The keeper's processes end with it, as `keeper/processes.py` says."""
     found = {name_of(path): started(path) for path in SOURCES}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "keeper/keeper.py": {"os.fork"},
+        "keeper/processes.py": {"os.fork"},
         "owned.py": {"tempfile.mkdtemp", "subprocess.Popen"},
         "owned_guard.py": {"os.fork"},
     }

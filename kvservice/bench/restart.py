@@ -25,7 +25,7 @@ from kvservice.bench.harness import seconds_of, table
 from kvservice.client import KVClient, PoolInfo, Sequence, Session
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.keeper.control import ask
-from kvservice.keeper.settings import control_path
+from kvservice.keeper.private_paths import control_path
 from kvservice.launch import Daemon, StartError
 from kvservice.pool.layout import DTYPES
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from kvservice.bench.harness import table
 from kvservice.client import KVClient, StoreNamespace
-from kvservice.integrations.common.waiting import ComputeTime
+from kvservice.integrations.common import ComputeTime
 from kvservice.integrations.vllm.copies import HostCopier, StepRead, block_layout
 from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup

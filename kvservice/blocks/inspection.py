@@ -171,7 +171,8 @@ def block_hash(state: BlockState, block_id: int) -> bytes:
 def stats(state: BlockState) -> BlocksStats:
     """Return all gauges and counters, in O(1)."""
     device, swap, sequences = state.device, state.swap, state.sequences
-    return BlocksStats(
+    return dataclasses.replace(
+        state.counters,
         num_blocks=device.num_blocks,
         free_blocks=device.num_free,
         active_blocks=device.num_active - device.num_shared + device.num_loading,
@@ -184,7 +185,6 @@ def stats(state: BlockState) -> BlocksStats:
         swapped_sequences=sequences.num_swapped,
         tokens=sequences.num_tokens,
         evicted_blocks=device.num_evicted,
-        **dataclasses.asdict(state.counters),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -240,11 +240,13 @@ class SequenceSnapshot:
     block_ids: Int32Array | None = None
 
 
-class BlocksStats(NamedTuple):
+@dataclass(slots=True)
+class BlocksStats:
     """All gauges, followed by the counters since the start, in blocks, sequences and tokens.
 
     This is their one list, and its names are those of the contract: the server answers GetStats from it, the daemon
-    shares it with its observer as an array in this order, and metrics and snapshots are made from it.
+    shares it with its observer as an array in this order, and metrics and snapshots are made from it. Operations count
+    in one object, in which the gauges and `evicted_blocks`, which the device pool counts, stay 0.
 
     num_blocks = free + active + shared + cached + pinned. An active block is in one table or being loaded, a shared
     block in several. A cached block is in no table but in the prefix index; a pinned block is cached, and protected
@@ -268,20 +270,6 @@ class BlocksStats(NamedTuple):
     computed_tokens: int = 0
     cow_copies: int = 0
     evicted_blocks: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    swapped_out_sequences: int = 0
-    swapped_in_sequences: int = 0
-
-
-@dataclass(slots=True)
-class BlockCounters:
-    """The counters of BlocksStats that operations increment. The device pool counts evicted blocks."""
-
-    prefix_cache_query_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0
-    computed_tokens: int = 0
-    cow_copies: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     swapped_out_sequences: int = 0

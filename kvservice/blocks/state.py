@@ -30,7 +30,7 @@ from kvservice.blocks.kept import (
 from kvservice.blocks.plans import (
     NO_STEP,
     ArrayMemory,
-    BlockCounters,
+    BlocksStats,
     BoolArray,
     Int32Array,
     Int64Array,
@@ -626,7 +626,7 @@ class BlockState:
         )
         self.pins = PinTable(self.device, clock, kept.pins)
         self.namespaces: set[SessionNamespace] = set()
-        self.counters = BlockCounters()
+        self.counters = BlocksStats()
         self.generation = 0
         self.shift, self.mask = config.block_shift, config.block_mask
         self.decode_planner = DecodePlanner(

@@ -20,8 +20,7 @@ from kvservice.errors import (
     UnauthenticatedError,
     UnknownSessionError,
 )
-from kvservice.wire.channels import connection_error
-from kvservice.wire.keepalive import keepalive_options
+from kvservice.wire.channels import connection_error, keepalive_options
 from kvservice.wire.status import from_status
 
 # The daemon limits the message size and reports its limit. This value only replaces gRPC's smaller default.

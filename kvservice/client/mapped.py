@@ -197,7 +197,7 @@ class GpuKernels:
     def __init__(self, info: PoolInfo, pool: Tensor) -> None:
         import torch
 
-        from kvservice.ops.device_array import DTYPE_NUMBERS
+        from kvservice.ops.cuda import DTYPE_NUMBERS
         from kvservice.ops.torch_cuda import TensorWorkspace
 
         self.pool = pool

@@ -178,7 +178,7 @@ def _view() -> AbstractContextManager[Any]:
 
     from rich.console import Console
 
-    from kvservice.engines.progress import live_queues
+    from kvservice.engines.llm import live_queues
 
     console = Console(stderr=True)
     return live_queues(console) if console.is_terminal else nullcontext(False)

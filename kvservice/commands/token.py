@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvservice.auth import token_file
+from kvservice.auth import tokens
 from kvservice.auth.tokens import load, parse
 from kvservice.errors import KVServiceError
 
@@ -41,7 +41,7 @@ def new(name: str, file: Path) -> None:
     The token is printed only once and is not stored.
     """
     try:
-        made = token_file.add(file, name)
+        made = tokens.add_token(file, name)
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     click.echo(made)
@@ -68,6 +68,6 @@ def remove(name: str, file: Path) -> None:
     The daemon closes the streams that were opened with it, and refuses further calls.
     """
     try:
-        token_file.remove(file, name)
+        tokens.remove_token(file, name)
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None

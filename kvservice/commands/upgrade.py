@@ -12,7 +12,7 @@ from kvservice.config import ENV_PREFIX
 from kvservice.config_sources import load_config
 from kvservice.errors import KVServiceError
 from kvservice.keeper.control import ControlSocketError, ask
-from kvservice.keeper.settings import control_path
+from kvservice.keeper.private_paths import control_path
 
 RESET_S = 10.0
 

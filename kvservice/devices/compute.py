@@ -15,13 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvservice.blocks import StepPlan
-from kvservice.devices.arena import Arena, StagingBuffer
+from kvservice.devices.arena import Arena, DeviceStepTables, LiveTables, StagingBuffer
 from kvservice.devices.base import Array
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cpu import ByteQueue, awaited, ready
-from kvservice.devices.tables import DeviceStepTables, LiveTables
 from kvservice.errors import InternalError, ResourceExhaustedError
-from kvservice.pool.cuda import OUT_OF_MEMORY
+from kvservice.pool.pools import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from kvservice import _cuda

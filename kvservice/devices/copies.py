@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from kvservice.devices.base import Array, Int32
-from kvservice.devices.unfinished import UnfinishedBlocks
+from kvservice.devices.base import Array, Int32, UnfinishedBlocks
 
 if TYPE_CHECKING:
     from kvservice import _cuda

@@ -28,11 +28,11 @@ from kvservice.devices.base import (
     PoolDescriptor,
     PoolName,
     UInt64,
+    UnfinishedBlocks,
 )
-from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.errors import InternalError, InvalidArgumentError, RegionsNotAllowedError
 from kvservice.kept import KeptState
-from kvservice.pool.cpu import CpuPool
+from kvservice.pool.pools import CpuPool
 from kvservice.pool.sealed import SealedMemory
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices import sizing
 from kvservice.devices.arena import Arena, StagingBuffer, aligned, offsets_of
 from kvservice.devices.base import (
     Array,
@@ -33,19 +32,24 @@ from kvservice.devices.base import (
     PoolDescriptor,
     PoolName,
     UInt64,
+    UnfinishedBlocks,
 )
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cpu import ByteQueue, awaited, copy_from_pool, copy_to_pool, ready
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.kernels import CudaPoolKernels
-from kvservice.devices.unfinished import UnfinishedBlocks
+from kvservice.devices.kernels import (
+    LANE_WORKSPACE_BYTES,
+    CudaPoolKernels,
+    arena_bytes,
+    blocks_that_fit,
+    workspace_bytes,
+)
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, reason_of
 from kvservice.kept import KeptState, KeptStateError
 from kvservice.ops.cuda import COUNTER_BYTES, HOW_TO_BUILD, load_extension
-from kvservice.pool.cpu import CpuPool
-from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
 from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.pool.pools import OUT_OF_MEMORY, CpuPool, CudaPool
 from kvservice.pool.sealed import SealedMemory
 
 if TYPE_CHECKING:
@@ -77,7 +81,7 @@ def open_pool(cuda: ModuleType, device: int, config: ServeConfig, kept: KeptStat
 def _new_pool(cuda: ModuleType, device: int, config: ServeConfig) -> CudaPool:
     if config.pool_blocks is not None:
         return CudaPool(cuda, device, config.layout, config.pool_blocks, config.pool_field)
-    num_blocks = sizing.blocks_that_fit(cuda, device, config)
+    num_blocks = blocks_that_fit(cuda, device, config)
     return CudaPool(cuda, device, config.layout, num_blocks, "gpu_memory_utilization")
 
 
@@ -202,8 +206,8 @@ class CudaDevice:
 
     def _take_workspaces(self) -> None:
         cuda, config, compute = self._cuda, self._config, self._compute
-        compute.arena = Arena(cuda, self._number, sizing.arena_bytes(config))
-        self._workspace_bytes = max(COUNTER_BYTES, sizing.workspace_bytes(cuda, config))
+        compute.arena = Arena(cuda, self._number, arena_bytes(config))
+        self._workspace_bytes = max(COUNTER_BYTES, workspace_bytes(cuda, config))
         self._workspace_memory = cuda.DeviceMemory(self._number, self._workspace_bytes)
         self._workspace: int = self._workspace_memory.pointer
         cuda.fill_async(self._workspace, 0, COUNTER_BYTES, compute.stream.handle)
@@ -251,7 +255,7 @@ class CudaDevice:
         )
 
     def _take_lanes(self) -> CudaLanes:
-        self.memory_bytes["workspaces"] += sizing.LANE_WORKSPACE_BYTES
+        self.memory_bytes["workspaces"] += LANE_WORKSPACE_BYTES
         pool = self.pool.pointer, self.num_blocks, self._scales
         return CudaLanes(self._cuda, self._number, self._config, self._compute, *pool)
 

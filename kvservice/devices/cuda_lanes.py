@@ -9,12 +9,12 @@ import numpy as np
 
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
+from kvservice.devices.arena import DeviceStepTables
 from kvservice.devices.base import Array, FinishedSteps, Int64
 from kvservice.devices.compute import Compute
-from kvservice.devices.sizing import LANE_WORKSPACE_BYTES
-from kvservice.devices.tables import DeviceStepTables
+from kvservice.devices.kernels import LANE_WORKSPACE_BYTES
 from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError
-from kvservice.ops.device_array import DTYPE_NUMBERS
+from kvservice.ops.cuda import DTYPE_NUMBERS
 from kvservice.pool.sealed import SealedMemory
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ An engine with a loop of its own computes the steps of a session with ModelRunne
 
 from kvservice.engines.aio import AsyncLLM
 from kvservice.engines.llm import LLM
-from kvservice.engines.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from kvservice.engines.params import SamplingParams
+from kvservice.engines.params import CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from kvservice.engines.runner import ModelRunner
 from kvservice.engines.speculation import DraftModel, PromptLookup
 

@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvservice.engines.core import EngineArguments, EngineCore, EngineOptions
-from kvservice.engines.outputs import RequestOutput
-from kvservice.engines.params import SamplingParams
+from kvservice.engines.params import RequestOutput, SamplingParams
 from kvservice.engines.prompts import ChatArguments, PromptLike, Verbatim, conversations_of, params_of_each
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.samples import failure

@@ -1,9 +1,9 @@
-"""Sampling parameters of a request."""
+"""What a request asks for and what it gets: sampling parameters and results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
@@ -80,10 +80,10 @@ class SamplingParams:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, np.generic):
-                object.__setattr__(self, field.name, value.item())
+                object.__setattr__(self, one.name, value.item())
         object.__setattr__(self, "stop", _stops(self.stop))
         for name in ("stop_token_ids", "logits_processors"):
             object.__setattr__(self, name, _listed(name, getattr(self, name)))
@@ -142,7 +142,7 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
 
     def _check_numbers(self) -> None:
-        for field, lowest, highest in (
+        for name, lowest, highest in (
             ("temperature", 0.0, 1e6),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
@@ -151,14 +151,14 @@ class SamplingParams:
             ("frequency_penalty", -1e6, 1e6),
             ("length_penalty", -30.0, 30.0),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-                raise InvalidArgumentError(f"must be a number from {lowest:g} to {highest:g}", field=field)
+                raise InvalidArgumentError(f"must be a number from {lowest:g} to {highest:g}", field=name)
         if 0 < self.temperature < _MIN_TEMPERATURE:
             raise InvalidArgumentError(f"must be 0 or at least {_MIN_TEMPERATURE:g}", field="temperature")
-        for field in ("top_p", "repetition_penalty"):
-            if getattr(self, field) == 0:
-                raise InvalidArgumentError("must be above 0", field=field)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise InvalidArgumentError("must be above 0", field=name)
 
     def _check_tokens(self) -> None:
         if len(self.stop_token_ids) > _MAX_STOPS:
@@ -208,3 +208,58 @@ def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def _whole(field: str, value: object, lowest: int, highest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
         raise InvalidArgumentError(f"must be a whole number from {lowest} to {highest}", field=field)
+
+
+# ---- results of requests
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of a token, its rank (1: the likeliest), and its text if there is a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated continuation of a prompt.
+
+    `text` continues the prompt's text: with the space before its first word, and with a character that the prompt
+    begins. It is empty without a tokenizer. `logprobs` has for each token a dictionary by token id: the token
+    itself, and the likeliest ones. `cumulative_logprob` is the sum over the tokens, None unless log probabilities were
+    computed. `finish_reason` is None until it is complete, then "stop", "length", "abort" or "error"; `stop_reason` is
+    the stop string or stop token id that ended it, None for the end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: tuple[dict[int, TokenLogprob], ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """State of a request. `prompt` is None if it was given as token ids.
+
+    `error` is the exception that ended it, if one did, for example of one of its logits processors or of the tokenizer;
+    its `__notes__` name what raised it.
+    `num_proposed_tokens` and `num_accepted_tokens` are of speculative decoding.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    error: Exception | None = None
+    num_proposed_tokens: int = field(default=0, compare=False)
+    num_accepted_tokens: int = field(default=0, compare=False)

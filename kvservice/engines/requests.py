@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvservice.client import PoolInfo, ScheduledRequest
 from kvservice.engines.host import DAEMON_LOST, WatchedScheduler
-from kvservice.engines.outputs import CompletionOutput, RequestOutput
-from kvservice.engines.params import SamplingParams
+from kvservice.engines.params import CompletionOutput, RequestOutput, SamplingParams
 from kvservice.engines.samples import Sample, failure
 from kvservice.engines.sampling import own_processors, stream_of
 from kvservice.errors import InternalError, KVServiceError

@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from kvservice.engines.outputs import CompletionOutput, TokenLogprob
-from kvservice.engines.params import SamplingParams
+from kvservice.engines.params import CompletionOutput, SamplingParams, TokenLogprob
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
 
 

@@ -13,7 +13,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
-from kvservice.engines.outputs import TokenLogprob
+from kvservice.engines.params import TokenLogprob
 from kvservice.engines.samples import Row, Sample, failure
 from kvservice.errors import InternalError, InvalidArgumentError
 

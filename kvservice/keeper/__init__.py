@@ -11,21 +11,20 @@ use the standard library only: a keeper is small, and has little that could cras
 """
 
 from kvservice.keeper.control import ControlSocketError, ask
-from kvservice.keeper.keeper import Keeper
-from kvservice.keeper.log import Log
-from kvservice.keeper.notifications import Notification
+from kvservice.keeper.keeper import Keeper, KeeperSettings, Log, become_keeper
 from kvservice.keeper.notify import (
     HANDOVER,
     MANAGER_VARIABLES,
     READY,
+    Notification,
     Notifier,
+    Standby,
     report_failure,
     report_version,
     taken_descriptors,
 )
-from kvservice.keeper.restarts import Ending
-from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, KeeperSettings, become_keeper, control_path, door_path
-from kvservice.keeper.standby import Standby
+from kvservice.keeper.private_paths import MAX_SOCKET_PATH_BYTES, control_path, door_path
+from kvservice.keeper.processes import Ending, Processes
 
 __all__ = [
     "HANDOVER",
@@ -39,6 +38,7 @@ __all__ = [
     "Log",
     "Notification",
     "Notifier",
+    "Processes",
     "Standby",
     "ask",
     "become_keeper",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvservice.keeper.control import ControlSocketError
-from kvservice.keeper.keeper import Loop
-from kvservice.keeper.settings import KeeperSettings
+from kvservice.keeper.keeper import KeeperSettings, Loop
 
 
 def main() -> int:

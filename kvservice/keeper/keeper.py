@@ -1,13 +1,12 @@
 """The keeper: which process serves, which descriptors it has given, and what follows when it ends.
 
-It is a state machine: `kvservice.keeper.keeper` tells it about notifications, ends of processes, requests and the time.
+`Keeper` is a state machine: `Loop` tells it about notifications, ends of processes, requests and the time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
+import json
 import os
 import selectors
 import signal
@@ -15,18 +14,115 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
-from kvservice.keeper.control import ControlSocket
-from kvservice.keeper.log import Log
-from kvservice.keeper.notifications import BadNotificationError, Notification, NotifySocket
-from kvservice.keeper.notify import FIRST_DESCRIPTOR, HANDOVER, READY, VERSION, is_name
-from kvservice.keeper.restarts import CrashLoopError, Ending, Restarts
-from kvservice.keeper.settings import KeeperSettings
-from kvservice.keeper.standby import STANDBY_READY, STANDBY_SAYS, STANDBY_VARIABLE, send_go
-from kvservice.keeper.upgrade import Report, Upgrade, Upgraded, UpgradePhase
+from kvservice.keeper.control import ControlSocket, Report, Upgrade, Upgraded, UpgradePhase
+from kvservice.keeper.notify import (
+    HANDOVER,
+    READY,
+    STANDBY_READY,
+    STANDBY_SAYS,
+    VERSION,
+    BadNotificationError,
+    Notification,
+    NotifySocket,
+    is_name,
+    send_go,
+)
+from kvservice.keeper.processes import CrashLoopError, Ending, Processes, Restarts
+
+# ---- the settings that `kvservice serve` passes to the keeper, which it executes in its own place
+
+
+@dataclass(frozen=True)
+class KeeperSettings:
+    """`command` starts the daemon. `control_path` is the path of the control socket, or empty for none.
+
+    `drain_s` is how long a daemon that hands over may drain. `log_level` and `log_format` are those of
+    the daemon.
+    """
+
+    command: Sequence[str]
+    control_path: str
+    drain_s: float
+    log_level: str
+    log_format: str
+
+    @classmethod
+    def from_json(cls, text: str) -> KeeperSettings:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+def become_keeper(settings: KeeperSettings, environ: Mapping[str, str]) -> NoReturn:
+    """Execute the keeper in place of this process. Its daemon gets the variables `environ`."""
+    # -P keeps a checkout in the working directory from shadowing the installed package.
+    arguments = [sys.executable, "-P", "-m", "kvservice.keeper", settings.to_json()]
+    os.execve(sys.executable, arguments, dict(environ))
+
+
+# ---- the keeper's lines on stderr, which the daemon's log goes to as well
+
+
+# The limit on lines about messages that the keeper ignores: anyone on the host can send them.
+_LINES_PER_WINDOW = 10
+_WINDOW_S = 60.0
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Log:
+    def __init__(
+        self,
+        log_level: str,
+        log_format: str,
+        write: Callable[[bytes], object] = lambda line: os.write(sys.stderr.fileno(), line),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`log_level` is debug, info, warning or error, and `log_format` is text or json, as for the daemon."""
+        self._lowest = _LEVELS.index(log_level)
+        self._as_json = log_format == "json"
+        self._write, self._clock = write, clock
+        self._window_end, self._lines = 0.0, 0
+
+    def warning(self, message: str) -> None:
+        self._line("warning", message)
+
+    def error(self, message: str) -> None:
+        self._line("error", message)
+
+    def info(self, message: str) -> None:
+        self._line("info", message)
+
+    def ignored(self, message: str) -> None:
+        """Log that something was ignored, at most 10 times a minute."""
+        if self._clock() >= self._window_end:
+            self._window_end, self._lines = self._clock() + _WINDOW_S, 0
+        self._lines += 1
+        if self._lines <= _LINES_PER_WINDOW:
+            self.warning(message)
+
+    def _line(self, level: str, message: str) -> None:
+        if _LEVELS.index(level) < self._lowest:
+            return
+        now = time.time()
+        milliseconds = int(now % 1 * 1000)
+        if self._as_json:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+            entry = {"time": f"{stamp}.{milliseconds:03}Z", "level": level.upper()}
+            text = json.dumps(entry | {"logger": "kvservice.keeper", "message": message}, allow_nan=False)
+        else:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+            text = f"{stamp},{milliseconds:03} {level.upper()} kvservice.keeper: {message}"
+        try:
+            self._write(f"{text}\n".encode())
+        except OSError:
+            # Nobody reads stderr any more. The daemon must live on without the line.
+            return
+
 
 # ---- the descriptors that the keeper holds for the daemon, by name
 
@@ -98,20 +194,6 @@ MAX_STATUS_CHARACTERS = 500
 MAX_ENDED_EARLY = 100
 
 
-class ChildProcesses(Protocol):
-    """The interface of `Processes` to the keeper."""
-
-    def start(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        descriptors: Mapping[str, int],
-        standby: int | None = None,
-    ) -> int: ...
-
-    def signal(self, pid: int, number: int) -> None: ...
-
-
 @dataclass
 class _Daemon:
     pid: int
@@ -131,7 +213,7 @@ class Keeper:
     def __init__(
         self,
         settings: KeeperSettings,
-        processes: ChildProcesses,
+        processes: Processes,
         environ: Mapping[str, str],
         clock: Callable[[], float],
         log: Log,
@@ -443,119 +525,6 @@ class Keeper:
 
 
 # ---- the keeper's event loop: signals, notifications, ends of processes, control requests and the time
-
-
-# ---- the keeper's child processes: how they start, and how they end
-
-
-_PR_SET_PDEATHSIG = 1
-# The exit status of a shell for a command that cannot be executed.
-_NOT_EXECUTED = 127
-
-
-class Processes:
-    """Starts, signals and reaps processes."""
-
-    def __init__(self) -> None:
-        self._alive: set[int] = set()
-
-    def start(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        descriptors: Mapping[str, int],
-        standby: int | None = None,
-    ) -> int:
-        """Start a process that gets duplicates of these descriptors, and return its id.
-
-        The variables LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES tell it about the descriptors. A standby process also
-        gets a duplicate of the descriptor `standby`; KVSERVICE_STANDBY is its number. The process is killed when this
-        process ends in any way. Raises OSError if there is no memory for it.
-        """
-        keeper = os.getpid()
-        # A signal must not arrive between fork and exec, where a handler of this process would take it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            pid = os.fork()
-            if pid == 0:
-                _execute(keeper, command, environ, descriptors, standby, before)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._alive.add(pid)
-        return pid
-
-    def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process that was started here, unless it has been reaped."""
-        if pid in self._alive:
-            os.kill(pid, number)
-
-    def reap(self) -> list[tuple[int, Ending]]:
-        """Return the processes that have ended since the last call. As process 1 of a container this process also
-        reaps those that nobody else waits for."""
-        ended: list[tuple[int, Ending]] = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return ended
-            if pid == 0:
-                return ended
-            self._alive.discard(pid)
-            ended.append((pid, Ending.from_wait(status)))
-
-
-def _execute(
-    keeper: int,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    descriptors: Mapping[str, int],
-    standby: int | None,
-    signals_blocked: Iterable[int],
-) -> NoReturn:
-    """Turn this process, a fork of the keeper, into the command."""
-    try:
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals_blocked)
-        _end_with(keeper)
-        about = {
-            "LISTEN_PID": str(os.getpid()),
-            "LISTEN_FDS": str(len(descriptors)),
-            "LISTEN_FDNAMES": ":".join(descriptors),
-        }
-        passed = [*descriptors.values()]
-        if standby is not None:
-            about[STANDBY_VARIABLE] = str(FIRST_DESCRIPTOR + len(passed))
-            passed.append(standby)
-        _move(passed)
-        os.execve(command[0], list(command), {**environ, **about})
-    except BaseException as error:
-        os.write(sys.stderr.fileno(), f"cannot execute {command[0]}: {error}\n".encode())
-    finally:
-        os._exit(_NOT_EXECUTED)
-
-
-def _end_with(keeper: int) -> None:
-    """Have the kernel kill this process when its parent ends. The setting outlives exec."""
-    # ctypes stays out of the keeper's own memory.
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), errno.errorcode[ctypes.get_errno()])
-    if os.getppid() != keeper:
-        raise ProcessLookupError("the keeper has ended")
-
-
-def _move(descriptors: Sequence[int]) -> None:
-    """Give the process duplicates of the descriptors as 3, 4, ... All others are closed on exec."""
-    beyond = FIRST_DESCRIPTOR + len(descriptors)
-    duplicates = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, beyond) for descriptor in descriptors]
-    for number, duplicate in enumerate(duplicates, FIRST_DESCRIPTOR):
-        os.dup2(duplicate, number, inheritable=True)
-
-
-# ---- the loop
 
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)

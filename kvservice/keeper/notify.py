@@ -1,4 +1,4 @@
-"""The daemon's side of systemd's protocol: notifications, and file descriptors that outlive the process.
+"""Systemd's protocol, first the daemon's side: notifications, and file descriptors that outlive the process.
 
 See sd_notify(3), sd_listen_fds(3) and FileDescriptorStoreMax= in systemd.service(5). The manager on the other side is
 systemd, or the process of `kvservice.keeper`.
@@ -6,12 +6,16 @@ systemd, or the process of `kvservice.keeper`.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
+import json
 import os
 import select
 import socket
+import struct
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 # The first descriptor that a manager passes to a process that it starts.
 FIRST_DESCRIPTOR = 3
@@ -162,3 +166,175 @@ def taken_descriptors(environ: MutableMapping[str, str] = os.environ) -> dict[st
     for name in ambiguous:
         os.close(taken.pop(name))
     return taken
+
+
+# ---- the keeper's side of systemd's protocol: the socket that the daemon's notifications arrive on
+
+
+# The limit on descriptors in one message. The daemon sends one.
+MAX_PASSED = 16
+_CREDENTIALS = struct.Struct("iii")  # pid, uid, gid
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(MAX_PASSED * 4)
+
+
+class BadNotificationError(Exception):
+    """A message that breaks the protocol. Its descriptors are closed."""
+
+
+@dataclass(frozen=True)
+class Notification:
+    """One message of the process `pid`: its assignments, and its descriptors, which the receiver owns."""
+
+    pid: int
+    values: dict[str, str]
+    descriptors: tuple[int, ...] = ()
+
+    def says(self, assignment: str) -> bool:
+        """Return whether NAME=value is one of the assignments."""
+        name, _, value = assignment.partition("=")
+        return self.values.get(name) == value
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class NotifySocket:
+    """A datagram socket. The kernel says which process sent a message. Its name is in the abstract namespace, so that
+    a killed keeper leaves no file."""
+
+    def __init__(self) -> None:
+        name = f"kvservice-keeper-{os.getpid()}-{os.urandom(8).hex()}"
+        self.address = f"@{name}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(f"\0{name}")
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> Notification | None:
+        """Return the next message, or None if none waits. Raises BadNotificationError."""
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        pid, descriptors = _read(ancillary)
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise BadNotificationError(f"a message of process {pid} is too large")
+            if pid == 0:
+                raise BadNotificationError("a message has no sender")
+            return Notification(pid, _assignments(data, pid), descriptors)
+        except BadNotificationError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _read(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, tuple[int, ...]]:
+    """Return the sender and the descriptors in the ancillary data. The sender is 0 if it is not known."""
+    pid = 0
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            pid = _CREDENTIALS.unpack(content)[0]
+    return pid, tuple(descriptors)
+
+
+def _assignments(data: bytes, pid: int) -> dict[str, str]:
+    """Return NAME=value lines as a dict. Raises BadNotificationError."""
+    try:
+        lines = data.decode().split("\n")
+    except UnicodeDecodeError:
+        raise BadNotificationError(f"a message of process {pid} is not UTF-8") from None
+    values = {}
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if line and not equals:
+            raise BadNotificationError(f"a message of process {pid} has a line without =")
+        values[name] = value
+    values.pop("", None)
+    return values
+
+
+# ---- the start of a process that is to take over from a running daemon: what it says before, and the signal to go
+#
+# keeper                          standby process                old daemon
+# start, duplicates of the
+# descriptors           ────────▶ imports, checks the state      serves
+#                       ◀──────── ready, or refused: why
+# SIGUSR1               ───────────────────────────────────────▶ drains, saves its steps, ends with status 0
+# go, the newest
+# descriptors           ────────▶ opens the state, serves
+#                       ◀──────── READY=1
+
+
+# Its value is the descriptor of the socket on which the process gets the signal to go.
+STANDBY_VARIABLE = "KVSERVICE_STANDBY"
+STANDBY_READY = "ready"
+# The key of the assignment that says STANDBY_READY, or why the process cannot take over.
+STANDBY_SAYS = "X_KVSERVICE_STANDBY"
+MAX_REASON_CHARACTERS = 1000
+_MAX_GO_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 253  # the kernel's limit for one message
+
+
+class Standby:
+    """The side of the process that takes over."""
+
+    def __init__(self, channel: socket.socket, notifier: Notifier) -> None:
+        self._channel, self._notifier = channel, notifier
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Standby | None:
+        """Return the standby if a keeper has started this process as one, else None. The variable that says so is
+        removed from `environ`. Raises ValueError and OSError if the variables are wrong."""
+        number = environ.pop(STANDBY_VARIABLE, "")
+        notifier = Notifier.from_environment(environ) if number else None
+        if notifier is None:
+            return None
+        channel = socket.socket(fileno=int(number))
+        channel.set_inheritable(False)
+        return cls(channel, notifier)
+
+    def refuse(self, reason: str) -> None:
+        """Say why this process cannot take over. The old daemon goes on serving, and this process must end."""
+        self._say(" ".join(reason.split())[:MAX_REASON_CHARACTERS] or "no reason given")
+
+    def wait_for_go(self, environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
+        """Say that this process can take over, and wait until the old daemon has ended. Returns the descriptors that
+        the keeper holds now, by name; the caller owns them.
+
+        The variables about the end of the old daemon are set in `environ`. Raises EOFError if the keeper has given the
+        upgrade up.
+        """
+        self._say(STANDBY_READY)
+        data, descriptors, _, _ = socket.recv_fds(
+            self._channel, _MAX_GO_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            raise EOFError("the keeper has given the upgrade up")
+        go = json.loads(data)
+        environ.update(go["environ"])
+        self._channel.close()
+        self._notifier.close()
+        return dict(zip(go["names"], descriptors, strict=True))
+
+    def _say(self, text: str) -> None:
+        self._notifier.send(f"{STANDBY_SAYS}={text}")
+
+
+def send_go(channel: socket.socket, descriptors: Mapping[str, int], environ: Mapping[str, str]) -> None:
+    """Tell the process on the other end that the old daemon has ended. Raises OSError if that process has ended."""
+    message = json.dumps({"names": [*descriptors], "environ": dict(environ)}).encode()
+    socket.send_fds(channel, [message], [*descriptors.values()])

@@ -1,6 +1,6 @@
 """Paths that are the daemon's alone. Folders whose content it trusts: it writes to the files that it finds there, and
 clients get their bytes. Unix sockets at paths that are never free: a socket is made beside its path, and a rename puts
-it in the place of the one before."""
+it in the place of the one before. At the end: the sockets beside the daemon's unix socket."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import socket
 import stat
 from pathlib import Path
 
-from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
-
+# Longest path of a unix socket; Linux's sun_path has one byte more, for the terminating zero.
+MAX_SOCKET_PATH_BYTES = 107
 _PROBE_S = 1.0
 
 
@@ -98,3 +98,19 @@ def remove_own(path: str, made: os.stat_result) -> None:
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), made):
             os.unlink(path)
+
+
+def control_path(unix_socket: str) -> str:
+    """Return the path of the control socket beside the daemon's unix socket, or empty if there can be none."""
+    return _beside(unix_socket, "keeper")
+
+
+def door_path(unix_socket: str) -> str:
+    """Return the path of the operator's door, the daemon's second gRPC socket, beside its unix socket, or empty if
+    there can be none."""
+    return _beside(unix_socket, "own")
+
+
+def _beside(unix_socket: str, ending: str) -> str:
+    path = f"{unix_socket}.{ending}"
+    return path if unix_socket and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES else ""

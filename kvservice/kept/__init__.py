@@ -10,9 +10,8 @@ table       small values by section and key, crash-safe
 report      what a restart kept and lost
 """
 
-from kvservice.kept.files import KeptFiles
 from kvservice.kept.report import KeptCounts, LostCounts, RestartReport, RestartTotals, count_restart
-from kvservice.kept.state import Facts, KeptArrays, KeptState
+from kvservice.kept.state import Facts, KeptArrays, KeptFiles, KeptState
 from kvservice.kept.table import KeptDict, KeptStateError, KeptTable, Section
 
 __all__ = [

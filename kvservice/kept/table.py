@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.pool.available import available_bytes
+from kvservice.pool.sealed import available_bytes
 
 
 class KeptStateError(Exception):

@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvservice.metrics.families import counter, counters, gauge, gauges
 from kvservice.telemetry.figures import SavedStats
 from kvservice.telemetry.reading import Reading
-from kvservice.tiers.protocol import STATES, TierStats
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import STATES, SpillStats, TierStats
 
 _GAUGES = {
     "namespaces": "Namespaces of the block store, by model (beyond the first max_labels: other).",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,9 @@ import numpy as np
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, TransferStats
+from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, TransferStats, values_of
 from kvservice.telemetry.reading import IntArray, Reading
-from kvservice.tiers.protocol import TierStats
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats, TierStats
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
@@ -67,7 +67,7 @@ class History:
         """Return the rates and quantiles of `SchedulingSnapshot`."""
         first, last = self._window[0], self._window[-1]
         seconds, before, now = _seconds(first, last), first.schedulers.totals, last.schedulers.totals
-        grown = SchedulerFigures(*map(operator.sub, now, before))
+        grown = SchedulerFigures(*map(operator.sub, values_of(now), values_of(before)))
         preemptions = grown.recompute_preemptions + grown.swap_preemptions
         rates = {
             "generated_tokens_per_s": grown.generated_tokens / seconds,
@@ -104,7 +104,7 @@ class History:
         first, last = self._window[0], self._window[-1]
         if last.transfers is None or first.transfers is None:
             return {}
-        grown = TransferStats(*map(operator.sub, last.transfers.stats, first.transfers.stats))
+        grown = TransferStats(*map(operator.sub, values_of(last.transfers.stats), values_of(first.transfers.stats)))
         seconds, recent = _seconds(first, last), last.transfers.counts - first.transfers.counts
         rates = {
             "in_bytes_per_s": grown.bytes_in / seconds,
@@ -211,8 +211,8 @@ def _seconds(first: Reading, last: Reading) -> float:
 
 def _growth(first: Reading, last: Reading, seconds: float) -> dict[str, float]:
     """Return the growth per second of every gauge and counter, by name."""
-    before = first.blocks._asdict() | first.server._asdict()
-    now = last.blocks._asdict() | last.server._asdict()
+    before = asdict(first.blocks) | asdict(first.server)
+    now = asdict(last.blocks) | asdict(last.server)
     return {name: (now[name] - before[name]) / seconds for name in now}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.kept.report import RestartReport
 from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES, SWAP, Blocks, PoolMap
 from kvservice.observer.history import History
-from kvservice.store.figures import ModelFigures
+from kvservice.store.namespaces import ModelFigures
 from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.figures import NO_LIMIT
+from kvservice.telemetry.figures import NO_LIMIT, names_of
 from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.reading import IntArray, Reader, Reading, SequenceRows, SessionReading
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats
 from kvservice.v1 import inspect_pb2
 
 # Limits on the reported holders of a block and blocks of a sequence.
@@ -170,9 +171,9 @@ class Views:
 # The fields of `PoolSnapshot` have the names of `BlocksStats` and `ServerStats`.
 _POOL = tuple(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name)
 # These fields of `SpillSnapshot` have the names of `SpillStats`.
-_SPILL = tuple(name for name in inspect_pb2.SpillSnapshot.DESCRIPTOR.fields_by_name if name in SpillStats._fields)
+_SPILL = tuple(name for name in inspect_pb2.SpillSnapshot.DESCRIPTOR.fields_by_name if name in names_of(SpillStats))
 # These fields of `StoreSnapshot` have the names of `ModelFigures`.
-_STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name in ModelFigures._fields)
+_STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name in names_of(ModelFigures))
 
 
 def take_snapshot(
@@ -219,7 +220,7 @@ def _fits(session: SessionReading, search: str) -> bool:
 
 
 def _pool(latest: Reading) -> dict[str, Any]:
-    figures = latest.blocks._asdict() | latest.server._asdict()
+    figures = asdict(latest.blocks) | asdict(latest.server)
     return {name: int(figures[name]) for name in _POOL} | {"draining": bool(latest.server.draining)}
 
 
@@ -240,17 +241,17 @@ def _store(latest: Reading, history: History) -> dict[str, Any]:
 
 def _tiers(latest: Reading, history: History) -> list[dict[str, Any]]:
     rates = history.tiers()
-    return [tier._asdict() | rates.get(tier.name, {}) for tier in latest.tiers]
+    return [asdict(tier) | rates.get(tier.name, {}) for tier in latest.tiers]
 
 
 def _spill(latest: Reading, history: History) -> dict[str, Any]:
     """Return the figures of spilled blocks and of saved sessions, if the daemon has them."""
     found: dict[str, Any] = {}
     if latest.spill is not None:
-        figures = latest.spill._asdict()
+        figures = asdict(latest.spill)
         found["spill"] = {name: figures[name] for name in _SPILL} | history.spill()
     if latest.saved is not None:
-        found["saved"] = latest.saved._asdict()
+        found["saved"] = asdict(latest.saved)
     return found
 
 
@@ -258,7 +259,7 @@ def _transfers(latest: Reading, history: History) -> dict[str, Any]:
     """Return the figures of transfers between hosts, or nothing if the daemon has no transfer engines."""
     if latest.transfers is None:
         return {}
-    return {"transfers": latest.transfers.stats._asdict() | history.transfers()}
+    return {"transfers": asdict(latest.transfers.stats) | history.transfers()}
 
 
 def _scheduling(latest: Reading, history: History) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _scheduling(latest: Reading, history: History) -> dict[str, Any]:
     totals = latest.schedulers.totals
     if not totals.added + totals.refused:
         return {}
-    return {"scheduling": {"totals": totals._asdict()} | history.scheduling()}
+    return {"scheduling": {"totals": asdict(totals)} | history.scheduling()}
 
 
 def _tenants(latest: Reading, part: ShownPart | None) -> list[dict[str, Any]]:
@@ -285,7 +286,7 @@ def _tenants(latest: Reading, part: ShownPart | None) -> list[dict[str, Any]]:
 
 
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
-    scheduler = {} if session.scheduler is None else {"scheduler": session.scheduler._asdict()}
+    scheduler = {} if session.scheduler is None else {"scheduler": asdict(session.scheduler)}
     engine = {} if session.engine is None else {"engine": session.engine._asdict()}
     return (
         scheduler

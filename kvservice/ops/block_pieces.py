@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.ops.cuda import load_extension
-from kvservice.ops.device_array import HOST, DeviceArray, as_int, check_array, require
+from kvservice.ops.cuda import HOST, DeviceArray, as_int, check_array, load_extension, require
 
 # Addresses, strides and sizes are multiples of it.
 ALIGNMENT = 16

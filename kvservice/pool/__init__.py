@@ -1,9 +1,8 @@
 """The bytes of a pool: its layout, host memory that other processes map, and how much of it there is."""
 
-from kvservice.pool.available import available_bytes
-from kvservice.pool.cpu import CpuPool
 from kvservice.pool.layout import DTYPES, TENSOR_DTYPES, PoolLayout
-from kvservice.pool.sealed import SealedMemory
+from kvservice.pool.pools import CpuPool
+from kvservice.pool.sealed import SealedMemory, available_bytes
 
 __all__ = [
     "DTYPES",

@@ -1,9 +1,7 @@
 """Sessions on disk: files that outlive the daemon and the machine's memory.
 
-sessions    SessionFiles: writes and reads the file of a session
-transfers   BlockTransfers: blocks between a device and a file
-files       SavedFiles: the folder, its limit and its expired files
-file_io     files past the page cache
+sessions    SessionFiles: writes and reads the file of a session; blocks between a device and a file
+files       SavedFiles: the folder, its limit and its expired files; files past the page cache
 format      header and manifest
 """
 

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from kvservice import plain_json
 from kvservice.blocks import SavedSequence, SavedSequences
 from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
-from kvservice.saved.errors import DamagedFileError
 
 SECTOR_BYTES: Final = 4096
 FORMAT_VERSION: Final = 2
@@ -176,3 +175,10 @@ def _decode(data: bytes) -> Manifest:
 def _split(array: npt.NDArray[Any], counts: list[int]) -> list[npt.NDArray[Any]]:
     """Return consecutive parts of an array, with these numbers of elements."""
     return np.split(array, np.cumsum(counts)[:-1]) if counts else []
+
+
+# ---- the error of a file with a session that cannot be used
+
+
+class DamagedFileError(Exception):
+    """A file is not whole, or its bytes are not the ones that were written. The message says what is wrong with it."""

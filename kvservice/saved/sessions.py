@@ -27,10 +27,25 @@ from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.devices import Device
 from kvservice.devices.base import PoolName, UInt64
 from kvservice.errors import DiskFailedError, DiskFullError, SessionNotRestoredError
-from kvservice.saved.errors import DamagedFileError
-from kvservice.saved.file_io import DirectFile, NotRegularError, aligned_memory
-from kvservice.saved.files import FileEntry, NewFile, SavedFiles, name_of, read_header
-from kvservice.saved.format import SECTOR_BYTES, FileHeader, Manifest, SessionValues, digest_of, rounded_up
+from kvservice.saved.files import (
+    DirectFile,
+    FileEntry,
+    NewFile,
+    NotRegularError,
+    SavedFiles,
+    aligned_memory,
+    name_of,
+    read_header,
+)
+from kvservice.saved.format import (
+    SECTOR_BYTES,
+    DamagedFileError,
+    FileHeader,
+    Manifest,
+    SessionValues,
+    digest_of,
+    rounded_up,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvservice.scheduler.reporting import Report
 from kvservice.scheduler.requests import Phase, Request
 from kvservice.scheduler.scheduler import Scheduler, check_integrity
 from kvservice.scheduler.stats import BUCKETS_S as LATENCY_BUCKETS_S
-from kvservice.scheduler.stats import Histogram, Latencies, SchedulerCounters, SchedulerFigures
+from kvservice.scheduler.stats import Histogram, Latencies, SchedulerFigures
 
 __all__ = [
     "LATENCY_BUCKETS_S",
@@ -42,7 +42,6 @@ __all__ = [
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",
-    "SchedulerCounters",
     "SchedulerFigures",
     "Speeds",
     "check_integrity",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -52,7 +52,7 @@ from kvservice.scheduler.requests import (
     check_request,
     hashes_in_slices,
 )
-from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
+from kvservice.scheduler.stats import Latencies, SchedulerFigures
 
 
 class EngineScheduler:
@@ -72,7 +72,7 @@ class EngineScheduler:
         latencies: Latencies,
     ) -> None:
         self.config = config
-        self.queues = EngineQueues(manager, namespace, config, SchedulerCounters())
+        self.queues = EngineQueues(manager, namespace, config, SchedulerFigures())
         self.share = shares.add(weight)
         self._shares, self._manager, self._namespace = shares, manager, namespace
         self._latencies, self._num_stalled = latencies, 0
@@ -334,8 +334,13 @@ class EngineScheduler:
         """Return the gauges of this moment and the counters."""
         queues = self.queues
         running = queues.num_running
-        gauges = len(queues.waiting), running, len(queues.swapped), min(self._num_stalled, running)
-        return SchedulerFigures.of(*gauges, queues.counters)
+        return replace(
+            queues.counters,
+            waiting=len(queues.waiting),
+            running=running,
+            swapped=len(queues.swapped),
+            stalled=min(self._num_stalled, running),
+        )
 
     def close(self) -> None:
         """Forget all requests, for an engine whose namespace is closed."""

@@ -17,7 +17,7 @@ from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.scheduler.batches import DecodeSet, InFlight
 from kvservice.scheduler.config import SchedulerConfig, Speeds
 from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
-from kvservice.scheduler.stats import SchedulerCounters
+from kvservice.scheduler.stats import SchedulerFigures
 
 
 class WaitingQueue:
@@ -84,7 +84,7 @@ class EngineQueues:
         manager: BlockManager,
         namespace: SessionNamespace,
         config: SchedulerConfig,
-        counters: SchedulerCounters,
+        counters: SchedulerFigures,
     ) -> None:
         self.manager, self.namespace, self.config = manager, namespace, config
         self.requests: dict[int, RequestGroup] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from kvservice.blocks import BlockManager, SessionNamespace, Slices
 from kvservice.blocks.slices import SLICE_SEQUENCES, finish
@@ -11,7 +12,7 @@ from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler, PoolShares
 from kvservice.scheduler.queues import EngineQueues
 from kvservice.scheduler.requests import RUNNING, Phase, RequestGroup, RequestState
-from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
+from kvservice.scheduler.stats import Latencies, SchedulerFigures
 
 
 class Scheduler:
@@ -22,7 +23,7 @@ class Scheduler:
         self._manager = manager
         self._shares = PoolShares(manager.config.num_blocks)
         self._engines: dict[SessionNamespace, EngineScheduler] = {}
-        self._closed = SchedulerCounters()
+        self._closed = SchedulerFigures()
         self.latencies = Latencies()
 
     def open_engine(
@@ -71,8 +72,10 @@ class Scheduler:
 
     def totals(self) -> SchedulerFigures:
         """Return the sums over all engines, with the counters of closed ones."""
-        closed = SchedulerFigures.of(0, 0, 0, 0, self._closed)
-        return SchedulerFigures(*map(sum, zip(closed, *self.figures().values(), strict=True)))
+        totals = replace(self._closed)
+        for figures in self.figures().values():
+            totals.add(figures)
+        return totals
 
 
 # ---- Checks of the invariants of queues, for tests, simulations and the daemon

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -64,62 +64,17 @@ class Latencies:
 
 
 @dataclass(slots=True)
-class SchedulerCounters:
-    """Counters of one engine since it was opened.
+class SchedulerFigures:
+    """Figures of a scheduler: gauges, then counters since it was opened.
+
+    The gauges are requests that wait, sequences that run or are swapped out, and running sequences that the last batch
+    left without a block. An engine counts in an object of its own, whose gauges stay 0.
 
     Requests: `added`, `finished`, `aborted`, and `refused` by `add`. `stalls` counts a running sequence once for each
     step in which it waits for a block. `prompt_tokens` counts prompts of admitted requests, `cached_tokens` the part of
     them that was in the prefix cache, and `recomputed_tokens` tokens computed again after preemptions.
     `proposed_tokens` were verified, and `accepted_tokens` of them were right.
     """
-
-    steps: int = 0
-    added: int = 0
-    finished: int = 0
-    aborted: int = 0
-    refused: int = 0
-    recompute_preemptions: int = 0
-    swap_preemptions: int = 0
-    stalls: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def values(self) -> tuple[int, ...]:
-        """Return all counters, in the order of their declaration."""
-        return tuple(getattr(self, name) for name in self.__slots__)
-
-    def add(self, other: SchedulerCounters) -> None:
-        """Add the counters of another engine."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def count_batch(self, batch: ScheduledBatch) -> None:
-        """Count a batch that was made."""
-        if batch.step is not None:
-            self.steps += 1
-        self.stalls += batch.num_stalled
-        if batch.preempted:
-            swapped = sum(one.swapped for one in batch.preempted)
-            self.swap_preemptions += swapped
-            self.recompute_preemptions += len(batch.preempted) - swapped
-
-    def count_admission(self, state: RequestState, num_cached: int) -> None:
-        """Count the tokens of an admitted request, of which `num_cached` need not be computed."""
-        if state.preempted:
-            self.recomputed_tokens += max(state.lost - num_cached, 0)
-            state.lost = 0
-        else:
-            self.prompt_tokens += len(state.tokens)
-            self.cached_tokens += num_cached
-
-
-class SchedulerFigures(NamedTuple):
-    """Figures of a scheduler. The gauges are requests that wait, sequences that run or are swapped out, and running
-    sequences that the last batch left without a block. The other fields are those of `SchedulerCounters`."""
 
     waiting: int = 0
     running: int = 0
@@ -141,8 +96,26 @@ class SchedulerFigures(NamedTuple):
     proposed_tokens: int = 0
     accepted_tokens: int = 0
 
-    @classmethod
-    def of(
-        cls, waiting: int, running: int, swapped: int, stalled: int, counters: SchedulerCounters
-    ) -> SchedulerFigures:
-        return cls(waiting, running, swapped, stalled, *counters.values())
+    def add(self, other: SchedulerFigures) -> None:
+        """Add the figures of another engine."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def count_batch(self, batch: ScheduledBatch) -> None:
+        """Count a batch that was made."""
+        if batch.step is not None:
+            self.steps += 1
+        self.stalls += batch.num_stalled
+        if batch.preempted:
+            swapped = sum(one.swapped for one in batch.preempted)
+            self.swap_preemptions += swapped
+            self.recompute_preemptions += len(batch.preempted) - swapped
+
+    def count_admission(self, state: RequestState, num_cached: int) -> None:
+        """Count the tokens of an admitted request, of which `num_cached` need not be computed."""
+        if state.preempted:
+            self.recomputed_tokens += max(state.lost - num_cached, 0)
+            state.lost = 0
+        else:
+            self.prompt_tokens += len(state.tokens)
+            self.cached_tokens += num_cached

@@ -22,7 +22,7 @@ from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
 from kvservice.keeper.private_paths import private_folder
-from kvservice.keeper.restarts import is_from_outside
+from kvservice.keeper.processes import is_from_outside
 from kvservice.kept import KeptFiles, KeptState, KeptStateError, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.saved import SavedFiles, SessionFiles

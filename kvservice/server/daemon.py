@@ -22,10 +22,8 @@ from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import prepare_device
 from kvservice.errors import KVServiceError, RestartingError
-from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
-from kvservice.keeper.private_paths import remove_own
-from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES, door_path
-from kvservice.keeper.standby import Standby
+from kvservice.keeper.notify import HANDOVER, READY, Notifier, Standby, taken_descriptors
+from kvservice.keeper.private_paths import MAX_SOCKET_PATH_BYTES, door_path, remove_own
 from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, RestartReport, count_restart
 from kvservice.server.calls.admin import AdminCalls

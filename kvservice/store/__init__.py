@@ -3,26 +3,22 @@
 `BlockStore` is the API for all sessions, `SessionStore` for one. The native index (csrc/store) finds keys and chooses
 what to evict; it is passed in, and this package moves no bytes. Imports point down this list:
 
-recovery     what sessions had in the store before a restart of the daemon
-session      SessionStore: the namespaces, leases and reservations of one session
+session      SessionStore: the namespaces, leases and reservations of one session, and what it had before a restart
 store        BlockStore: all operations on blocks, and events
 table        NamespaceTable: which namespaces there are, their quotas and counters, and which one gives way
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
 records      StoreRecords: what outlives the daemon's process beside the index
 misses       GhostKeys, and the reasons why blocks are missing
-namespaces   NamespaceIdentity, StoredNamespace
-figures      ModelFigures: gauges and counters by model; EngineFigures: those that engines report
+namespaces   NamespaceIdentity, StoredNamespace; gauges and counters by model, and those that engines report
 index        KeyIndex: what the native class does
 """
 
-from kvservice.store.figures import EngineFigures, ModelFigures
 from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
-from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.namespaces import EngineFigures, ModelFigures, NamespaceIdentity, StoredNamespace
 from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
-from kvservice.store.recovery import StoreRecovery, recover
-from kvservice.store.session import Reservation, SessionStore
+from kvservice.store.session import Reservation, SessionStore, StoreRecovery, recover
 from kvservice.store.store import BlockStore, GhostKeys, Quarantine, check_keys
 from kvservice.store.table import StoreConfig
 

@@ -16,10 +16,9 @@ import numpy.typing as npt
 from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.store.figures import ModelFigures
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
-from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.namespaces import ModelFigures, NamespaceIdentity, StoredNamespace
 from kvservice.store.records import ReservationRecord, StoreRecords
 from kvservice.store.table import NamespaceTable, StoreConfig
 

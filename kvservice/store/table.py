@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.store.figures import ModelFigures, NamespaceCounters
 from kvservice.store.index import KeyIndex
-from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.namespaces import ModelFigures, NamespaceIdentity, StoredNamespace
 from kvservice.store.records import NamespaceRecord, StoreRecords
 
 # The records of a slab take a page at least.
@@ -41,7 +40,7 @@ class NamespaceTable:
         # Namespaces in the order in which they were last opened or left.
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
         # Counters by model. They outlive its namespaces.
-        self._counters: dict[str, NamespaceCounters] = {}
+        self._counters: dict[str, ModelFigures] = {}
 
     def __iter__(self) -> Iterator[StoredNamespace]:
         return iter(self._namespaces.values())
@@ -119,17 +118,17 @@ class NamespaceTable:
             namespaces = [one for one in self if one.counters is counters]
             stats = [self._index.stats(one.number) for one in namespaces]
             quarantined = sum(one.num_quarantined for one in namespaces)
-            gauges = {
-                "namespaces": len(stats),
-                "blocks": sum(one.num_blocks for one in stats),
-                "leased": sum(one.num_leased for one in stats) - quarantined,
-                "reserved": sum(one.num_reserved for one in stats),
-                "quarantined": quarantined,
-                "used_bytes": sum(one.used_bytes for one in stats),
-                "quota_bytes": sum(one.quota_bytes for one in namespaces),
-            }
-            evicted = counters.evicted + sum(one.num_evicted for one in stats)
-            figures[model] = ModelFigures(**gauges, **asdict(counters) | {"evicted": evicted})
+            figures[model] = replace(
+                counters,
+                namespaces=len(stats),
+                blocks=sum(one.num_blocks for one in stats),
+                leased=sum(one.num_leased for one in stats) - quarantined,
+                reserved=sum(one.num_reserved for one in stats),
+                quarantined=quarantined,
+                used_bytes=sum(one.used_bytes for one in stats),
+                quota_bytes=sum(one.quota_bytes for one in namespaces),
+                evicted=counters.evicted + sum(one.num_evicted for one in stats),
+            )
         return figures
 
     def _create(self, identity: NamespaceIdentity) -> StoredNamespace:
@@ -144,9 +143,9 @@ class NamespaceTable:
         self._namespaces[identity] = namespace
         return namespace
 
-    def _counters_of(self, model: str) -> NamespaceCounters:
+    def _counters_of(self, model: str) -> ModelFigures:
         is_known = model in self._counters or len(self._counters) < self._config.max_models
-        return self._counters.setdefault(model if is_known else OTHER_MODELS, NamespaceCounters())
+        return self._counters.setdefault(model if is_known else OTHER_MODELS, ModelFigures())
 
     def _use(self, namespace: StoredNamespace) -> None:
         self._namespaces[namespace.identity] = self._namespaces.pop(namespace.identity)

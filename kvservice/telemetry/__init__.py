@@ -24,11 +24,12 @@ from kvservice.telemetry.figures import (
     TransferReading,
     TransferStats,
     TransferTable,
+    names_of,
 )
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH, Asker, answer_all, open_link
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionRow, SessionTable
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats
 
 __all__ = [
     "ATTACHED",
@@ -62,6 +63,7 @@ __all__ = [
     "TransferTable",
     "answer_all",
     "keys",
+    "names_of",
     "open_arrays",
     "open_link",
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.pool.available import available_bytes
+from kvservice.pool.sealed import available_bytes
 
 # Name, dtype, shape, and offset in the file.
 ManifestEntry: TypeAlias = tuple[str, str, Sequence[int], int]

@@ -3,8 +3,11 @@ asks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +16,40 @@ from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import Zeros
 from kvservice.scheduler import Latencies, SchedulerFigures
 from kvservice.scheduler.stats import WIDTH as TOKEN_WIDTH
-from kvservice.store.figures import EngineFigures, ModelFigures
+from kvservice.store.namespaces import EngineFigures, ModelFigures
 from kvservice.telemetry.calls import WIDTH
 from kvservice.tiers.protocol import STATES, TierStats
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# ---- figures: a dataclass of numbers, in whose objects the daemon counts
+
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def names_of(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    """Return the names of the figures, in the order of their declaration."""
+    return tuple(one.name for one in fields(kind))
+
+
+def values_of(figures: DataclassInstance) -> tuple[Any, ...]:
+    """Return the figures in the order of their declaration. Unlike `astuple` it makes no deep copies, which would take
+    long with many sessions."""
+    return _values_of(type(figures))(figures)
+
+
+@functools.cache
+def _values_of(kind: type[DataclassInstance]) -> Callable[[DataclassInstance], tuple[Any, ...]]:
+    return operator.attrgetter(*names_of(kind))
+
 
 # ---- gauges and counters of the daemon
 
 
-class ServerStats(NamedTuple):
+@dataclass(slots=True)
+class ServerStats:
     """Figures of the daemon beside those of the block manager: gauges, followed by counters since the start. Fields
     `..._s` are in seconds."""
 
@@ -64,23 +93,21 @@ class DaemonStatsTable:
     `ServerStats`, and lane_counts int64[buckets + 1], the latency histogram of lanes."""
 
     def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
-        self._blocks: npt.NDArray[np.int64] = zeros("block_stats", (len(BlocksStats._fields),), np.int64)
-        self._server: npt.NDArray[np.float64] = zeros("server_stats", (len(ServerStats._fields),), np.float64)
+        self._blocks: npt.NDArray[np.int64] = zeros("block_stats", (len(fields(BlocksStats)),), np.int64)
+        self._server: npt.NDArray[np.float64] = zeros("server_stats", (len(fields(ServerStats)),), np.float64)
         self._lane_counts: npt.NDArray[np.int64] = zeros("lane_counts", (num_lane_buckets,), np.int64)
 
     def write(self, blocks: BlocksStats, server: ServerStats, lane_counts: list[int]) -> None:
-        self._blocks[:] = blocks
-        self._server[:] = server
+        self._blocks[:] = values_of(blocks)
+        self._server[:] = values_of(server)
         self._lane_counts[:] = lane_counts
 
 
-# ---- figures of a part that a daemon may lack: a NamedTuple of numbers
+# ---- figures of a part that a daemon may lack
 
 
-T = TypeVar("T", bound=tuple[Any, ...])
-
-
-class SavedStats(NamedTuple):
+@dataclass(slots=True)
+class SavedStats:
     """Sessions on the disk: how many there are, their bytes and the room for them; counters since the start of sessions
     that were saved and restored, of files whose time was over, of damaged ones, and of failures of the disk."""
 
@@ -98,11 +125,11 @@ class FiguresTable:
     """A shared array float64[1 + numbers]: 1 if the daemon has the part, then the numbers in the order of the fields.
     Integers are exact up to 2**53."""
 
-    def __init__(self, name: str, kind: type[tuple[float, ...]], zeros: Zeros) -> None:
-        self._figures: npt.NDArray[np.float64] = zeros(name, (1 + len(kind()),), np.float64)
+    def __init__(self, name: str, kind: type[DataclassInstance], zeros: Zeros) -> None:
+        self._figures: npt.NDArray[np.float64] = zeros(name, (1 + len(fields(kind)),), np.float64)
 
-    def write(self, figures: tuple[float, ...]) -> None:
-        self._figures[:] = 1, *figures
+    def write(self, figures: DataclassInstance) -> None:
+        self._figures[:] = 1, *values_of(figures)
 
 
 def read_figures(arrays: Mapping[str, npt.NDArray[Any]], name: str, kind: type[T]) -> T | None:
@@ -110,15 +137,14 @@ def read_figures(arrays: Mapping[str, npt.NDArray[Any]], name: str, kind: type[T
     has_part, *numbers = arrays[name].tolist()
     if not has_part:
         return None
-    defaults: Any = kind()
-    values = (type(default)(number) for default, number in zip(defaults, numbers, strict=True))
+    values = (type(default)(number) for default, number in zip(values_of(kind()), numbers, strict=True))
     return kind(*values)
 
 
 # ---- schedulers
 
 
-_NUM_FIGURES = len(SchedulerFigures._fields)
+_NUM_FIGURES = len(fields(SchedulerFigures))
 # Rows of the histograms.
 FIRST_TOKEN, BETWEEN_TOKENS = range(2)
 
@@ -143,9 +169,9 @@ class SchedulerTable:
         for row in self._written - figures.keys():
             self._rows[row, 0] = 0
         for row, values in figures.items():
-            self._rows[row] = 1, *values
+            self._rows[row] = 1, *values_of(values)
         self._written = set(figures)
-        self._totals[:] = totals
+        self._totals[:] = values_of(totals)
         for row, histogram in ((FIRST_TOKEN, latencies.first_token), (BETWEEN_TOKENS, latencies.between_tokens)):
             self._counts[row] = histogram.counts
             self._seconds[row] = histogram.seconds
@@ -215,14 +241,14 @@ class StoreTable:
         self._bytes[:] = num_bytes
         self._count: npt.NDArray[np.int64] = zeros("store_count", (1,), np.int64)
         self._names: npt.NDArray[np.uint8] = zeros("store_models", (max_models, _MODEL_BYTES), np.uint8)
-        self._figures: npt.NDArray[np.int64] = zeros("store_figures", (max_models, len(ModelFigures._fields)), np.int64)
+        self._figures: npt.NDArray[np.int64] = zeros("store_figures", (max_models, len(fields(ModelFigures))), np.int64)
 
     def write(self, figures: Mapping[str, ModelFigures], ready_bytes: int | None = None) -> None:
         """`ready_bytes` are there, without it all."""
         self._bytes[1] = self._bytes[0] if ready_bytes is None else ready_bytes
         for row, (model, values) in enumerate(figures.items()):
             self._names[row] = np.frombuffer(model.encode().ljust(_MODEL_BYTES, b"\0"), np.uint8)
-            self._figures[row] = values
+            self._figures[row] = values_of(values)
         self._count[0] = len(figures)
 
 
@@ -241,8 +267,8 @@ def read_store(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int, dict[s
 
 MAX_TIERS = 4
 _TIER_BYTES = 64
-_NUMBERS = TierStats._fields[2:]  # the fields after the name and the state
-_KINDS = tuple(type(TierStats._field_defaults[name]) for name in _NUMBERS)
+_NUMBERS = names_of(TierStats)[2:]  # the fields after the name and the state
+_KINDS = tuple(map(type, values_of(TierStats(""))[2:]))
 
 
 class TierTable:
@@ -258,7 +284,7 @@ class TierTable:
 
     def write(self, tiers: Sequence[TierStats]) -> None:
         assert len(tiers) <= MAX_TIERS, "a daemon has one tier of each kind"
-        for row, (name, state, *numbers) in enumerate(tiers):
+        for row, (name, state, *numbers) in enumerate(map(values_of, tiers)):
             self._names[row] = np.frombuffer(name.encode().ljust(_TIER_BYTES, b"\0"), np.uint8)
             self._figures[row] = STATES.index(state), *numbers
         self._count[0] = len(tiers)
@@ -334,7 +360,8 @@ def read_tenant_quotas(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, dict
 DIRECTIONS: Final = ("in", "out")
 
 
-class TransferStats(NamedTuple):
+@dataclass(slots=True)
+class TransferStats:
     """Engines that run, remote regions and the daemon's memory for them, transfers in progress; counters since the
     start of transfers that ended well and that failed, of their bytes, of engines that did not start, of blocks that
     arrived damaged, and of calls whose blocks came in messages instead, with their bytes."""

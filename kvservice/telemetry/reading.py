@@ -25,7 +25,7 @@ from kvservice.blocks.state import (
 )
 from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
-from kvservice.store.figures import EngineFigures, ModelFigures
+from kvservice.store.namespaces import EngineFigures, ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
@@ -44,8 +44,7 @@ from kvservice.telemetry.figures import (
     read_transfers,
 )
 from kvservice.telemetry.sessions import get_name
-from kvservice.tiers.protocol import TierStats
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats, TierStats
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001

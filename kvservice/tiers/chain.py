@@ -22,10 +22,23 @@ import numpy as np
 from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES
 from kvservice.store.store import Offered, Pinned, chosen
-from kvservice.tiers.links import Flags, Link, Removal, Removals, WritePolicy, admission_of, flags_of, wait_for_all
+from kvservice.tiers.links import (
+    CHUNK_BYTES,
+    MAX_CHUNK_VALUES,
+    Flags,
+    Link,
+    Read,
+    Reads,
+    Removal,
+    Removals,
+    WritePolicy,
+    admission_of,
+    flags_of,
+    split_keys,
+    wait_for_all,
+)
 from kvservice.tiers.measured import MeasuredTier
 from kvservice.tiers.protocol import LowerTier, Space, TierStats, Values, space_of
-from kvservice.tiers.reads import CHUNK_BYTES, MAX_CHUNK_VALUES, Read, Reads, split_keys
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from kvservice.logs import LogBudget
@@ -164,23 +164,6 @@ logger = logging.getLogger(__name__)
 LIMIT_S: Final = 10.0
 
 
-@dataclass
-class _Counters:
-    """The fields of TierStats with the same names."""
-
-    hits: int = 0
-    misses: int = 0
-    read_values: int = 0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    written_values: int = 0
-    written_bytes: int = 0
-    write_s: float = 0.0
-    refused: int = 0
-    dropped: int = 0
-    errors: int = 0
-
-
 class MeasuredTier:
     """Calls of a tier. All run on the event loop, and none raises TierError."""
 
@@ -190,7 +173,7 @@ class MeasuredTier:
         self._reads, self._writes = Speed(), Speed()
         # The bytes of transfers in progress.
         self._bytes_read, self._bytes_written = 0, 0
-        self.counters = _Counters()
+        self.counters = TierStats(tier.name)
         self._log = LogBudget(logger, clock.time)
         self._late: set[asyncio.Task[Any]] = set()
 
@@ -275,11 +258,18 @@ class MeasuredTier:
         return max(0.0, self._reads.bytes_in(seconds) - self._bytes_read) // block_bytes
 
     def stats(self) -> TierStats:
-        stats = self._tier.stats()
-        own = vars(self.counters)
-        both = {name: own[name] + getattr(stats, name) for name in ("refused", "dropped", "errors")}
-        return stats._replace(
-            **own | both,
+        stats, own = self._tier.stats(), self.counters
+        return replace(
+            own,
+            num_values=stats.num_values,
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            evicted=stats.evicted,
+            removed=stats.removed,
+            refused=own.refused + stats.refused,
+            dropped=own.dropped + stats.dropped,
+            corrupt=stats.corrupt,
+            errors=own.errors + stats.errors,
             state="suspended" if self._breaker.is_suspended else stats.state,
             suspensions=self._breaker.num_suspensions,
             latency_s=self._reads.latency_s,

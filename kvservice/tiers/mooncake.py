@@ -8,28 +8,289 @@ its requests name is not used any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import itertools
+import logging
+import os
+import select
+import socket
+import sys
+import time
+import weakref
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from subprocess import DEVNULL
 from typing import Any, Final
 
 from kvservice.mooncake.listening import NOWHERE, listening_environment
 from kvservice.mooncake.messages import (
     CALLS_AT_A_TIME,
+    FRAME_BYTES,
     GETS_AT_A_TIME,
     KEY_BYTES,
+    LENGTH,
     PUTS_AT_A_TIME,
     REQUEST_VALUES,
     WORD_BYTES,
+    MooncakeReply,
     MooncakeRequest,
     Operation,
     Outcome,
+    Status,
     values_in_request,
 )
 from kvservice.mooncake.options import MooncakeOptions
-from kvservice.tiers.child import Child, ChildKeeper, ChildrenPipe
-from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
+from kvservice.owned import OwnedProcess
+from kvservice.tiers.protocol import GetResult, Space, TierError, TierStats, Values
+
+# ---- child processes with Mooncake's library: one life of one, and what keeps one running
+
+
+logger = logging.getLogger(__name__)
+
+# The seconds that a child has to get ready.
+START_S: Final = 30.0
+# The pause before the next child. It doubles with each child that lived for less than STEADY_S.
+BACKOFF_MIN_S, BACKOFF_MAX_S, STEADY_S = 0.5, 30.0, 60.0
+READY_ID: Final = 0
+# How long a start waits for children of the process before. The kernel kills them when their parent ends.
+CHILDREN_S: Final = 10.0
+
+
+class ChildrenPipe:
+    """Tells whether child processes of the daemon, of an earlier process of it too, have ended: each has the writing
+    end of one pipe. Nobody but the daemon and its keeper has the reading end."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd` is the reading end that an earlier process made, which this object owns from now on."""
+        if fd is None:
+            fd, writing = os.pipe()
+            os.close(writing)
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+
+    def have_ended(self, limit_s: float = CHILDREN_S) -> bool:
+        """Wait until all children have ended and use no memory any more. Returns whether they have in time."""
+        poll = select.poll()
+        poll.register(self.fd, 0)
+        return bool(poll.poll(1000 * limit_s))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[int]:
+        """Open the writing end, for a child that is started meanwhile. Raises OSError."""
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+class Child:
+    """One child process, which runs a module. Its first reply has READY_ID.
+
+    A request ends with its reply, or after the process has ended: until then it may use the memory that it names.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start the process. Its first arguments name its end of the link. Raises OSError."""
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            link = theirs.fileno()
+            self._process = OwnedProcess(
+                [sys.executable, "-P", "-m", module, "--link", str(link), *arguments],
+                pass_fds=[link, *descriptors],
+                env=os.environ | dict(environment),
+                stdin=DEVNULL,
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._ids = itertools.count(READY_ID + 1)
+        self._replies: dict[int, asyncio.Future[MooncakeReply]] = {}
+        self._reason = "has ended"
+        self.has_ended = False
+        self.ready = self._expect(READY_ID)
+        self._running = asyncio.ensure_future(self._run())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        """Wait until the process has ended. Returns why."""
+        await asyncio.shield(self._running)
+        return self._reason
+
+    def kill(self, reason: str) -> None:
+        if self._process.returncode is None:
+            self._reason = reason
+            self._process.kill()
+
+    async def ask(self, request: Callable[[int], MooncakeRequest], limit_s: float) -> bytes:
+        """Send a request, which is made from its id, and return the body of its reply. If there is none in time, the
+        process is killed. Raises TierError. A cancelled call ends no sooner."""
+        if self.has_ended or self._writer.is_closing():  # uvloop raises RuntimeError for a write after that
+            raise TierError(f"the process {self._reason}")
+        request_id = next(self._ids)
+        reply = self._expect(request_id)
+        self._writer.write(request(request_id).encode())
+        loop = asyncio.get_running_loop()
+        limit = loop.call_later(limit_s, self.kill, f"did not answer within {limit_s:g} s and was killed")
+        cancelled = False
+        while not reply.done():
+            try:
+                await asyncio.wait({reply})
+            except asyncio.CancelledError:
+                cancelled = True
+        limit.cancel()
+        if cancelled:
+            reply.exception()  # retrieved, so that asyncio does not log it
+            raise asyncio.CancelledError
+        return reply.result().body
+
+    def _expect(self, request_id: int) -> asyncio.Future[MooncakeReply]:
+        reply: asyncio.Future[MooncakeReply] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = reply
+        return reply
+
+    async def _run(self) -> None:
+        """Receive replies until the process ends, or closes the link. Then make sure that it has ended."""
+        reader, self._writer = await asyncio.open_connection(sock=self._link)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > FRAME_BYTES:
+                    self.kill("sent a reply that is too long and was killed")
+                    break
+                self._receive(MooncakeReply.decode(await reader.readexactly(length)))
+        self._writer.close()
+        self._process.kill()
+        await self._exit()
+        self.has_ended = True
+        for reply in self._replies.values():
+            reply.set_exception(TierError(f"the process {self._reason}"))
+            reply.exception()  # nobody may wait for it
+        self._replies.clear()
+
+    async def _exit(self) -> None:
+        """Wait until the process has ended, with all of its threads, and its memory is unmapped."""
+        loop = asyncio.get_running_loop()
+        exited = asyncio.Event()
+        loop.add_reader(self._pidfd, exited.set)
+        await exited.wait()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+
+    def _receive(self, reply: MooncakeReply) -> None:
+        future = self._replies.pop(reply.request_id)
+        if reply.status is Status.OK:
+            future.set_result(reply)
+            return
+        reason = reply.body.decode(errors="replace")
+        if reply.request_id == READY_ID:
+            self._reason = f"failed to start: {reason}"
+        future.set_exception(TierError(reason))
+        future.exception()  # nobody may wait for it
+
+
+class ChildKeeper:
+    """Keeps a child running: it starts another one when one ends, after a pause."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Child],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        start_s: float = START_S,
+    ) -> None:
+        """`name` is for the log. `clock` returns seconds. A child that is not ready after `start_s` seconds is
+        killed."""
+        self._name, self._start, self._sleep, self._clock = name, start, sleep, clock
+        self._start_s = start_s
+        self._child: Child | None = None
+        self._reason = "is starting"
+        self._logged = ""
+        self._began_s = 0.0
+        self.num_deaths = 0
+        self._running: asyncio.Task[None] | None = None
+        # A keeper that is dropped in this turn of the loop starts nothing: a daemon's start may fail, and try again.
+        asyncio.get_running_loop().call_soon(_begin, weakref.ref(self))
+
+    def child(self) -> Child:
+        """Return the child. Raises TierError if none is ready."""
+        if self._child is None or self._child.has_ended:
+            raise TierError(f"{self._name} {self._reason}")
+        return self._child
+
+    @property
+    def state(self) -> str:
+        """ "open" while a child is ready, "opening" until the first one is ready or has ended, otherwise "failed"."""
+        if self._child is not None and not self._child.has_ended:
+            return "open"
+        return "failed" if self.num_deaths or self._child is not None else "opening"
+
+    async def close(self) -> None:
+        was_open = self.state == "open"
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        if was_open:
+            logger.info("%s is closed", self._name)
+
+    def begin(self) -> None:
+        self._running = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        pause_s = BACKOFF_MIN_S
+        while True:
+            self._began_s = self._clock()
+            self._reason = await self._live()
+            self.num_deaths += 1
+            pause_s = BACKOFF_MIN_S if self._clock() - self._began_s >= STEADY_S else pause_s
+            self._log(pause_s)
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, BACKOFF_MAX_S)
+
+    async def _live(self) -> str:
+        """Run one child. Returns why it has ended."""
+        try:
+            child = self._start()
+        except OSError as error:
+            return f"cannot be started: {error}"
+        limit = asyncio.get_running_loop().call_later(
+            self._start_s, child.kill, f"was not ready within {self._start_s:g} s"
+        )
+        try:
+            child.ready.add_done_callback(lambda ready: self._on_ready(child, ready, limit))
+            return await child.ended()
+        finally:
+            limit.cancel()
+            self._child = None
+            child.kill("is closed")
+            await child.ended()
+
+    def _on_ready(self, child: Child, ready: asyncio.Future[MooncakeReply], limit: asyncio.TimerHandle) -> None:
+        limit.cancel()
+        if ready.exception() is None:
+            self._child = child
+            self._logged = ""
+            logger.info("%s is open after %.2f s", self._name, self._clock() - self._began_s)
+
+    def _log(self, pause_s: float) -> None:
+        """Log why there is no child, once for each reason until one is ready."""
+        if self._reason != self._logged:
+            logger.warning("%s %s; another is started in %g s", self._name, self._reason, pause_s)
+            self._logged = self._reason
+
+
+def _begin(keeper: weakref.ref[ChildKeeper]) -> None:
+    if (alive := keeper()) is not None:
+        alive.begin()
+
 
 # Time limits on a request. They are longer than those of the library on its own calls of the master.
 CALL_S, TRANSFER_S = 10.0, 20.0

@@ -63,7 +63,8 @@ class GetResult(NamedTuple):
     checksums: bytes
 
 
-class TierStats(NamedTuple):
+@dataclass(slots=True)
+class TierStats:
     """The figures of a tier. `num_values`, `used_bytes`, `capacity_bytes` and `state` are gauges, the three after
     `suspensions` are recent averages, and everything else counts since the start. A tier that does not know its size
     has the first three as 0.
@@ -95,6 +96,37 @@ class TierStats(NamedTuple):
     latency_s: float = 0.0
     read_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SpillStats:
+    """Figures of the blocks of the pool that are saved in the block store, and loaded from it and the tiers below:
+    counters since the start, followed by gauges. Blocks, unless a name says otherwise.
+
+    Not saved: `refused` blocks had no room in the store, `torn` ones left the pool while they were copied, and
+    `dropped` ones were forgotten because the queue was full. Not loaded: `slower` blocks would have taken longer than
+    computing them, and for `crowded` ones the pool had no room. `corrupt` values had a wrong checksum. `hit_tokens` are
+    the tokens of loaded blocks that prompts have found.
+    """
+
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    refused: int = 0
+    torn: int = 0
+    dropped: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    hit_tokens: int = 0
+    slower: int = 0
+    crowded: int = 0
+    corrupt: int = 0
+
+    queued: int = 0
+    loading: int = 0
+    save_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
 
 
 class LowerTier(Protocol):

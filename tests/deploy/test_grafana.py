@@ -72,12 +72,12 @@ def test_what_is_chosen_above_holds_for_every_query() -> None:
 def test_alerts_are_shown_and_name_a_section_of_the_operators_manual() -> None:
     (annotation,) = [one for one in DASHBOARD["annotations"]["list"] if one["name"] == "Alerts"]
     (pattern,) = re.findall(r'alertname=~"([^"]*)"', annotation["expr"])
-    sections = re.findall(r"(?m)^#+ (.*)$", (DEPLOY / "README.md").read_text())
+    sections = re.findall(r"(?m)^#+ (.*)$", (DEPLOY / "ALERTS.md").read_text())
     for name, rule in ALERTS.items():
         assert re.fullmatch(pattern, name)
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"deploy/README.md#{name.lower()}"
+        assert rule["annotations"]["runbook_url"] == f"deploy/ALERTS.md#{name.lower()}"
         assert name in sections
 
 

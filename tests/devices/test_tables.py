@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.devices.tables import common_blocks
+from kvservice.devices.arena import common_blocks
 
 
 def test_random_tables() -> None:

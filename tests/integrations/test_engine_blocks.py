@@ -22,8 +22,7 @@ from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.common import ConnectorOptions, EngineBlocks, digest_key, hexadecimal_key
 from kvservice.integrations.lmcache.checks import check_supported, chunk_namespace, plugin_options
-from kvservice.integrations.sglang.identity import page_namespace, weights_identity
-from kvservice.integrations.sglang.pages import HostPages
+from kvservice.integrations.sglang.pages import HostPages, page_namespace, weights_identity
 from kvservice.launch import Daemon
 
 PIECES = (64, 192)

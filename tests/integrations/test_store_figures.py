@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from vllm_requests import BLOCK_SIZE
 from waiting import until
 
 from kvservice.client import StoreNamespace
-from kvservice.client.store.values import EngineReport
 from kvservice.integrations.common import ConnectorOptions, EngineBlocks
 from kvservice.launch import Daemon
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc, store_pb2
@@ -90,12 +88,14 @@ def test_a_request_of_vllm_counts_once(
         assert torch.equal(engine.blocks[4:6], engine.blocks[:2])
         assert is_counted(port, model, 2, 5, 2, 2)
         assert scrape_until(port, lambda samples: reasons(samples, model) == {"never_stored": 2})
-        expected = EngineReport(0, 6 * BLOCK_SIZE, 2 * BLOCK_SIZE, blocks_loaded=2, blocks_saved=2)
+        expected = store_pb2.EngineReport(
+            prompt_tokens=6 * BLOCK_SIZE, found_tokens=2 * BLOCK_SIZE, blocks_loaded=2, blocks_saved=2
+        )
 
         def reported() -> bool:
             engine.compute(engine.step())
             shown = {row.name: row.engine for row in sessions_of(daemon) if row.HasField("engine")}
-            return shown == {"vllm background tp0 pp1": store_pb2.EngineReport(**asdict(expected))}
+            return shown == {"vllm background tp0 pp1": expected}
 
         until(reported)
         assert session_names(daemon) == [f"vllm {part} tp0 pp1" for part in ("background", "scheduler", "worker")]

@@ -19,7 +19,7 @@ from waiting import until
 
 from kvservice.client import KVClient
 from kvservice.client.store.values import SharedUses, num_keys, split_keys
-from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks
+from kvservice.integrations.common import ComputeTime, FoundBlocks
 from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import (
     EXPECTED_S,

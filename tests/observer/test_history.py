@@ -21,6 +21,7 @@ from kvservice.telemetry import (
     TransferReading,
     TransferStats,
     keys,
+    names_of,
 )
 from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
@@ -36,7 +37,7 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
         for bucket, count in buckets.items():
             counts[KEYS.index(key), bucket] = count
     empty = np.zeros(0)
-    blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in BlocksStats._fields}
+    blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in names_of(BlocksStats)}
     server = {name: value for name, value in stats.items() if name not in blocks}
     return Reading(
         time_s,
@@ -178,7 +179,7 @@ def test_rates_of_the_store_and_of_tiers_are_over_the_window() -> None:
     history.add(stored(0.0, disk, stored_bytes=50, hits=4), 0.0)
     none = {"up_bytes_per_s": 0.0, "down_bytes_per_s": 0.0}
     assert (history.store(), history.tiers()) == (none, {"disk": none})
-    disk = disk._replace(hits=19, misses=11, read_bytes=1800, written_bytes=5400)
+    disk = dataclasses.replace(disk, hits=19, misses=11, read_bytes=1800, written_bytes=5400)
     history.add(stored(2.0, disk, TierStats("mooncake", hits=5), stored_bytes=70, read_bytes=10, hits=5, misses=3), 2.0)
     assert history.store() == {"up_bytes_per_s": 10.0, "down_bytes_per_s": 20.0, "hit_share": 0.25}
     assert history.tiers() == {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import json
 import sys
 from collections import Counter
@@ -76,7 +77,7 @@ async def run(directory: Path, seed: int, faults: list[int]) -> dict[str, Any]:
         run.possible[100].discard(0)
         found = await run.there()
         stored = await disk.put(space(7000), NUMBERS)
-        stats = disk.tier.stats()._asdict()
+        stats = dataclasses.asdict(disk.tier.stats())
     possible = {size: sorted(numbers) for size, numbers in run.possible.items()}
     return {"found": found, "possible": possible, "after": stored, "stats": stats, "failed": run.failed}
 

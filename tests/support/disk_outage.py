@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -62,7 +63,7 @@ async def run(directory: Path, reads: int, writes: int, end: str) -> None:
             result["stored"] += await put(disk, tier, DURING[first : first + BATCH])
             clock.advance(MAX_PAUSE_S)
         result["during"] = await disk.lookup(of, BEFORE)
-        result["failing"] = tier.stats()._asdict()
+        result["failing"] = dataclasses.asdict(tier.stats())
         if end == "kill":
             print(json.dumps(result), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +72,7 @@ async def run(directory: Path, reads: int, writes: int, end: str) -> None:
             await read(disk, tier, result["during"][:BATCH])
             await put(disk, tier, DURING[first : first + BATCH])
             clock.advance(MAX_PAUSE_S)
-        result["well"] = tier.stats()._asdict()
+        result["well"] = dataclasses.asdict(tier.stats())
         result["read"] = await disk.get(of, result["during"][-200:])
         result["after"] = await put(disk, tier, AFTER)
         clock.close()

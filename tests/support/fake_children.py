@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvservice.keeper import Ending, Keeper, KeeperSettings, Log, Notification
+from kvservice.keeper import Ending, Keeper, KeeperSettings, Log, Notification, Processes
 
 
 @dataclass
@@ -30,10 +30,11 @@ class FakeChild:
         return json.loads(data) | {"descriptors": len(descriptors)}
 
 
-class FakeChildren:
+class FakeChildren(Processes):
     """Processes have the ids 1, 2, ..."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.all: dict[int, FakeChild] = {}
         self.fails: OSError | None = None
 

@@ -1,4 +1,4 @@
-"""A child process as kvservice.tiers.child starts it, which behaves as its last argument says.
+"""A child process as kvservice.tiers.mooncake starts it, which behaves as its last argument says.
 
 serve: answers each request with the bytes of its keys. hang: is ready, and answers nothing. silent: is never ready.
 refuse: says why it cannot start. die: ends at once. long: sends a frame that is too long. crash: ends at a request.

@@ -34,6 +34,7 @@ from kvservice.telemetry import (
     StoreTable,
     TierTable,
     TransferTable,
+    names_of,
     open_arrays,
 )
 
@@ -119,7 +120,7 @@ class ObservedPool:
     def read(self, **stats: int) -> None:
         """Do the observer's work of one second, with these gauges and counters in place of the real ones."""
         num_blocks = {"num_blocks": self.manager.config.num_blocks}
-        blocks = num_blocks | {name: value for name, value in stats.items() if name in BlocksStats._fields}
+        blocks = num_blocks | {name: value for name, value in stats.items() if name in names_of(BlocksStats)}
         server = {name: value for name, value in stats.items() if name not in blocks}
         self.stats.write(BlocksStats(**blocks), ServerStats(**server), [0, 0])
         self.write_schedulers()

@@ -216,7 +216,8 @@ class PagePool(ObservedPool):
         self._seconds += 1
         self._observe_calls(1)
         looked_up = self._seconds - min(40, max(0, self._seconds - 300))
-        blocks = self.manager.stats()._replace(
+        blocks = dataclasses.replace(
+            self.manager.stats(),
             prefix_cache_query_tokens=9_000 * looked_up,
             prefix_cache_hit_tokens=6_000 * looked_up,
             computed_tokens=41_000 * self._seconds,

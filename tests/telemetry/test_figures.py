@@ -35,20 +35,21 @@ from kvservice.telemetry import (
     SpillStats,
     TransferReading,
     TransferStats,
+    names_of,
 )
 from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
 
-BLOCKS = BlocksStats(*range(100, 100 + len(BlocksStats._fields)))
-SERVER = ServerStats(*range(200, 200 + len(ServerStats._fields)))
-STORE = ModelFigures(*range(100, 100 + len(ModelFigures._fields)))
-SCHEDULERS = SchedulerFigures(*range(100, 100 + len(SchedulerFigures._fields)))
-NUMBERS_OF_A_TIER = TierStats._fields[2:]
+BLOCKS = BlocksStats(*range(100, 100 + len(names_of(BlocksStats))))
+SERVER = ServerStats(*range(200, 200 + len(names_of(ServerStats))))
+STORE = ModelFigures(*range(100, 100 + len(names_of(ModelFigures))))
+SCHEDULERS = SchedulerFigures(*range(100, 100 + len(names_of(SchedulerFigures))))
+NUMBERS_OF_A_TIER = names_of(TierStats)[2:]
 DISK = TierStats("disk", "open", *range(100, 100 + len(NUMBERS_OF_A_TIER)))
 MOONCAKE = TierStats("mooncake", "suspended", num_values=3)
-SPILL = SpillStats(*range(100, 100 + len(SpillStats._fields)))
-SAVED = SavedStats(*range(200, 200 + len(SavedStats._fields)))
-TRANSFERS = TransferStats(*range(100, 100 + len(TransferStats._fields)))
+SPILL = SpillStats(*range(100, 100 + len(names_of(SpillStats))))
+SAVED = SavedStats(*range(200, 200 + len(names_of(SavedStats))))
+TRANSFERS = TransferStats(*range(100, 100 + len(names_of(TransferStats))))
 COUNTS, SECONDS = np.arange(2 * WIDTH).reshape(2, WIDTH), np.array([0.25, 0.5])
 # The states of a tier, in the order of their numbers in the shared arrays.
 TIER_STATES = ("open", "opening", "suspended", "failed")
@@ -95,7 +96,9 @@ def test_a_reading_has_every_figure(pool: ObservedPool, empty: Reading) -> None:
     assert reading.tiers == (DISK, MOONCAKE)
     assert (reading.spill, reading.saved) == (SPILL, SAVED)
     for read, written in ((reading.spill, SPILL), (reading.saved, SAVED), (reading.tiers[0], DISK)):
-        assert [type(number) for number in read or ()] == [type(number) for number in type(written)(*written[:2])]
+        assert read is not None
+        declared = type(written)(*dataclasses.astuple(written)[:2])
+        assert [*map(type, dataclasses.astuple(read))] == [*map(type, dataclasses.astuple(declared))]
     assert reading.schedulers.totals == SCHEDULERS
     assert (reading.schedulers.token_counts[0, 2], reading.schedulers.token_counts[1, -1]) == (2, 5)
     assert reading.schedulers.token_counts.sum() == 7
@@ -129,10 +132,10 @@ def test_the_metrics_show_every_figure_of_the_daemon(pool: ObservedPool, empty: 
         return [sample for families in metrics for sample in samples(families)]
 
     before = shown(BLOCKS, SERVER)
-    for name in BlocksStats._fields:
-        assert changed(before, shown(BLOCKS._replace(**{name: 999}), SERVER)), name
-    for name in set(ServerStats._fields) - no_metric:
-        assert changed(before, shown(BLOCKS, SERVER._replace(**{name: 999}))), name
+    for name in names_of(BlocksStats):
+        assert changed(before, shown(dataclasses.replace(BLOCKS, **{name: 999}), SERVER)), name
+    for name in set(names_of(ServerStats)) - no_metric:
+        assert changed(before, shown(BLOCKS, dataclasses.replace(SERVER, **{name: 999}))), name
 
 
 def test_the_metrics_show_every_figure_of_the_parts(empty: Reading) -> None:
@@ -169,9 +172,9 @@ def test_the_metrics_show_every_figure_of_the_parts(empty: Reading) -> None:
     with each_row() as row:
         for shown, figures, has_its_labels in parts:
             before = shown(figures)
-            for name in NUMBERS_OF_A_TIER if figures is DISK else figures._fields:
+            for name in NUMBERS_OF_A_TIER if figures is DISK else names_of(type(figures)):
                 with row(f"{type(figures).__name__}.{name}"):
-                    ((_, labels, value),) = changed(before, shown(figures._replace(**{name: 999})))
+                    ((_, labels, value),) = changed(before, shown(dataclasses.replace(figures, **{name: 999})))
                     assert value == 999
                     assert has_its_labels(labels, name), labels
 
@@ -194,7 +197,8 @@ def test_a_daemon_without_a_part_has_no_metrics_of_it(empty: Reading) -> None:
 
 def test_one_state_of_a_tier_is_1_and_the_others_are_0(empty: Reading) -> None:
     for state in TIER_STATES:
-        found = samples(tier_metrics(dataclasses.replace(empty, tiers=(DISK._replace(state=state), MOONCAKE))))
+        tiers = dataclasses.replace(DISK, state=state), MOONCAKE
+        found = samples(tier_metrics(dataclasses.replace(empty, tiers=tiers)))
         states = {
             labels["state"]: value for name, labels, value in found if "state" in name and labels["tier"] == "disk"
         }
@@ -216,8 +220,8 @@ def test_durations_of_transfers_are_a_histogram_for_each_direction() -> None:
 
 
 def test_a_snapshot_names_figures_that_exist() -> None:
-    assert set(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name) <= {*BlocksStats._fields, *ServerStats._fields}
-    assert not set(BlocksStats._fields) & set(ServerStats._fields)
+    assert set(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name) <= {*names_of(BlocksStats), *names_of(ServerStats)}
+    assert not set(names_of(BlocksStats)) & set(names_of(ServerStats))
 
 
 def play(engine: EngineScheduler, pool: ObservedPool, session: OpenSession) -> None:

@@ -26,6 +26,7 @@ from kvservice.telemetry import (
     StoreTable,
     TierTable,
     TransferTable,
+    names_of,
 )
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
@@ -37,8 +38,8 @@ class Both:
     def __init__(self) -> None:
         self.arrays: Arrays = {
             "sequence_states": np.zeros((6, 8), np.int64),
-            "block_stats": np.zeros(len(BlocksStats._fields), np.int64),
-            "server_stats": np.zeros(len(ServerStats._fields)),
+            "block_stats": np.zeros(len(names_of(BlocksStats)), np.int64),
+            "server_stats": np.zeros(len(names_of(ServerStats))),
             "lane_counts": np.zeros(2, np.int64),
             "call_counts": np.zeros((1, 1), np.int64),
             "call_seconds": np.zeros(1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from blocks_rig import BLOCK_BYTES, Rig, identity, keys, make
@@ -25,7 +26,7 @@ def test_figures_of_a_model(rig: Rig) -> None:
     rig.store.acquire(first, keys(1))
     rig.store.reserve(first, keys(9))
     (figures,) = rig.store.figures().values()
-    assert figures._asdict() == {
+    assert asdict(figures) == {
         "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "quarantined": 0, "used_bytes": 4 * BLOCK_BYTES,
         "quota_bytes": 8 * 16384, "hits": 1, "misses": 1,
         "read": 1, "read_bytes": BLOCK_BYTES, "stored": 3, "stored_bytes": 3 * BLOCK_BYTES, "evicted": 0, "refused": 0,

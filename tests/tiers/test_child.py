@@ -18,7 +18,7 @@ from waiting import PATIENCE_S, until
 
 from kvservice.mooncake import MooncakeRequest, Operation
 from kvservice.tiers import ChildrenPipe, TierError
-from kvservice.tiers.child import BACKOFF_MAX_S, BACKOFF_MIN_S, STEADY_S, Child, ChildKeeper
+from kvservice.tiers.mooncake import BACKOFF_MAX_S, BACKOFF_MIN_S, STEADY_S, Child, ChildKeeper
 
 SUPPORT = Path(__file__).parents[1] / "support"
 LIMIT_S = 60.0
@@ -152,7 +152,7 @@ def test_requests_after_the_link_is_closed_fail(monkeypatch: pytest.MonkeyPatch)
 
 PARENT = """
 import asyncio, os, signal, sys, time
-from kvservice.tiers.child import Child
+from kvservice.tiers.mooncake import Child
 
 async def main():
     child = Child("fake_mooncake_child", ["silent"], [], {})

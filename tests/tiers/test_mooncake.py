@@ -15,7 +15,7 @@ from waiting import PATIENCE_S
 
 from kvservice.mooncake import STAGED_BYTES, MooncakeOptions
 from kvservice.tiers import MooncakeTier, TierError
-from kvservice.tiers import child as child_module
+from kvservice.tiers import mooncake as child_module
 from kvservice.tiers import mooncake as tier_module
 
 

@@ -4,7 +4,6 @@ blocks in the memory of the store that this process may read, or write."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -511,7 +510,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                     num_read=uses.read,
                     missing=b"".join(uses.missing),
                     num_not_whole=uses.not_whole,
-                    engine=None if uses.engine is None else dataclasses.asdict(uses.engine),
+                    engine=uses.engine,
                 )
                 await link.call("store_touch", reported, timeout_s)
             for part in parts(num_keys(packed), keys_in_request(link)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -101,32 +101,19 @@ class Lookup:
         return Lookup(len(found) if found.all() else int(found.argmin()), found, num_in_memory)
 
 
-@dataclass(frozen=True)
-class EngineReport:
-    """Figures of an engine since its start, for operators: see EngineReport of the contract."""
-
-    loads_in_flight: int = 0
-    prompt_tokens: int = 0
-    found_tokens: int = 0
-    blocks_loaded: int = 0
-    blocks_not_loaded: int = 0
-    blocks_saved: int = 0
-    blocks_not_saved: int = 0
-    blocks_skipped: int = 0
-
-
 @dataclass
 class SharedUses:
     """Blocks that a process has looked up in the mapped memory and found, or not found, and that it has read there. Of
     each look-up that missed a block: the first missing key in `missing`, of which the daemon counts the reason, or one
-    more in `not_whole`, if other ranks or groups have their parts of that block. `engine` replaces its last report."""
+    more in `not_whole`, if other ranks or groups have their parts of that block. `engine` replaces its last report:
+    figures of an engine since its start, by the names of EngineReport of the contract."""
 
     hits: int = 0
     misses: int = 0
     read: int = 0
     missing: list[bytes] = field(default_factory=list)
     not_whole: int = 0
-    engine: EngineReport | None = None
+    engine: Mapping[str, int] | None = None
 
 
 def key_bytes(keys: Any) -> bytes:

@@ -15,8 +15,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvservice.integrations.common.blocks import Addresses, EngineBlocks
-from kvservice.integrations.common.keys import digest_key
+from kvservice.integrations.common import Addresses, EngineBlocks, digest_key
 from kvservice.integrations.lmcache.checks import PLUGIN, check_supported, chunk_namespace, plugin_options
 
 logger = logging.getLogger("lmcache.kvservice")

@@ -17,11 +17,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.blocks import EngineBlocks
-from kvservice.integrations.common.keys import hexadecimal_key
-from kvservice.integrations.common.options import ConnectorOptions
-from kvservice.integrations.sglang.identity import page_namespace, weights_identity
-from kvservice.integrations.sglang.pages import HostPages
+from kvservice.integrations.common import ConnectorOptions, EngineBlocks, hexadecimal_key
+from kvservice.integrations.sglang.pages import HostPages, page_namespace, weights_identity
 
 logger = logging.getLogger("sglang.kvservice")
 

@@ -24,7 +24,6 @@ are not supported. The README lists the model types that give the same tokens an
 from kvservice.integrations.transformers.cache import KVServiceCache
 from kvservice.integrations.transformers.decode_graphs import DecodeGraphs
 from kvservice.integrations.transformers.keys import model_keys
-from kvservice.integrations.transformers.models import install, pool_options, uninstall
-from kvservice.integrations.transformers.packed import forward
+from kvservice.integrations.transformers.models import forward, install, pool_options, uninstall
 
 __all__ = ["DecodeGraphs", "KVServiceCache", "forward", "install", "model_keys", "pool_options", "uninstall"]

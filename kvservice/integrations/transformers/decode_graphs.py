@@ -24,9 +24,8 @@ from kvservice.errors import (
     StaleStepError,
 )
 from kvservice.integrations.transformers import attention, keys
-from kvservice.integrations.transformers.arguments import CACHE, GENERATE_INPUTS, library_model
-from kvservice.integrations.transformers.columns import Batch
-from kvservice.integrations.transformers.masks import ATTENTION_NAME
+from kvservice.integrations.transformers.arguments import CACHE, GENERATE_INPUTS, Batch, library_model
+from kvservice.integrations.transformers.attention import ATTENTION_NAME
 from kvservice.integrations.transformers.probe import first_position
 
 _logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.client.store.memory import StoreChanges
-from kvservice.integrations.common.identity import digest, session_name
-from kvservice.integrations.common.waiting import ComputeTime
+from kvservice.integrations.common import ComputeTime, digest, session_name
 from kvservice.integrations.vllm import versions
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout
 from kvservice.integrations.vllm.gpu_copies import block_copier

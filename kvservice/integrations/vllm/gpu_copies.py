@@ -50,7 +50,7 @@ from kvservice.ops.block_pieces import (
     PageLock,
     page_lock,
 )
-from kvservice.ops.device_array import HOST, DeviceArray
+from kvservice.ops.cuda import HOST, DeviceArray
 
 logger = logging.getLogger(__name__)
 

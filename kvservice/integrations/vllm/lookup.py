@@ -22,6 +22,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ import numpy as np
 from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
 from kvservice.client.store.values import KEY_BYTES, EngineReport, Flags, SharedUses, num_keys, some_keys
 from kvservice.errors import KVServiceError
-from kvservice.integrations.common.waiting import ComputeTime, FoundBlocks, find_blocks
+from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
 from kvservice.integrations.vllm.steps import LeasedBlocks, Rank
 
@@ -424,9 +425,9 @@ class StoreLookup:
             self._touched[keys] = None
             self._num_touched += num_keys(keys)
 
-    def end_step(self, engine: EngineReport | None = None) -> None:
+    def end_step(self, engine: Counter[str] | None = None) -> None:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
-        the `engine` to operators."""
+        the `engine`, by the names of EngineReport of the contract, to operators."""
         self._engine = engine or self._engine
         self._left_s = self._step_s
         now = self._clock()

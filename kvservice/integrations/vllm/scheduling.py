@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.store.values import KEY_BYTES, EngineReport, chosen_keys, num_keys, some_keys
+from kvservice.client.store.values import KEY_BYTES, chosen_keys, num_keys, some_keys
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
 from kvservice.integrations.vllm.holding import FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
 from kvservice.integrations.vllm.lookup import StoreLookup
@@ -354,9 +354,9 @@ class ConnectorScheduler:
         """Add TransferCounters of all workers, by name."""
         self._figures.update({name: int(counters.get(name, 0)) for name in _COUNTED})
 
-    def _report(self) -> EngineReport:
+    def _report(self) -> Counter[str]:
         waiting = sum(tracked.waits for tracked in self._requests.values())
-        return EngineReport(loads_in_flight=waiting + len(self._loading), **self._figures)
+        return self._figures + Counter(loads_in_flight=waiting + len(self._loading))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. What is not saved yet is offered now, while vLLM still counts its blocks as used. Its first

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.common.identity import MAX_TEXT, digest, files_identity, short
-from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.common import MAX_TEXT, ConnectorOptions, digest, files_identity, short
 from kvservice.integrations.vllm.copies import BlockLayout
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 from kvservice import __version__
 from kvservice.blocks import BlocksStats, Slices
@@ -132,7 +133,7 @@ def info_response(config: ServeConfig, device: Device, store_bytes: int, version
 def stats_response(stats: BlocksStats, num_sessions: int) -> pool_pb2.GetStatsResponse:
     """The fields of the response, except the sessions, have the names of `BlocksStats`."""
     published = pool_pb2.GetStatsResponse.DESCRIPTOR.fields_by_name
-    figures = {name: value for name, value in stats._asdict().items() if name in published}
+    figures = {name: value for name, value in asdict(stats).items() if name in published}
     return pool_pb2.GetStatsResponse(**figures, sessions=num_sessions)
 
 

@@ -38,7 +38,7 @@ from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES, is_of_session
 from kvservice.transfer import MAX_ENGINES
 from kvservice.v1 import session_pb2
-from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
+from kvservice.wire.channels import MIN_PING_INTERVAL_MS, keepalive_options
 from kvservice.wire.status import to_status
 from kvservice.wire.tensors import split_elements
 

@@ -17,8 +17,7 @@ import grpc
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, reason_of
-from kvservice.keeper.private_paths import beside, check_unused, listen_at, put_in_place
-from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
+from kvservice.keeper.private_paths import MAX_SOCKET_PATH_BYTES, beside, check_unused, listen_at, put_in_place
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
 from kvservice.server.rpc.limits import DOOR_CONNECTIONS

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,7 +35,7 @@ from kvservice.store.store import Pinned
 from kvservice.tiers import TierChain
 from kvservice.tiers.links import flags_of
 from kvservice.tiers.measured import Speed
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,8 @@ class PoolTier:
 
     def stats(self) -> SpillStats:
         """Return counters and gauges."""
-        counters = {name: value for name, value in vars(self._counters).items() if name in SpillStats._fields}
-        return SpillStats(
-            **counters,
+        return replace(
+            self._counters.stats,
             queued=self.spiller.num_queued,
             loading=self.pool_loader.num_loading,
             save_bytes_per_s=self._counters.save_speed.bytes_per_s,
@@ -238,7 +237,7 @@ class PoolLoader:
         copy_s = self._counters.load_speed.seconds(num_blocks * namespace.block_bytes)
         spare_s = min(num_blocks * size * token_s - copy_s, MAX_WAIT_S)
         if spare_s <= 0:
-            self._counters.slower += len(missing)
+            self._counters.stats.slower += len(missing)
             return None
         task = asyncio.get_running_loop().create_task(self._load(namespace, missing, keys, num_kept, spare_s))
         self._in_progress[first] = task
@@ -268,7 +267,7 @@ class PoolLoader:
         """Copy pinned values into blocks of the pool, and publish them."""
         load = self._loader.begin_load(missing, num_kept)
         if load is None or len(load) < len(missing):
-            self._counters.crowded += len(missing) - (0 if load is None else len(load))
+            self._counters.stats.crowded += len(missing) - (0 if load is None else len(load))
         if load is None:
             return
         count, resets, began_s = len(load), self._num_resets, self._clock.time()
@@ -282,13 +281,13 @@ class PoolLoader:
         num_right = int(np.logical_and.accumulate(right).sum())
         num_loaded = self._loader.end_load(load, num_right if resets == self._num_resets else 0)
         self._counters.loaded(num_loaded, num_loaded * namespace.block_bytes, self._clock.time() - began_s)
-        self._counters.hit_tokens += num_loaded * missing.tokens.shape[1]
+        self._counters.stats.hit_tokens += num_loaded * missing.tokens.shape[1]
         if num_right < count:
             self._remove_corrupt(namespace, load.missing.chain_hashes, ~right)
 
     def _remove_corrupt(self, namespace: StoredNamespace, chain_hashes: list[bytes], wrong: BoolArray) -> None:
         keys = np.frombuffer(b"".join(chain_hashes), np.uint8).reshape(-1, KEY_BYTES)[wrong]
-        self._counters.corrupt += len(keys)
+        self._counters.stats.corrupt += len(keys)
         self._blocks.remove_corrupt(namespace, keys.tobytes())
 
     async def close(self) -> None:
@@ -349,7 +348,7 @@ class Spiller:
     def note_used(self, blocks: Int64Array) -> None:
         """Note that a prompt has found these cached blocks."""
         if self.num_queued + len(blocks) > MAX_QUEUED:
-            self._counters.dropped += len(blocks)
+            self._counters.stats.dropped += len(blocks)
             return
         self.num_queued += len(blocks)
         self._used.append(blocks)
@@ -387,8 +386,8 @@ class Spiller:
         no room."""
         until_s = self._clock.time() + limit_s
         most = max(1, BATCH_BYTES // self._namespace.identity.block_bytes)
-        refused, namespace = self._counters.refused, self._namespace.open()
-        while namespace is not None and self._counters.refused == refused and self._clock.time() < until_s:
+        refused, namespace = self._counters.stats.refused, self._namespace.open()
+        while namespace is not None and self._counters.stats.refused == refused and self._clock.time() < until_s:
             blocks = self._loader.coldest(self._state.config.num_blocks)[-most:]
             if not len(blocks):
                 return
@@ -402,9 +401,9 @@ class Spiller:
         namespace = self._namespace.open()
         if namespace is None:
             return NO_ROOM_S
-        began_s, refused = self._clock.time(), self._counters.refused
+        began_s, refused = self._clock.time(), self._counters.stats.refused
         await self._save(namespace, blocks)
-        if self._counters.refused > refused:
+        if self._counters.stats.refused > refused:
             return NO_ROOM_S
         return pause * (self._clock.time() - began_s)
 
@@ -454,7 +453,7 @@ class Spiller:
         reserved = self._blocks.reserve(namespace, b"".join(copy.chain_hashes))
         statuses = np.frombuffer(reserved.statuses, np.uint8)
         room: BoolArray = statuses == DONE
-        self._counters.refused += int(np.count_nonzero((statuses != DONE) & (statuses != PRESENT)))
+        self._counters.stats.refused += int(np.count_nonzero((statuses != DONE) & (statuses != PRESENT)))
         began_s = self._clock.time()
         addresses = np.frombuffer(reserved.offsets, np.uint64) + np.uint64(self._memory)
         checksums = await self._device.save_blocks(copy.blocks[room].astype(np.int32), addresses)
@@ -463,7 +462,7 @@ class Spiller:
         self._blocks.abort(slots[~whole].tobytes())
         self._blocks.commit(namespace, slots[whole].tobytes(), keys[whole].tobytes(), checksums[whole].tobytes())
         num_saved = int(np.count_nonzero(whole))
-        self._counters.torn += len(whole) - num_saved
+        self._counters.stats.torn += len(whole) - num_saved
         self._counters.saved(num_saved, num_saved * namespace.block_bytes, self._clock.time() - began_s)
 
 
@@ -536,34 +535,22 @@ class PoolNamespace:
 
 @dataclass
 class SpillCounters:
-    """The counters of SpillStats, and the speeds of copies."""
+    """What is counted for SpillStats, and the speeds of copies."""
 
-    saved_blocks: int = 0
-    saved_bytes: int = 0
-    save_s: float = 0.0
-    refused: int = 0
-    torn: int = 0
-    dropped: int = 0
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    hit_tokens: int = 0
-    slower: int = 0
-    crowded: int = 0
-    corrupt: int = 0
+    stats: SpillStats = field(default_factory=SpillStats)
     save_speed: Speed = field(default_factory=Speed)
     load_speed: Speed = field(default_factory=Speed)
 
     def saved(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        self.saved_blocks += num_blocks
-        self.saved_bytes += num_bytes
-        self.save_s += seconds
+        self.stats.saved_blocks += num_blocks
+        self.stats.saved_bytes += num_bytes
+        self.stats.save_s += seconds
         if num_bytes:
             self.save_speed.add(num_bytes, seconds)
 
     def loaded(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        self.loaded_blocks += num_blocks
-        self.loaded_bytes += num_bytes
-        self.load_s += seconds
+        self.stats.loaded_blocks += num_blocks
+        self.stats.loaded_bytes += num_bytes
+        self.stats.load_s += seconds
         if num_bytes:
             self.load_speed.add(num_bytes, seconds)

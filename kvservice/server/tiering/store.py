@@ -25,8 +25,7 @@ from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
 from kvservice.errors import RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
 from kvservice.kept import Facts, KeptState, Section
-from kvservice.pool.available import available_bytes
-from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, num_processors
+from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, available_bytes, num_processors
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import RESERVE_BYTES, Budget, descriptors_needed
 from kvservice.server.memory.fd_passing import pid_of

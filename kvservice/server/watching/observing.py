@@ -58,7 +58,7 @@ from kvservice.telemetry.link import (
     snapshot_question,
 )
 from kvservice.tiers import TierChain, TierStats
-from kvservice.tiers.spill_stats import SpillStats
+from kvservice.tiers.protocol import SpillStats
 
 logger = logging.getLogger(__name__)
 
