@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
-from kvservice.client.store.values import KEY_BYTES, EngineReport, Flags, SharedUses, num_keys, some_keys
+from kvservice.client.store.values import KEY_BYTES, Flags, SharedUses, num_keys, some_keys
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -247,7 +247,7 @@ class StoreLookup:
         self._looks = False
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
         # The latest figures of the engine, for the daemon.
-        self._engine, self._engine_told = EngineReport(), EngineReport()
+        self._engine, self._engine_told = Counter[str](), Counter[str]()
         # The keys of each touch, and how many they are.
         self._touched: dict[bytes, None] = {}
         self._num_touched = 0
