@@ -58,10 +58,8 @@ FRESH_S = 1.0
 # answer is used for some time, and asked for anew before that.
 MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 4096
 EXPECTED_S, RENEWED_S = 1.0, 0.4
-# Time between pings of a store that does not answer in time.
-PING_S = 0.1
-# How often leases in the mapped memory are renewed.
-RENEW_S = 1.0
+# Time between pings of a store that does not answer in time, and between renewals of leases in the mapped memory.
+PING_S, RENEW_S = 0.1, 1.0
 # How old the view of the mapped memory may be in a step that also computes for others, which would wait while it looks
 # for new blocks. A thread does so after each step that has asked.
 SEEN_S = 0.1
