@@ -21,23 +21,29 @@ from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.kept.report import RestartReport
-from kvservice.metrics.daemon import (
+from kvservice.metrics import (
     CONFIG_LABELS,
     about_metrics,
     access_metrics,
     call_metrics,
     event_loop_metric,
+    holder_metrics,
+    pool_metrics,
     restart_metrics,
+    scheduler_metrics,
+    spill_metrics,
+    store_metrics,
+    tier_metrics,
     transfer_metrics,
 )
-from kvservice.metrics.pool import holder_metrics, pool_metrics, scheduler_metrics
-from kvservice.metrics.store import spill_metrics, store_metrics, tier_metrics
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.store import ModelFigures
-from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import (
+from kvservice.telemetry.reading import Reading, SessionReading
+from kvservice.telemetry.tables import (
+    BUCKETS_S,
     TENANT_LIMITS,
+    Key,
     QuotaUse,
     SavedStats,
     SchedulerReading,
@@ -45,7 +51,6 @@ from kvservice.telemetry.figures import (
     TransferReading,
     TransferStats,
 )
-from kvservice.telemetry.reading import Reading, SessionReading
 from kvservice.tiers import TierStats
 from kvservice.tiers.protocol import SpillStats
 

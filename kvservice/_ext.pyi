@@ -204,6 +204,9 @@ class StoreStats:
     @property
     def num_slabs(self) -> int: ...
     @property
+    def num_busy_slabs(self) -> int:
+        """Slabs with blocks that are leased or reserved."""
+    @property
     def used_bytes(self) -> int:
         """The size of all these blocks: found, reserved and condemned."""
     @property
@@ -293,6 +296,12 @@ class StoreIndex:
         with its last lease."""
     def clear(self, namespace: int, most: int) -> int:
         """Remove up to `most` blocks, the least recently used first, leased ones last. Returns how many."""
+    def evict_blocks(self, namespace: int, most: int) -> int:
+        """Evict up to `most` blocks, the least recently used first, and free their slots. Returns how many."""
+    def empty_slabs(self, namespace: int, most_slabs: int, most_blocks: int) -> tuple[int, int]:
+        """Evict the blocks of slabs that have no leased or reserved ones, the least recently used slab first, until
+        `most_slabs` are free or `most_blocks` were evicted: with the last slab it can be more. Returns how many slabs
+        and blocks."""
     def checksums(self, slots: bytes) -> bytes:
         """Return the checksums with which blocks were committed, 0 for reserved ones."""
     def places(self, slots: bytes) -> tuple[bytes, bytes]:
@@ -403,23 +412,32 @@ def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
     """Add a reference to each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns (the
     blocks int64[m] that had no reference, how many got their second one)."""
 
-class DecodePlanner:
-    """Plans decode steps over tables int32[num_rows, width], states int64[num_rows, m], ref_count int32[num_blocks] and
-    indexed bool[num_blocks], which it refers to. The first columns of a state are length, computed tokens and blocks. A
-    block has 1 << shift tokens, a sequence at most max_length."""
+class StepTables:
+    """What steps read and write of a pool: tables int32[num_rows, width], states int64[num_rows, m], ref_count
+    int32[num_blocks], indexed bool[num_blocks] and token_ids int32[num_blocks, block_size], to which it refers. The
+    first columns of a state are length, computed tokens, blocks, newest step, and whether the sequence is swapped out.
+    A sequence has at most max_length tokens. rows int64[n] are distinct. Raises InvalidArgumentError before anything
+    changes."""
 
-    def __init__(self, tables: Any, states: Any, ref_count: Any, indexed: Any, shift: int, max_length: int) -> None: ...
-    def plan(self, rows: Any, states: Any, tokens: Any, expected: Any) -> tuple[Any, Any, Any, Any] | None:
-        """Plan one of tokens int32[n] for each of rows int64[n], with states int64[n, m] and the expected lengths
-        int64[n], or None. Returns (lengths afterwards int64[n]; the same int32[n]; slots int64[n]; the sequences
-        int64[f] that need a new block, whose slot is the offset in it, or None). Returns None if the arguments have
-        other types or lengths, a token is negative, a length is not as expected, another token of a sequence is not
-        computed, a sequence has max_length tokens, or its last block is shared or indexed. Raises
-        InvalidArgumentError."""
+    def __init__(
+        self, tables: Any, states: Any, ref_count: Any, indexed: Any, token_ids: Any, max_length: int
+    ) -> None: ...
+    def plan_decode(
+        self, rows: Any, tokens: Any, expected: Any = None, states: Any = None
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """Plan one of tokens int32[n] for each row, with the expected lengths int64[n], or None. `states` int64[n, m]
+        replaces the states of the rows. Returns (lengths afterwards int64[n]; the same int32[n]; slots int64[n]; the
+        sequences int64[f] that need a new block, whose slot is the offset in it, or None). Returns None if the
+        arguments have other types or lengths, a token is negative, a length is not as expected, a sequence is swapped
+        out, another token of it is not computed, it has max_length tokens, or its last block is shared or indexed."""
 
-    def place(self, rows: Any, slots: Any, fresh: Any, blocks: Any) -> None:
-        """Append blocks int64[f] to the tables of the sequences rows[fresh], and add them to their slots. Raises
-        InvalidArgumentError before anything changes."""
+    def append(self, rows: Any, slots: Any, tokens: Any, fresh: Any, blocks: Any) -> None:
+        """Append blocks int64[f] to the tables of the sequences rows[fresh], add them to their slots int64[n], and
+        store tokens int32[n] in the slots. fresh None: there are no blocks to append."""
+
+    def start(self, rows: Any, lengths: Any, step_id: int) -> list[int]:
+        """Make a step the newest one of sequences, and lengths int64[n] their lengths. Returns the distinct steps that
+        it replaces."""
 
 def match_hashes(index: dict[bytes, int], hashes: list[bytes], limit: int, ref_count: Any) -> tuple[Any, int]:
     """Look up at most `limit` of these hashes in `index`, up to the first miss. Returns (blocks int64[n], how many of

@@ -81,10 +81,10 @@ def test_a_wrong_word_is_a_usage_error() -> None:
         ("serve", "--blok-size", "4"): "--block-size",
         ("serve", "--dtype", "int8"): "int8",
         ("bench", "everything"): "everything",
-        ("health", "--timeout-s", "nan"): "nan is not a number",
+        ("health", "--timeout-s", "nan"): "nan is not a finite number",
         ("health", "--timeout-s", "0"): "0.0 is not in the range",
         ("health", "--timeout-s", "-1"): "-1.0 is not in the range",
-        ("top", "--interval", "nan"): "nan is not a number",
+        ("top", "--interval", "nan"): "nan is not a finite number",
     }
     with each_row() as row:
         for arguments, named in wrong.items():

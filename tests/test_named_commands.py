@@ -15,7 +15,7 @@ import click
 import pytest
 
 from kvservice.cli import main
-from kvservice.commands.extras import needs
+from kvservice.commands import needs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -153,35 +153,49 @@ bool has_type(const py::handle& object, int type_num) {
   return array.dtype().num() == type_num && array.dtype().byteorder() != '>' && array.ndim() == 1 && is_plain(array);
 }
 
-// See plan_decode. It holds the arrays of a pool, because checking them takes longer than a step of one sequence.
-class DecodePlanner {
+// See blocks/tables.h. It holds the arrays of a pool, because checking them takes longer than a step of one sequence.
+class Steps {
  public:
-  DecodePlanner(const py::object& tables, const py::object& states, const py::object& ref_count,
-                const py::object& indexed, int shift, int64_t max_length)
+  Steps(const py::object& tables, const py::object& states, const py::object& ref_count, const py::object& indexed,
+        const py::object& token_ids, int64_t max_length)
       : tables_(plain(tables, "tables", kInt32, "int32", 2)),
         states_(plain(states, "states", int64_num(), "int64", 2)),
         ref_count_(plain(ref_count, "ref_count", kInt32, "int32", 1)),
         indexed_(plain(indexed, "indexed", py::detail::npy_api::NPY_BOOL_, "bool", 1)),
-        shift_(shift),
-        max_length_(max_length) {
-    require(shift >= 0 && shift <= kMaxShift, "shift", "is out of range");
+        token_ids_(plain(token_ids, "token_ids", kInt32, "int32", 2)) {
     require(indexed_.shape(0) == ref_count_.shape(0), "indexed", "has another length than ref_count");
+    require(token_ids_.shape(0) == ref_count_.shape(0), "token_ids", "has another length than ref_count");
     require(states_.shape(0) == tables_.shape(0), "states", "has another length than tables");
-    require(states_.shape(1) > kNumBlocks, "states", "has too few columns");
+    require(states_.shape(1) >= kStepColumns, "states", "has too few columns");
+    pool_ = {static_cast<int32_t*>(tables_.mutable_data()),
+             tables_.shape(0),
+             tables_.shape(1),
+             static_cast<int64_t*>(states_.mutable_data()),
+             states_.shape(1),
+             static_cast<const int32_t*>(ref_count_.data()),
+             static_cast<const bool*>(indexed_.data()),
+             static_cast<int32_t*>(token_ids_.mutable_data()),
+             ref_count_.shape(0),
+             block_shift(token_ids_),
+             max_length};
   }
 
-  py::object plan(const py::object& rows, const py::object& states, const py::object& tokens,
-                  const py::object& expected) const {
+  py::object plan_decode(const py::object& rows, const py::object& tokens, const py::object& expected,
+                         const py::object& states) const {
     const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
-    const py::array state = plain(states, "states", int64_num(), "int64", 2);
     const py::ssize_t size = row.shape(0);
-    require(state.shape(0) == size, "states", "has another length than rows");
-    require(state.shape(1) > kNumBlocks, "states", "has too few columns");
+    DecodeBatch batch = {int64_of(row), nullptr, nullptr, nullptr, size};
+    py::array state;
+    if (!states.is_none()) {
+      state = plain(states, "states", int64_num(), "int64", 2);
+      require(state.shape(0) == size, "states", "has another length than rows");
+      require(state.shape(1) == pool_.num_columns, "states", "has another number of columns");
+      batch.states = int64_of(state);
+    }
     if (!has_type(tokens, kInt32) || !(expected.is_none() || has_type(expected, int64_num()))) return py::none();
     const auto token = py::reinterpret_borrow<py::array>(tokens);
-    DecodeBatch batch = {int64_of(row), int64_of(state), static_cast<const int32_t*>(token.data()), nullptr,
-                         size,          state.shape(1)};
     if (token.shape(0) != size) return py::none();
+    batch.tokens = static_cast<const int32_t*>(token.data());
     if (!expected.is_none()) {
       const auto lengths = py::reinterpret_borrow<py::array>(expected);
       if (lengths.shape(0) != size) return py::none();
@@ -190,32 +204,45 @@ class DecodePlanner {
     py::array_t<int64_t> lengths(size), slots(size);
     py::array_t<int32_t> context_lens(size);
     DecodePlan plan = {lengths.mutable_data(), context_lens.mutable_data(), slots.mutable_data(), {}};
-    const BlockTables view = {static_cast<const int32_t*>(tables_.data()), tables_.shape(0), tables_.shape(1)};
-    if (!plan_decode(view, static_cast<const int32_t*>(ref_count_.data()), static_cast<const bool*>(indexed_.data()),
-                     ref_count_.shape(0), shift_, max_length_, batch, plan)) {
-      return py::none();
-    }
+    if (!kvservice::plan_decode(pool_, batch, plan)) return py::none();
     return py::make_tuple(std::move(lengths), std::move(context_lens), std::move(slots),
                           plan.fresh.empty() ? py::none() : py::object(to_array(plan.fresh)));
   }
 
-  void place(const py::object& rows, const py::object& slots, const py::object& fresh, const py::object& blocks) {
+  void append(const py::object& rows, const py::object& slots, const py::object& tokens, const py::object& fresh,
+              const py::object& blocks) {
     const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
+    const py::array token = plain(tokens, "tokens", kInt32, "int32", 1);
     py::array slot = plain(slots, "slots", int64_num(), "int64", 1);
-    const py::array index = int64_vector(fresh, "fresh"), block = int64_vector(blocks, "blocks");
     require(slot.shape(0) == row.shape(0), "slots", "has another length than rows");
-    require(block.shape(0) == index.shape(0), "blocks", "has another length than fresh");
-    place_blocks(static_cast<int32_t*>(tables_.mutable_data()), tables_.shape(0), tables_.shape(1),
-                 static_cast<int64_t*>(states_.mutable_data()), states_.shape(1), int64_of(row),
-                 static_cast<int64_t*>(slot.mutable_data()), row.shape(0), int64_of(index), int64_of(block),
-                 index.shape(0), shift_);
+    require(token.shape(0) == row.shape(0), "tokens", "has another length than rows");
+    py::array index, block;
+    const int64_t *indices = nullptr, *added = nullptr;
+    int64_t num_fresh = 0;
+    if (!fresh.is_none()) {
+      index = int64_vector(fresh, "fresh");
+      block = int64_vector(blocks, "blocks");
+      num_fresh = index.shape(0);
+      require(block.shape(0) == num_fresh, "blocks", "has another length than fresh");
+      indices = int64_of(index);
+      added = int64_of(block);
+    }
+    append_tokens(pool_, int64_of(row), static_cast<int64_t*>(slot.mutable_data()),
+                  static_cast<const int32_t*>(token.data()), row.shape(0), indices, added, num_fresh);
+  }
+
+  std::vector<int64_t> start(const py::object& rows, const py::object& lengths, int64_t step_id) {
+    const py::array row = plain(rows, "rows", int64_num(), "int64", 1);
+    const py::array length = int64_vector(lengths, "lengths");
+    require(length.shape(0) == row.shape(0), "lengths", "has another length than rows");
+    return start_step(pool_, int64_of(row), int64_of(length), row.shape(0), step_id);
   }
 
  private:
   py::array tables_, states_;
   const py::array ref_count_, indexed_;
-  const int shift_;
-  const int64_t max_length_;
+  py::array token_ids_;
+  StepTables pool_ = {};
 };
 
 }  // namespace
@@ -229,12 +256,16 @@ void define_blocks(py::module_& m) {
         py::arg("tokens"), py::arg("blocks"));
   m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
-  py::class_<DecodePlanner>(m, "DecodePlanner")
-      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&, int, int64_t>(),
-           py::arg("tables"), py::arg("states"), py::arg("ref_count"), py::arg("indexed"), py::arg("shift"),
+  py::class_<Steps>(m, "StepTables")
+      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&, const py::object&,
+                    int64_t>(),
+           py::arg("tables"), py::arg("states"), py::arg("ref_count"), py::arg("indexed"), py::arg("token_ids"),
            py::arg("max_length"))
-      .def("plan", &DecodePlanner::plan, py::arg("rows"), py::arg("states"), py::arg("tokens"), py::arg("expected"))
-      .def("place", &DecodePlanner::place, py::arg("rows"), py::arg("slots"), py::arg("fresh"), py::arg("blocks"));
+      .def("plan_decode", &Steps::plan_decode, py::arg("rows"), py::arg("tokens"), py::arg("expected") = py::none(),
+           py::arg("states") = py::none())
+      .def("append", &Steps::append, py::arg("rows"), py::arg("slots"), py::arg("tokens"), py::arg("fresh"),
+           py::arg("blocks"))
+      .def("start", &Steps::start, py::arg("rows"), py::arg("lengths"), py::arg("step_id"));
 }
 
 }  // namespace kvservice

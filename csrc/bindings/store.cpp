@@ -52,6 +52,7 @@ struct Stats {
     counts.reserved += space.counts.reserved;
     counts.condemned += space.counts.condemned;
     counts.slabs += space.counts.slabs;
+    counts.busy_slabs += space.counts.busy_slabs;
     used_bytes += space.counts.used() * space.block_bytes;
     num_evicted += space.num_evicted;
     num_unoffered += space.num_unoffered;
@@ -108,6 +109,13 @@ py::tuple lookup(StoreIndex& index, const py::object& number, const py::object& 
 py::tuple needed(StoreIndex& index, const py::object& number, const py::object& keys) {
   const Needed found = index.needed(as_number(number), as_keys(keys));
   return py::make_tuple(found.missing, found.evictable);
+}
+
+py::tuple empty_slabs(StoreIndex& index, const py::object& number, const py::object& most_slabs,
+                      const py::object& most_blocks) {
+  const Emptied emptied =
+      index.empty_slabs(as_number(number), as_int(most_slabs, "most_slabs"), as_int(most_blocks, "most_blocks"));
+  return py::make_tuple(emptied.slabs, emptied.blocks);
 }
 
 py::tuple acquire(StoreIndex& index, const py::object& number, const py::object& keys, bool leading_only,
@@ -266,6 +274,7 @@ void define_index(py::module_& m) {
       .def_property_readonly("num_reserved", [](const Stats& stats) { return stats.counts.reserved; })
       .def_property_readonly("num_condemned", [](const Stats& stats) { return stats.counts.condemned; })
       .def_property_readonly("num_slabs", [](const Stats& stats) { return stats.counts.slabs; })
+      .def_property_readonly("num_busy_slabs", [](const Stats& stats) { return stats.counts.busy_slabs; })
       .def_readonly("used_bytes", &Stats::used_bytes)
       .def_readonly("num_evicted", &Stats::num_evicted)
       .def_readonly("num_unoffered", &Stats::num_unoffered)
@@ -317,6 +326,13 @@ void define_index(py::module_& m) {
             return index.clear(as_number(number), as_int(most, "most"));
           },
           space, py::arg("most"))
+      .def(
+          "evict_blocks",
+          [](StoreIndex& index, const py::object& number, const py::object& most) {
+            return index.evict_blocks(as_number(number), as_int(most, "most"));
+          },
+          space, py::arg("most"))
+      .def("empty_slabs", &empty_slabs, space, py::arg("most_slabs"), py::arg("most_blocks"))
       .def(
           "checksums",
           [](const StoreIndex& index, const py::object& list) {

@@ -100,16 +100,18 @@ AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int
   return added;
 }
 
-bool plan_decode(const BlockTables& tables, const int32_t* ref_count, const bool* indexed, int64_t num_blocks,
-                 int shift, int64_t max_length, const DecodeBatch& batch, DecodePlan& plan) {
+bool plan_decode(const StepTables& pool, const DecodeBatch& batch, DecodePlan& plan) {
+  const int shift = pool.shift;
   const int64_t mask = (int64_t{1} << shift) - 1;
   for (int64_t i = 0; i < batch.size; ++i) {
-    const int64_t* state = batch.states + i * batch.num_columns;
+    const int64_t row = batch.rows[i];
+    require(row >= 0 && row < pool.num_rows, "rows", "is not a row of the tables");
+    const int64_t* state =
+        batch.states != nullptr ? batch.states + i * pool.num_columns : pool.states + row * pool.num_columns;
     const int64_t position = state[kLength], entry = position >> shift;
     if (batch.tokens[i] < 0 || (batch.expected != nullptr && batch.expected[i] != position)) return false;
-    if (position != state[kNumComputed] || position >= max_length) return false;
-    require(batch.rows[i] >= 0 && batch.rows[i] < tables.num_rows, "rows", "is not a row of the tables");
-    require(position >= 0 && entry < tables.width, "states", "has a length outside the table");
+    if (state[kSwapped] != 0 || position != state[kNumComputed] || position >= pool.max_length) return false;
+    require(position >= 0 && entry < pool.width, "states", "has a length outside the table");
     plan.lengths[i] = position + 1;
     plan.context_lens[i] = static_cast<int32_t>(position + 1);
     plan.slots[i] = position & mask;
@@ -117,32 +119,53 @@ bool plan_decode(const BlockTables& tables, const int32_t* ref_count, const bool
       plan.fresh.push_back(i);
       continue;
     }
-    const int64_t block = tables.row(batch.rows[i])[entry];
-    require(block >= 0 && block < num_blocks, "tables", "has a block outside the pool");
-    if (ref_count[block] > 1 || indexed[block]) return false;
+    const int64_t block = pool.tables[row * pool.width + entry];
+    require(block >= 0 && block < pool.num_blocks, "tables", "has a block outside the pool");
+    if (pool.ref_count[block] > 1 || pool.indexed[block]) return false;
     plan.slots[i] += block << shift;
   }
   return true;
 }
 
-void place_blocks(int32_t* tables, int64_t num_rows, int64_t width, int64_t* states, int64_t num_columns,
-                  const int64_t* rows, int64_t* slots, int64_t size, const int64_t* fresh, const int64_t* blocks,
-                  int64_t num_fresh, int shift) {
+void append_tokens(const StepTables& pool, const int64_t* rows, int64_t* slots, const int32_t* tokens, int64_t size,
+                   const int64_t* fresh, const int64_t* blocks, int64_t num_fresh) {
+  const int64_t num_slots = pool.num_blocks << pool.shift;
+  for (int64_t i = 0; i < size; ++i) require(slots[i] >= 0 && slots[i] < num_slots, "slots", "is outside the pool");
   for (int64_t i = 0; i < num_fresh; ++i) {
     require(fresh[i] >= 0 && fresh[i] < size, "fresh", "is no index of a row");
+    require(i == 0 || fresh[i] > fresh[i - 1], "fresh", "is not ascending");
     const int64_t row = rows[fresh[i]];
-    require(row >= 0 && row < num_rows, "rows", "is not a row of the tables");
-    const int64_t entry = states[row * num_columns + kNumBlocks];
-    require(entry >= 0 && entry < width, "states", "has a table that is full");
-    require(blocks[i] >= 0 && blocks[i] <= INT32_MAX, "blocks", "is outside the pool");
+    require(row >= 0 && row < pool.num_rows, "rows", "is not a row of the tables");
+    const int64_t entry = pool.states[row * pool.num_columns + kNumBlocks];
+    require(entry >= 0 && entry < pool.width, "states", "has a table that is full");
+    require(blocks[i] >= 0 && blocks[i] < pool.num_blocks, "blocks", "is outside the pool");
+    require(slots[fresh[i]] >> pool.shift == 0, "slots", "is no offset in a new block");
   }
   for (int64_t i = 0; i < num_fresh; ++i) {
     const int64_t row = rows[fresh[i]];
-    int64_t& entry = states[row * num_columns + kNumBlocks];
-    tables[row * width + entry] = static_cast<int32_t>(blocks[i]);
+    int64_t& entry = pool.states[row * pool.num_columns + kNumBlocks];
+    pool.tables[row * pool.width + entry] = static_cast<int32_t>(blocks[i]);
     ++entry;
-    slots[fresh[i]] += blocks[i] << shift;
+    slots[fresh[i]] += blocks[i] << pool.shift;
   }
+  for (int64_t i = 0; i < size; ++i) pool.token_ids[slots[i]] = tokens[i];
+}
+
+std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, const int64_t* lengths, int64_t size,
+                                int64_t step) {
+  for (int64_t i = 0; i < size; ++i) {
+    require(rows[i] >= 0 && rows[i] < pool.num_rows, "rows", "is not a row of the tables");
+  }
+  std::vector<int64_t> replaced;
+  for (int64_t i = 0; i < size; ++i) {
+    int64_t* state = pool.states + rows[i] * pool.num_columns;
+    if (replaced.empty() || replaced.back() != state[kStep]) replaced.push_back(state[kStep]);
+    state[kLength] = lengths[i];
+    state[kStep] = step;
+  }
+  std::sort(replaced.begin(), replaced.end());
+  replaced.erase(std::unique(replaced.begin(), replaced.end()), replaced.end());
+  return replaced;
 }
 
 }  // namespace kvservice

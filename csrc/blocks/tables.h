@@ -58,16 +58,31 @@ struct AddedReferences {
 // block is not below num_blocks.
 AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size);
 
-// The columns of a sequence's state that decode steps read and write.
-enum StateColumn : int64_t { kLength = 0, kNumComputed = 1, kNumBlocks = 2 };
+// The columns of a sequence's state that steps read and write.
+enum StateColumn : int64_t { kLength = 0, kNumComputed = 1, kNumBlocks = 2, kStep = 3, kSwapped = 4, kStepColumns = 5 };
 
-// A decode step over sequences, each of which gets one token: states[size, num_columns], tokens[size], and the lengths
-// that the caller expects, or null.
+// What steps read and write of a pool: tables int32[num_rows, width], states[num_rows, num_columns], and of each block
+// its references, whether it is in the prefix index, and its tokens, int32[num_blocks, 1 << shift].
+struct StepTables {
+  int32_t* tables;
+  int64_t num_rows, width;
+  int64_t* states;
+  int64_t num_columns;
+  const int32_t* ref_count;
+  const bool* indexed;
+  int32_t* token_ids;
+  int64_t num_blocks;
+  int shift;
+  int64_t max_length;
+};
+
+// A decode step over sequences, each of which gets one token: rows[size], tokens[size], and the lengths that the caller
+// expects, or null. states[size, num_columns] are the states to plan with; null: those of the rows.
 struct DecodeBatch {
   const int64_t *rows, *states;
   const int32_t* tokens;
   const int64_t* expected;
-  int64_t size, num_columns;
+  int64_t size;
 };
 
 // The plan: lengths afterwards, twice, the slots of the tokens, and the indices of the sequences that need a block
@@ -79,17 +94,20 @@ struct DecodePlan {
   std::vector<int64_t> fresh;
 };
 
-// Plans a decode step. Returns false if it is none: a token is negative, a length is not as expected, a sequence has
-// other tokens that are not computed, has max_length tokens, or does not own its last block. Throws ArgumentError if a
-// row or a block is outside the tables.
-bool plan_decode(const BlockTables& tables, const int32_t* ref_count, const bool* indexed, int64_t num_blocks,
-                 int shift, int64_t max_length, const DecodeBatch& batch, DecodePlan& plan);
+// Plans a decode step. Returns false if it is none: a token is negative, a length is not as expected, a sequence is
+// swapped out, has other tokens that are not computed, has max_length tokens, or does not own its last block. Throws
+// ArgumentError if a row or a block is outside the tables.
+bool plan_decode(const StepTables& pool, const DecodeBatch& batch, DecodePlan& plan);
 
-// Appends blocks[i] to the table of the sequence rows[fresh[i]], whose state[num_columns] has the number of its blocks,
-// and adds it to the slot of that sequence. Throws ArgumentError, before anything is written, for a row, an index or a
-// block that is out of range.
-void place_blocks(int32_t* tables, int64_t num_rows, int64_t width, int64_t* states, int64_t num_columns,
-                  const int64_t* rows, int64_t* slots, int64_t size, const int64_t* fresh, const int64_t* blocks,
-                  int64_t num_fresh, int shift);
+// Appends blocks[i] to the table of the sequence rows[fresh[i]], adds it to the slot of that sequence, and stores the
+// tokens[size] in their slots. Throws ArgumentError, before anything is written, for a row, an index, a block or a slot
+// that is out of range, and for indices that are not ascending.
+void append_tokens(const StepTables& pool, const int64_t* rows, int64_t* slots, const int32_t* tokens, int64_t size,
+                   const int64_t* fresh, const int64_t* blocks, int64_t num_fresh);
+
+// Makes `step` the newest step of sequences, and lengths[size] their lengths. Returns the distinct values that it
+// replaces, ascending. Throws ArgumentError, before anything is written, for a row that is out of range.
+std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, const int64_t* lengths, int64_t size,
+                                int64_t step);
 
 }  // namespace kvservice

@@ -9,7 +9,7 @@
 
 namespace kvservice {
 
-// Upper bounds in seconds, equal to those of kvservice/telemetry/calls.py.
+// Upper bounds in seconds, equal to those of kvservice/telemetry/tables.py.
 constexpr std::array<double, 17> kLaneBuckets = {50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3,
                                                  50e-3, 0.1,    0.2,    0.5,    1.0,  2.0,  5.0,  10.0};
 

@@ -69,7 +69,7 @@ void StoreIndex::check_slot(const Slab& slab, const Slot& slot) const {
 }
 
 void StoreIndex::check_counts() const {
-  size_t in_table = 0, num_slabs = 0;
+  size_t in_table = 0, num_slabs = 0, num_idle = 0;
   for (const auto& [number, space] : namespaces_) {
     const bool any_offered = space->num_offered > 0;
     if (any_offered != (space->last_offered != nullptr) || (any_offered && !space->last_offered->offered)) {
@@ -77,8 +77,11 @@ void StoreIndex::check_counts() const {
     }
     in_table += static_cast<size_t>(space->counts.committed + space->counts.reserved);
     num_slabs += static_cast<size_t>(space->counts.slabs);
+    num_idle += static_cast<size_t>(space->counts.slabs - space->counts.busy_slabs);
   }
   if (in_table != table_.size()) throw std::runtime_error("the store's table has a wrong number of keys");
+  for (const Slab* slab = idle_.oldest(); slab != nullptr; slab = slab->idle_links.newer) --num_idle;
+  if (num_idle != 0) throw std::runtime_error("the store has lost which slabs are idle");
   for (size_t i = num_ready_; i < slabs_.size(); ++i) num_slabs += slabs_[i].owner == nullptr ? 1 : 0;
   if (num_slabs + free_slabs_.size() != slabs_.size()) throw std::runtime_error("a slab of the store is lost");
 }

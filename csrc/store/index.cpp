@@ -390,6 +390,39 @@ int64_t StoreIndex::clear(uint32_t number, int64_t most) {
   return count;
 }
 
+// Evicts up to `most` blocks, the least recently used first. Returns how many.
+int64_t StoreIndex::evict_blocks(uint32_t number, int64_t most) {
+  Namespace& space = find_namespace(number);
+  end_lingering();
+  passes_ = {kPassedBlocks + most, 0};
+  int64_t count = 0;
+  while (count < most && shrink(space)) ++count;
+  return count;
+}
+
+// Evicts the blocks of slabs without reserved or leased ones, the least recently used slab first, until `most_slabs`
+// are empty or `most_blocks` were evicted.
+Emptied StoreIndex::empty_slabs(uint32_t number, int64_t most_slabs, int64_t most_blocks) {
+  const Namespace& space = find_namespace(number);
+  end_lingering();
+  passes_ = {0, kPassedSlabs};
+  Emptied done{};
+  Slab* next = idle_.oldest();
+  while (next != nullptr && done.slabs < most_slabs && done.blocks < most_blocks) {
+    Slab& slab = *next;
+    next = slab.idle_links.newer;
+    if (slab.owner != &space) continue;
+    if (hide(slab)) {
+      ++done.slabs;
+      done.blocks += slab.num_used;
+      empty(slab);
+    } else if (passes_.slabs-- <= 0) {
+      break;
+    }
+  }
+  return done;
+}
+
 std::vector<uint64_t> StoreIndex::checksums(const std::vector<uint64_t>& slots) const {
   std::vector<uint64_t> result;
   result.reserve(slots.size());

@@ -86,13 +86,18 @@ struct Places {
   std::vector<uint64_t> offsets;
 };
 
-// Wrong slots throw std::runtime_error: only the daemon passes them. Other wrong arguments throw ArgumentError.
 // This is what blocks with some keys need: how many are neither there nor being written, and how many that are there
 // could be evicted.
 struct Needed {
   int64_t missing, evictable;
 };
 
+// Slabs that lost their blocks, and how many blocks that were.
+struct Emptied {
+  int64_t slabs, blocks;
+};
+
+// Wrong slots throw std::runtime_error: only the daemon passes them. Other wrong arguments throw ArgumentError.
 class StoreIndex {
  public:
   static constexpr int64_t kMaxSlabs = int64_t{1} << 31;
@@ -127,6 +132,8 @@ class StoreIndex {
   int64_t touch(uint32_t number, const Keys& keys);
   int64_t remove(uint32_t number, const Keys& keys);
   int64_t clear(uint32_t number, int64_t most);
+  int64_t evict_blocks(uint32_t number, int64_t most);
+  Emptied empty_slabs(uint32_t number, int64_t most_slabs, int64_t most_blocks);
   std::vector<uint64_t> checksums(const std::vector<uint64_t>& slots) const;
   Places places(const std::vector<uint64_t>& slots) const;
 
@@ -176,8 +183,9 @@ class StoreIndex {
 
   Slot* take_slot(Namespace& space);
   Slot* hide_oldest(Namespace& space);
-  void shrink(Namespace& space);
+  bool shrink(Namespace& space);
   void empty_another_slab(const Slot* own);
+  void empty(Slab& slab);
   bool hide(Slot& slot);
   bool hide(Slab& slab);
   void show(Slot& slot);

@@ -38,6 +38,7 @@ void StoreIndex::recover_slab(Slab& slab, Recovered& recovered) {
   for (uint32_t i = slab.num_fresh; i-- > 0;) recover_slot(slab, slab.slots[i], recovered);
   if (slab.num_used == 0) return;
   ++space.counts.slabs;
+  if (slab.num_busy > 0) ++space.counts.busy_slabs;
   if (slab.has_room()) space.with_room.add(slab);
 }
 

@@ -26,6 +26,7 @@ struct BlockCounts {
   int64_t reserved = 0;
   int64_t condemned = 0;
   int64_t slabs = 0;
+  int64_t busy_slabs = 0;  // slabs with reserved or leased blocks
 
   int64_t used() const { return committed + reserved + condemned; }
 };
@@ -56,6 +57,7 @@ struct Namespace {
   SlabLayout layout{};
   LinkedList<Slot, &Slot::links> evictable;       // committed, without a lease
   Slot* last_offered = nullptr;                   // the newest evictable block that was offered; older ones were too
+  Slot* last_returned = nullptr;                  // an offered one beside which the next place is looked for, if any
   int64_t num_offered = 0;                        // evictable blocks that were offered
   LinkedList<Slot, &Slot::links> leased;          // committed, with a lease
   LinkedList<Slab, &Slab::room_links> with_room;  // its slabs that have a free slot; the newest is used first

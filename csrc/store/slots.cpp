@@ -47,13 +47,14 @@ Slot* StoreIndex::hide_oldest(Namespace& space) {
   }
 }
 
-// Evicts the least recently used block of a namespace and frees its slot.
-void StoreIndex::shrink(Namespace& space) {
+// Evicts the least recently used block of a namespace and frees its slot. Returns whether there was one.
+bool StoreIndex::shrink(Namespace& space) {
   Slot* oldest = hide_oldest(space);
-  if (oldest == nullptr) return;
+  if (oldest == nullptr) return false;
   count_eviction(*oldest);
   forget(*oldest);
   free_slot(*oldest);
+  return true;
 }
 
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
@@ -61,17 +62,20 @@ void StoreIndex::empty_another_slab(const Slot* own) {
   while (true) {
     Slab* slab = idle_.oldest();
     if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
-    if (hide(*slab)) {
-      for (uint32_t i = 0; i < slab->num_fresh; ++i) {
-        if (state(slab->slots[i]) == SlotState::kCommitted) evict(slab->slots[i]);
-      }
-      return return_slab(*slab);
-    }
+    if (hide(*slab)) return empty(*slab);
     if (passes_.slabs-- <= 0) return;
     slab->newest = ++tick_;
     idle_.remove(*slab);
     idle_.add(*slab);
   }
+}
+
+// Evicts all blocks of a hidden slab, and takes it from its namespace.
+void StoreIndex::empty(Slab& slab) {
+  for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+    if (state(slab.slots[i]) == SlotState::kCommitted) evict(slab.slots[i]);
+  }
+  return_slab(slab);
 }
 
 // Takes the version of a block from its record, unless there is a shared lease: from now on none can be taken.
@@ -267,6 +271,7 @@ void StoreIndex::leave_evictable(Slot& slot) {
   if (slot.offered) {
     --space.num_offered;
     if (space.last_offered == &slot) space.last_offered = slot.links.older;
+    if (space.last_returned == &slot) space.last_returned = slot.links.older;
   }
   space.evictable.remove(slot);
 }
@@ -308,14 +313,22 @@ void StoreIndex::end_last_lease(Slot& slot) {
   }
 }
 
-// Gives a block, which is in no list, and its slab their places in the order of use again, after coldest().
+// Gives a block, which is in no list, and its slab their places in the order of use again, after coldest(). Offered
+// blocks are evicted before all others. Those of a batch have their places beside each other.
 void StoreIndex::return_cold(Slot& slot) {
   Slab& slab = slab_of(slot);
   Namespace& space = *slab.owner;
-  space.evictable.add_before(space.evictable.oldest(), slot);
-  if (space.last_offered == nullptr) space.last_offered = &slot;
+  const uint64_t used = kept(slot).used;
+  Slot* before = space.last_returned == nullptr ? space.last_offered : space.last_returned;
+  while (before != nullptr && kept(*before).used > used) before = before->links.older;
+  Slot* after = before == nullptr ? space.evictable.oldest() : before->links.newer;
+  while (after != nullptr && after->offered && kept(*after).used < used) after = after->links.newer;
+  space.evictable.add_before(after, slot);
+  if (space.last_offered == nullptr || space.last_offered->links.newer == &slot) space.last_offered = &slot;
+  space.last_returned = &slot;
   ++space.num_offered;
   if (--slab.num_busy > 0) return;
+  --space.counts.busy_slabs;
   Slab* newer = idle_.oldest();
   while (newer != nullptr && newer->newest < slab.newest) newer = newer->idle_links.newer;
   idle_.add_before(newer, slab);
@@ -334,11 +347,14 @@ void StoreIndex::use(Slot& slot) {
 }
 
 void StoreIndex::begin_busy(Slab& slab) {
-  if (slab.num_busy++ == 0) idle_.remove(slab);
+  if (slab.num_busy++ > 0) return;
+  ++slab.owner->counts.busy_slabs;
+  idle_.remove(slab);
 }
 
 void StoreIndex::end_busy(Slab& slab) {
   if (--slab.num_busy > 0) return;
+  --slab.owner->counts.busy_slabs;
   slab.newest = ++tick_;
   idle_.add(slab);
 }

@@ -1,4 +1,10 @@
 // Counts the contents of a protobuf message before anything is built from it.
+//
+// Nothing simpler bounds what a message costs. Of 8 MiB, the largest message by default, protobuf parses the two
+// tensors of a write in 0.9 ms; as many bytes of a write can be a shape of 8 million extents, 72 ms on the event loop,
+// and those of an allocation 4 million empty sequences, 147 ms and 184 MiB of memory (2 cores of an AMD EPYC, grpcio
+// 1.85). The scanner refuses these in 1.4 and 0.01 ms. A limit on the bytes of each method lets the shape through,
+// because writes need them all. Tried by tests/server/test_parsing.py.
 #pragma once
 
 #include <cstddef>

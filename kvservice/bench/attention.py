@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from kvservice import ops
-from kvservice.bench.harness import (
+from kvservice.bench import (
     Array,
     attention_rows,
     largest_error,

@@ -9,47 +9,184 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import math
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.console import Console
 
-from kvservice.bench import cuda_shapes, cuda_timing
-from kvservice.bench.cuda_inputs import (
+from kvservice.bench import cuda_harness, table
+from kvservice.bench.cuda_harness import (
     K_SCALE,
     MAX_ERROR,
+    SHORT_NAMES,
     Inputs,
+    Shape,
     TorchScratch,
-    keys_and_values,
     make_inputs,
     relative_error,
 )
-from kvservice.bench.cuda_shapes import Shape, random_shapes
-from kvservice.bench.harness import table
 from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError, KVServiceError
 from kvservice.ops.cuda import Kernel
 
-__all__ = [
-    "K_SCALE",
-    "MAX_ERROR",
-    "DeviceBenchOptions",
-    "Inputs",
-    "device_works",
-    "failures",
-    "keys_and_values",
-    "make_inputs",
-    "progress_line",
-    "relative_error",
-    "render",
-    "run",
-]
+# ---- the shapes
+
+
+def unequal(num_seqs: int = 64, longest: int = 16384) -> tuple[int, ...]:
+    """Return lengths from 1 to `longest`, the same in every run."""
+    draw = random.Random(0)
+    return (1, longest, *(draw.randint(1, longest) for _ in range(num_seqs - 2)))
+
+
+DECODE_BATCHES = ((1, 1024), (1, 8192), (1, 131072), (4, 2048), (8, 32768), (16, 1024), (64, 4096), (256, 1024))
+DECODE_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 1, 128), (32, 4, 64))
+EXTEND_BATCHES = ((1, 0, 8192), (8, 7680, 512), (64, 1920, 128), (64, 4088, 8))  # sequences, prefix, new tokens
+
+# Shapes of servers that the grid has not: family, pool types, heads, batches.
+_16_BIT, _BOTH = ("bfloat16",), tuple(SHORT_NAMES)
+DECODE_FAMILIES = (
+    ("few-kv-heads", _BOTH, ((16, 1, 128),), ((32, 512), (400, 160))),
+    ("few-kv-heads", _BOTH, ((32, 2, 128),), ((1, 8192), (16, 1024), (32, 512), (64, 4096), (256, 1024), (400, 160))),
+    ("short-sequences", _BOTH, ((16, 2, 128), (32, 8, 128), (128, 8, 128), (32, 8, 256)), ((400, 160),)),
+    ("head-256", _16_BIT, ((32, 8, 256),), ((1, 8192), (16, 1024), (64, 4096))),
+)
+EXTEND_FAMILIES = (
+    ("short-prompts", _16_BIT, ((32, 8, 128), (32, 32, 128), (16, 1, 128), (32, 8, 64)), ((256, 0, 100), (400, 0, 40))),
+    ("prompts", _16_BIT, ((32, 8, 128),), ((2, 0, 2048), (1, 0, 16384), (16, 5, 1000))),
+    ("no-groups", _16_BIT, ((32, 32, 128),), ((17, 2011, 65),)),
+    ("head-64", _16_BIT, ((32, 8, 64),), ((1, 0, 8192), (8, 0, 1000), (16, 1024, 512), (64, 1920, 128))),
+    ("head-256", _16_BIT, ((32, 8, 256),), ((1, 0, 8192), (8, 7680, 512), (64, 1920, 128))),
+    (
+        "8-bit-extend",
+        ("float8_e4m3fn",),
+        ((32, 8, 128),),
+        ((1, 0, 4096), (8, 7680, 512), (64, 1920, 128), (256, 0, 100)),
+    ),
+)
+
+
+def _decode(dtype: str, heads: tuple[int, int, int], num_seqs: int, context: int, family: str = "grid") -> Shape:
+    return Shape("decode", dtype, (context,) * num_seqs, f"{num_seqs}x{context}", *heads, family=family)
+
+
+def _extend(
+    dtype: str, heads: tuple[int, int, int], num_seqs: int, prefix: int, query_len: int, family: str = "grid"
+) -> Shape:
+    contexts, lengths = (prefix + query_len,) * num_seqs, f"{num_seqs}x{query_len} on {prefix}"
+    return Shape("extend", dtype, contexts, lengths, *heads, query_len=query_len, family=family)
+
+
+def _grid() -> Iterator[Shape]:
+    for num_seqs, prefix, query_len in EXTEND_BATCHES:
+        yield _extend("bfloat16", (32, 8, 128), num_seqs, prefix, query_len)
+    for dtype in SHORT_NAMES:
+        for heads in DECODE_HEADS:
+            for num_seqs, context in DECODE_BATCHES:
+                yield _decode(dtype, heads, num_seqs, context)
+            yield Shape("decode", dtype, unequal(), "64x1..16384", *heads)
+
+
+def _families() -> Iterator[Shape]:
+    for family, dtypes, all_heads, decodes in DECODE_FAMILIES:
+        for dtype, heads, decode in itertools.product(dtypes, all_heads, decodes):
+            yield _decode(dtype, heads, *decode, family=family)
+    for family, dtypes, all_heads, extends in EXTEND_FAMILIES:
+        for dtype, heads, extend in itertools.product(dtypes, all_heads, extends):
+            yield _extend(dtype, heads, *extend, family=family)
+
+
+SHAPES = (*_grid(), *_families())
+QUICK = ("extend bf16 32/8x128 64x8 on 4088", "decode bf16 32/8x128 16x1024", "decode e4m3 32/8x128 16x1024")
+
+
+def select(wanted: str, shapes: tuple[Shape, ...] = SHAPES) -> tuple[Shape, ...]:
+    """Return the shapes of which a comma-separated word is the family, or a part of the name; all for the
+    empty string."""
+    words = [word.strip() for word in wanted.split(",")]
+    return tuple(shape for shape in shapes if any(word == shape.family or word in shape.name for word in words))
+
+
+# ---- shapes drawn at random, so that nobody tunes kernels to a list
+#
+# Heads are as models have them, batches as servers have them, from one long sequence to hundreds of short ones.
+
+
+# Query heads, KV heads.
+HEADS: Final = (
+    (8, 1),
+    (16, 1),
+    (16, 2),
+    (32, 2),
+    (28, 4),
+    (32, 4),
+    (32, 8),
+    (40, 8),
+    (64, 8),
+    (128, 8),
+    (16, 16),
+    (32, 32),
+)
+# 128 is what most models have.
+HEAD_SIZES: Final = (64, 128, 128, 128, 256)
+MAX_SEQS: Final = 512
+MAX_LENGTH: Final = 65536
+MAX_QUERY_LEN: Final = 16384
+# Most bytes of K and V, and most multiplications and additions, of one call.
+MAX_KV_BYTES: Final = 2 << 30
+MAX_FLOP: Final = 1 << 44
+
+
+def random_shapes(count: int, seed: int) -> tuple[Shape, ...]:
+    """Return `count` shapes, the same for the same seed; the first of them are those of a smaller count."""
+    draw = random.Random(seed)
+    return tuple(_shape(draw, number) for number in range(count))
+
+
+def _shape(draw: random.Random, number: int) -> Shape:
+    while True:
+        shape = _any_shape(draw, number)
+        if shape.kv_bytes <= MAX_KV_BYTES and shape.flop <= MAX_FLOP:
+            return shape
+
+
+def _any_shape(draw: random.Random, number: int) -> Shape:
+    num_heads, num_kv_heads = draw.choice(HEADS)
+    num_seqs = _log_uniform(draw, MAX_SEQS)
+    is_decode = draw.random() < 0.5
+    query_len = 1 if is_decode else 1 + _log_uniform(draw, MAX_QUERY_LEN - 1)
+    longest = 0 if not is_decode and draw.random() < 0.5 else _log_uniform(draw, MAX_LENGTH)
+    prefixes = tuple(_prefixes(draw, num_seqs, longest))
+    return Shape(
+        "decode" if is_decode else "extend",
+        draw.choice(tuple(SHORT_NAMES)),
+        tuple(query_len + prefix for prefix in prefixes),
+        f"{num_seqs}x{query_len} on {min(prefixes)}..{max(prefixes)} #{number}",
+        num_heads,
+        num_kv_heads,
+        draw.choice(HEAD_SIZES),
+        query_len,
+    )
+
+
+def _prefixes(draw: random.Random, num_seqs: int, longest: int) -> Iterator[int]:
+    """Yield the tokens before the new ones of each sequence: all the same, or any."""
+    equal = draw.random() < 0.5
+    for _ in range(num_seqs):
+        yield longest if equal else draw.randint(0, longest)
+
+
+def _log_uniform(draw: random.Random, most: int) -> int:
+    """Return a number from 1 to `most`: each power of two has the same chance."""
+    return int(math.exp(draw.uniform(0, math.log(most + 1))))
+
 
 # ---- FlashInfer as a peer, if it is installed: the same K and V, in pages of the same size with the same tables
 #
@@ -141,14 +278,12 @@ class DeviceBenchOptions:
 
     def selected(self) -> tuple[Shape, ...]:
         """Raises InvalidArgumentError if there are none."""
-        shapes = random_shapes(self.random, self.seed) if self.random else cuda_shapes.SHAPES
+        shapes = random_shapes(self.random, self.seed) if self.random else SHAPES
         for word in self.shapes.split(","):
-            if not cuda_shapes.select(word, shapes):
+            if not select(word, shapes):
                 families = ", ".join(sorted({shape.family for shape in shapes}))
                 raise InvalidArgumentError(f"{word!r} is in no shape's name, and no family: {families}", field="shapes")
-        return cuda_shapes.select(
-            self.shapes or (",".join(cuda_shapes.QUICK) if self.quick and not self.random else ""), shapes
-        )
+        return select(self.shapes or (",".join(QUICK) if self.quick and not self.random else ""), shapes)
 
 
 def run(options: DeviceBenchOptions) -> dict[str, Any]:
@@ -157,9 +292,9 @@ def run(options: DeviceBenchOptions) -> dict[str, Any]:
     `relative_error`, `peer_us` (of the fastest path) and `speedup`, `batch_invariant_us`; or `failed` with the reason.
     """
     shapes = options.selected()
-    cuda_timing.require_device()
+    cuda_harness.require_device()
     peer = FlashInfer() if options.vs == "flashinfer" else None
-    ceilings = cuda_timing.ceilings(options.rounds)
+    ceilings = cuda_harness.ceilings(options.rounds)
     results = []
     for shape in shapes:
         result = measure_or_fail(shape, options, peer, ceilings["device_copy_gb_per_s"])
@@ -168,7 +303,7 @@ def run(options: DeviceBenchOptions) -> dict[str, Any]:
         if "failed" in result and not device_works():
             break
     return {
-        **cuda_timing.versions(),
+        **cuda_harness.versions(),
         "flashinfer": peer.version if peer else None,
         "kernel": options.kernel,
         "ceilings": ceilings,
@@ -211,7 +346,7 @@ def measure(shape: Shape, options: DeviceBenchOptions, peer: FlashInfer | None, 
     if options.batch_invariant:
         contenders[INVARIANT] = prepare(inputs, our_call(inputs, options.kernel, invariant=True))
     peers = prepare_peers(inputs, peer, contenders)
-    replay_s = cuda_timing.device_seconds(
+    replay_s = cuda_harness.device_seconds(
         {name: entry.graph.replay for name, entry in contenders.items()}, options.rounds
     )
     us = {name: seconds / shape.num_calls * 1e6 for name, seconds in replay_s.items()}
@@ -246,7 +381,7 @@ def prepare(inputs: Inputs, call_into: Callable[[torch.Tensor], Callable[[int], 
         out.fill_(math.nan)
         call(layer)
         errors.append(check(inputs, layer, out))
-    graph = cuda_timing.graph_of(call, shape.num_layers, shape.num_calls)
+    graph = cuda_harness.graph_of(call, shape.num_layers, shape.num_calls)
     out.fill_(math.nan)
     graph.replay()
     errors.append(check(inputs, (shape.num_calls - 1) % shape.num_layers, out))

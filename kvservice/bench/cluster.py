@@ -17,8 +17,8 @@ from zlib import crc32
 
 from rich.console import Console
 
-from kvservice.bench.harness import table
-from kvservice.bench.serve_plot import COLOURS, text
+from kvservice.bench import table
+from kvservice.bench.plot import COLOURS, text
 from kvservice.client.cluster.placement import HashedPrompt, Load, PlacedPrompt, Placement, PlacementSettings
 from kvservice.planning.trace import ConversationLoad, Trace, TracedRequest, read_trace, synthetic_trace
 

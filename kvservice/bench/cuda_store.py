@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from kvservice.bench import cuda_timing
-from kvservice.bench.harness import medians, table, take_turns
+from kvservice.bench import cuda_harness, medians, table, take_turns
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.errors import InternalError
 from kvservice.integrations.vllm.copies import block_layout
@@ -184,8 +183,8 @@ def link_copies(num_bytes: int) -> Iterator[Callable[[], float]]:
     """Yield what returns the seconds of one large copy from the device, and of one to it."""
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
-    yield lambda: cuda_timing.elapsed_s(lambda: host.copy_(device, non_blocking=True))
-    yield lambda: cuda_timing.elapsed_s(lambda: device.copy_(host, non_blocking=True))
+    yield lambda: cuda_harness.elapsed_s(lambda: host.copy_(device, non_blocking=True))
+    yield lambda: cuda_harness.elapsed_s(lambda: device.copy_(host, non_blocking=True))
 
 
 def measure(client: KVClient, layout: str, size: str, num_bytes: int, rounds: int) -> dict[str, Any]:
@@ -210,7 +209,7 @@ def measure(client: KVClient, layout: str, size: str, num_bytes: int, rounds: in
 def run(quick: bool = False) -> dict[str, Any]:
     """Return `gb_per_s`: what `measure` returns for each layout and size, with `share`. Where the store is mapped for
     reading, one layout is measured."""
-    cuda_timing.require_device()
+    cuda_harness.require_device()
     num_bytes, rounds = (BATCH_BYTES_QUICK, ROUNDS_QUICK) if quick else (BATCH_BYTES, ROUNDS)
     measured = []
     for share in SHARES:
@@ -218,7 +217,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         with Daemon(**OPTIONS, share_store=share) as daemon, KVClient(daemon.address) as client:
             for layout, size in itertools.product(layouts, MODELS):
                 measured.append({"share": share} | measure(client, layout, size, num_bytes, rounds))
-    return {**cuda_timing.versions(), "batch_bytes": num_bytes, "gb_per_s": measured}
+    return {**cuda_harness.versions(), "batch_bytes": num_bytes, "gb_per_s": measured}
 
 
 def render(results: dict[str, Any], console: Console) -> None:

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import mmap
 import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -18,27 +20,93 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Console
 
-from kvservice.bench.harness import medians, table, take_turns
-from kvservice.bench.peer_process import BlockBatch, BlockWay, free_port
-from kvservice.bench.socket_peer import socket_peer
-from kvservice.bench.store import OPTIONS, StoreWay, timed
+from kvservice.bench import START_S, free_port, medians, table, take_turns
+from kvservice.bench.store import OPTIONS, BlockBatch, BlockWay, StoreWay, rate, timed
 from kvservice.client import KVClient, Session, StoreNamespace
 from kvservice.launch import Daemon
+from kvservice.owned import OwnedProcess
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.transfer import READ, WRITE, Endpoint, Operation, Range, TransferProcess
+from kvservice.wire.tensors import Array
 
-__all__ = [
-    "BLOCK_BYTES",
-    "LABELS",
-    "SEQUENCE_LABELS",
-    "SEQUENCE_WAYS",
-    "WAYS",
-    "pool_options",
-    "render",
-    "run",
-    "sequence_ways",
-    "ways",
-]
+# ---- a plain TCP connection between two processes: the least that bytes cost between them
+#
+# The kernel copies them from the memory of one to the memory of the other, in system calls of a block each, and nobody
+# compares them. The peer's process: `python -m kvservice.bench.remote PORT NUM_BYTES BLOCK_BYTES`.
+
+
+_PUT, _GET, _DONE = b"p", b"g", b"d"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+class SocketPeer:
+    """The blocks of a batch are copied to the memory of the peer, and back."""
+
+    def __init__(self, connection: socket.socket, batch: BlockBatch) -> None:
+        self._connection, self.batch = connection, batch
+
+    def put(self) -> None:
+        self._connection.sendall(_PUT)
+        send(self._connection, self.batch.values)
+        assert self._connection.recv(1) == _DONE, "the peer has all of it"
+
+    def get(self) -> None:
+        self._connection.sendall(_GET)
+        receive(self._connection, self.batch.out)
+
+    def empty(self) -> None:
+        """Nothing has to be removed."""
+
+
+def send(connection: socket.socket, blocks: Array) -> None:
+    for block in blocks:
+        connection.sendall(block.data)
+
+
+def receive(connection: socket.socket, blocks: Array) -> None:
+    """Raises ConnectionError."""
+    for block in blocks:
+        left = block.data
+        while left:
+            count = connection.recv_into(left)
+            if not count:
+                raise ConnectionError("the other process has ended")
+            left = left[count:]
+
+
+@contextlib.contextmanager
+def socket_peer(batch: BlockBatch) -> Iterator[SocketPeer]:
+    """Start a peer. Raises OSError."""
+    count, block_bytes = batch.values.shape
+    with socket.create_server((_LOOPBACK, 0)) as listening:
+        listening.settimeout(START_S)
+        numbers = (listening.getsockname()[1], count * block_bytes, block_bytes)
+        command = [sys.executable, "-P", "-m", "kvservice.bench.remote", *map(str, numbers)]
+        process = OwnedProcess(command)
+        try:
+            connection = listening.accept()[0]
+            with connection:
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield SocketPeer(connection, batch)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def serve_socket() -> None:
+    """Be the peer's process."""
+    port, num_bytes, block_bytes = map(int, sys.argv[1:])
+    blocks = np.ones((num_bytes // block_bytes, block_bytes), np.uint8)
+    with socket.create_connection((_LOOPBACK, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while wanted := connection.recv(1):
+            if wanted == _PUT:
+                receive(connection, blocks)
+                connection.sendall(_DONE)
+            else:
+                send(connection, blocks)
+
 
 # ---- K/V of a sequence between a client over TCP and the daemon's pool, written and read as a whole
 
@@ -106,7 +174,6 @@ def sequence_ways(address: str, num_bytes: int) -> Iterator[dict[str, SequenceWa
 # Moving bytes with it costs this much, before anything is compared, copied or answered.
 
 
-_LOOPBACK: Final = "127.0.0.1"
 # The engine moves parts of this size at the same time, as it does for the daemon.
 _PART_BYTES: Final = 1 << 20
 _TIMEOUT_S: Final = 60.0
@@ -231,10 +298,9 @@ def render(results: dict[str, Any], console: Console) -> None:
         title = f"{what} over the loopback interface, GB/s; in brackets: in units of the plain socket"
         rows = table(title, ("way",), calls)
         for name, label in labels.items():
-            rows.add_row(label, *(_rate(results, name, call) for call in ("put", "get")))
+            rows.add_row(label, *(rate(results, name, f"{call}_s", "socket") for call in ("put", "get")))
         console.print(rows)
 
 
-def _rate(results: dict[str, Any], way: str, call: str) -> str:
-    seconds, plain = results[f"{way}_{call}_s"], results[f"socket_{call}_s"]
-    return f"{results['batch_bytes'] / seconds / 1e9:.2f} ({plain / seconds:.2f})"
+if __name__ == "__main__":
+    serve_socket()

@@ -1,10 +1,4 @@
-"""Measures how long a client waits while its daemon is killed and starts again, and while it is upgraded.
-
-A daemon with a keeper has a pool that is full: half the blocks are of sequences, the other half are cached. Every
-round kills the process and appends a token to a sequence at once: the call waits, reconnects and is answered by the new
-process. Another client appends all the time while the daemon is upgraded to the same version; the longest of its calls
-is the pause.
-"""
+"""How long clients wait while a daemon starts, while it is killed and starts again, and while it is upgraded."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ import os
 import signal
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,15 +16,101 @@ import numpy as np
 from rich.console import Console
 
 from kvservice.auth.client import NO_CREDENTIALS
-from kvservice.bench.harness import seconds_of, table
+from kvservice.bench import seconds_of, table
+from kvservice.bench.limits import Pinger
 from kvservice.client import KVClient, PoolInfo, Sequence, Session
 from kvservice.client.channel import CHANNEL_OPTIONS
-from kvservice.keeper.control import ask
+from kvservice.health import ask
+from kvservice.keeper.control import ask as ask_keeper
 from kvservice.keeper.private_paths import control_path
 from kvservice.launch import Daemon, StartError
 from kvservice.pool.layout import DTYPES
+from kvservice.pool.sealed import num_processors
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 from kvservice.wire.channels import open_channel
+
+START_TIMEOUT_S = 600.0
+
+# ---- how long a daemon with a block store takes until it serves, until all memory of the store is there, and how long
+# calls wait meanwhile
+#
+# A client pings from the moment the daemon serves. The daemon has a small pool, so that the store is what counts.
+
+
+START_POOL: dict[str, Any] = {"num_blocks": 32, "swap_space_gib": 0.0}
+ASK_S = 5.0
+# Between two looks at how much memory is there, and the time of the pings with which those before are compared.
+LOOK_S, AFTER_S = 0.1, 2.0
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    store_gib: float = 4.0
+
+
+def start_once(store_gib: float) -> dict[str, Any]:
+    """Start a daemon. Returns the seconds until it serves and until its memory is complete, and the longest pings, None
+    if none ended in that time."""
+    pinger, began_s = Pinger(), time.monotonic()
+    with Daemon(start_timeout_s=START_TIMEOUT_S, store_gib=store_gib, **START_POOL) as daemon:
+        serving_s = time.monotonic()
+        with pinger.pinging(daemon.address):
+            while (answer := ask(daemon.address, ASK_S, NO_CREDENTIALS)).note:
+                if answer.reason or time.monotonic() > began_s + START_TIMEOUT_S:
+                    raise StartError(f"the memory of the store does not come: {answer.reason or answer.note}")
+                time.sleep(LOOK_S)
+            complete_s = time.monotonic()
+            time.sleep(AFTER_S)
+        ended = pinger.pings[:, 1]
+        taken = pinger.pings[:, 1] - pinger.pings[:, 0]
+        stop_s = seconds_of(daemon.stop)
+    return {
+        "serving_s": serving_s - began_s,
+        "complete_s": complete_s - began_s,
+        "ping_growing_max_s": _longest(taken[ended <= complete_s]),
+        "ping_max_s": _longest(taken[ended > complete_s]),
+        "stop_s": stop_s,
+    }
+
+
+def _longest(seconds: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
+    return float(seconds.max()) if len(seconds) else None
+
+
+def run_start(options: StartOptions) -> dict[str, Any]:
+    """Return the figures of `start_once`, and `empty_serving_s`, those of a daemon without a store."""
+    empty = start_once(0.0)
+    return (
+        asdict(options)
+        | {"num_processors": num_processors(), "empty_serving_s": empty["serving_s"]}
+        | start_once(options.store_gib)
+    )
+
+
+START_LABELS = {
+    "empty_serving_s": "start until it serves, without a store",
+    "serving_s": "start until it serves",
+    "complete_s": "start until all memory is there",
+    "ping_growing_max_s": "longest ping until then",
+    "ping_max_s": "longest ping afterwards",
+    "stop_s": "end",
+}
+
+
+def render_start(results: dict[str, Any], console: Console) -> None:
+    size, processors = results["store_gib"], results["num_processors"]
+    rows = table(f"Start of a daemon with a block store of {size:g} GiB, {processors} processors", ("what",), ("s",))
+    for name, label in START_LABELS.items():
+        rows.add_row(label, "" if results[name] is None else f"{results[name]:.3g}")
+    console.print(rows)
+
+
+# ---- how long a client waits while its daemon is killed and starts again, and while it is upgraded
+#
+# A daemon with a keeper has a pool that is full: half the blocks are of sequences, the other half are cached. Every
+# round kills the process and appends a token to a sequence at once: the call waits, reconnects and is answered by the
+# new process. Another client appends all the time while the daemon is upgraded to the same version; the longest of its
+# calls is the pause.
 
 # On the CPU small blocks, because the time depends on their number. On a GPU those of Llama-3-8B.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -39,7 +120,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 POOL: dict[str, Any] = {"swap_space_gib": 0.0, "max_sequences": 4096, "max_sequence_tokens": 8192, "keeper": True}
 # Blocks of a sequence, and the share of the pool that is filled.
 SEQUENCE_BLOCKS, FILLED = 256, 0.95
-START_TIMEOUT_S, WAIT_S, OBSERVER_WAIT_S = 600.0, 120.0, 30.0
+WAIT_S, OBSERVER_WAIT_S = 120.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -137,13 +218,13 @@ def upgrade_once(daemon: Daemon, session: Session, sequence: Sequence) -> float:
     """Upgrade the daemon to its own version. Returns the seconds of the longest call meanwhile."""
     path = control_path(daemon.address.removeprefix("unix://"))
     with appending(lambda: append_once(session, sequence)) as seconds:
-        *_, result = ask(path, "upgrade", START_TIMEOUT_S)
+        *_, result = ask_keeper(path, "upgrade", START_TIMEOUT_S)
     if not result["ok"]:
         raise StartError(f"the upgrade failed: {result['message']}")
     return max(seconds)
 
 
-def run(options: RestartOptions) -> dict[str, Any]:
+def run_restart(options: RestartOptions) -> dict[str, Any]:
     """Return the medians `kill_to_append_s` with its parts `start_s`, `take_over_s` and `reconnect_s`, and
     `upgrade_pause_s`, their maxima, and what the pool held."""
     size = {"num_blocks": options.num_blocks} if options.gib is None else {"pool_gib": options.gib}
@@ -191,7 +272,7 @@ LABELS = {
 }
 
 
-def render(results: dict[str, Any], console: Console) -> None:
+def render_restart(results: dict[str, Any], console: Console) -> None:
     rows = table(
         f"Restarts of a daemon, {results['device']}, {results['rounds']} rounds, s", ("what",), ("median", "max")
     )

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from kvservice.bench.harness import medians, seconds_of, table, take_turns
-from kvservice.bench.serve_trace import build_model, shape_of
+from kvservice.bench import medians, seconds_of, table, take_turns
+from kvservice.bench.serve import build_model, shape_of
 from kvservice.client import KVClient, Session
 from kvservice.errors import InternalError
 from kvservice.launch import Daemon

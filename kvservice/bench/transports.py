@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from kvservice import ops
-from kvservice.bench.harness import normal, quantiles, seconds_of, table
+from kvservice.bench import normal, quantiles, seconds_of, table
 from kvservice.client import KVClient, SharedRegion, Step
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.client.threads import finish

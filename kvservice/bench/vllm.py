@@ -25,9 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from kvservice import plain_json
-from kvservice.bench.harness import table
-from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.vllm_workloads import WORKLOADS, Output, RequestBatch, Sizes
+from kvservice.bench import PeerMissingError, table
+from kvservice.bench.vllm_engine import WORKLOADS, Output, RequestBatch, Sizes
 from kvservice.launch import Daemon
 from kvservice.owned import OwnedFolder, OwnedProcess
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvservice.bench.harness import table
+from kvservice.bench import table
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.integrations.common import ComputeTime
 from kvservice.integrations.vllm.copies import HostCopier, StepRead, block_layout

@@ -19,7 +19,15 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import check_request_tokens, counts_for, int32_array, refuse, whole_number
 from kvservice.blocks.layers import commit_rows
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, LiveStep, StepPlan
-from kvservice.blocks.state import COMPUTED_TOKENS, LENGTH, NUM_COMPUTED, RESTORE, STEP, BlockState, SessionNamespace
+from kvservice.blocks.state import (
+    COMPUTED_TOKENS,
+    LENGTH,
+    NUM_COMPUTED,
+    RESTORE,
+    STEP,
+    BlockState,
+    SessionNamespace,
+)
 from kvservice.blocks.steps import (
     NO_COPIES,
     WriteBatch,
@@ -97,9 +105,10 @@ def advance(
     check_request_tokens(state.config, int(np.add.reduce(query_lens)), "sequence_ids")
     plan = _Advance(batch, tokens, counts, query_lens, followed, unknown)
     if num_appended is None and lookahead == 0 and len(tokens) == len(ids):
-        decode = plan_decode(state, rows, states, tokens)
+        decode = plan_decode(state, rows, tokens, states=states)
         if decode is not None:
-            return _start(state, namespace, plan, append_decode(state, rows, decode, tokens), NO_COPIES)
+            append_decode(state, rows, decode, tokens)
+            return _start(state, namespace, plan, decode.slots, NO_COPIES)
     return _advance(state, namespace, plan, lookahead)
 
 
@@ -121,16 +130,18 @@ def _start(
     state: BlockState, namespace: SessionNamespace, plan: _Advance, slots: Int64Array, copies: BlockCopies
 ) -> StepPlan:
     """Open the step. Tokens that are not known do not count in the lengths of their sequences."""
-    batch, unknown = plan.batch, plan.unknown
+    batch, unknown, lengths = plan.batch, plan.unknown, plan.batch.lengths
     state.sequences.num_tokens += len(plan.tokens)
     if unknown is not None:
-        lengths = batch.lengths.copy()
+        lengths = lengths.copy()
         lengths[unknown] -= 1
-        batch = batch._replace(lengths=lengths)
         state.sequences.num_tokens -= len(unknown)
     context_lens = (batch.states[:, NUM_COMPUTED] + plan.query_lens).astype(np.int32)
     query_lens = plan.query_lens.astype(np.int32)
-    step = start_step(state, namespace, batch, query_lens, context_lens, slots, copies, None, plan.followed)
+    step = start_step(
+        state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots,
+        copies=copies, followed=plan.followed,
+    )  # fmt: skip
     if unknown is not None:
         namespace.steps[step.step_id].unknown = unknown
     return step
@@ -303,8 +314,8 @@ def _start_ahead(
     lengths = batch.states[:, LENGTH]
     query_lens = np.full(len(lengths), num_steps, np.int32)
     slots = state.sequences.slots(batch.rows, lengths, query_lens.astype(np.int64))
-    known = batch._replace(lengths=lengths)
-    step = start_step(state, namespace, known, query_lens, batch.lengths.astype(np.int32), slots, copies, None)
+    context_lens = batch.lengths.astype(np.int32)
+    step = start_step(state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots, copies=copies)
     namespace.steps[step.step_id].ahead = True
     return step
 

@@ -16,7 +16,13 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import int32_array, whole_number
 from kvservice.blocks.plans import Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.pool import token_bytes
-from kvservice.blocks.state import COMPUTED_TOKENS, RESTORE, BlockState, SessionNamespace, ragged
+from kvservice.blocks.state import (
+    COMPUTED_TOKENS,
+    RESTORE,
+    BlockState,
+    SessionNamespace,
+    ragged,
+)
 from kvservice.chain_hash import block_hash
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
 

@@ -1,11 +1,10 @@
-"""The state of a block manager: session namespaces, sequence slots, pins, and the intent of the operation in progress.
+"""The state of a block manager: session namespaces, sequence slots, and the intent of the operation in progress.
 
 `BlockState` at the end has all of it, and the pools. Operations are functions of their own modules over it.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
@@ -14,18 +13,15 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import DecodePlanner, shared_entries, slot_mapping
+from kvservice._ext import StepTables, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import (
     KeptMaps,
+    PinTable,
     pack_extra_keys,
     pack_ids,
-    pack_pin,
-    pin_key,
-    split_pin_key,
     unpack_extra_keys,
-    unpack_pin,
 )
 from kvservice.blocks.plans import (
     NO_STEP,
@@ -38,9 +34,8 @@ from kvservice.blocks.plans import (
     item_view,
     numpy_memory,
 )
-from kvservice.blocks.pool import ONE, BlockPool, CachingBlockPool
+from kvservice.blocks.pool import BlockPool, CachingBlockPool
 from kvservice.blocks.quotas import BlockOwners, TenantQuota
-from kvservice.blocks.slices import SLICE_BLOCKS
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
@@ -134,9 +129,14 @@ class SessionNamespace:
         """Return (ids int64[n], rows int64[n]) of distinct known sequences. The caller must not modify them. Raises
         InvalidArgumentError, UnknownSequenceError.
 
-        The last batch is cached, because a running batch stays the same for many steps.
+        The last batch of several is cached, because a running batch stays the same for many steps.
         """
         ids = id_array(sequence_ids, field)
+        if len(ids) == 1:
+            row = self.rows.get(ids.item())
+            if row is None:
+                raise self.unknown_sequence(ids.tolist(), field)
+            return ids.copy(), np.array((row,), np.int64)
         key = ids.tobytes()
         if key == self._batch[0]:
             return self._batch[1], self._batch[2]
@@ -424,84 +424,6 @@ class SequenceSlots:
         return shared
 
 
-# ---- Pins
-
-
-class PinTable:
-    """The pins of all namespaces: cached prefixes that are kept until the pin expires.
-
-    A pin is not a reference to a block (ref_count counts tables only). It keeps the block in the prefix index and from
-    eviction; a sequence that writes into a pinned block gets a copy.
-
-    `counts` int32[num_blocks] is the number of pins of each block, and `num_pinned` the number of blocks with at least
-    one. `deadlines` is a heap of (time in seconds of the clock, id of the namespace, pin id, namespace). A pin that was
-    removed may still be in it.
-    """
-
-    def __init__(self, device: CachingBlockPool, clock: Callable[[], float], kept: MutableMapping[int, bytes]) -> None:
-        self.counts = np.zeros(device.num_blocks, np.int32)
-        self.num_pinned = 0
-        self.num_pins = 0
-        self.deadlines: list[tuple[float, int, int, SessionNamespace]] = []
-        self._device, self._clock, self._kept = device, clock, kept
-
-    def add(self, namespace: SessionNamespace, blocks: Int64Array, ttl_s: float) -> int:
-        """Pin these distinct indexed blocks. Returns the id of the pin."""
-        pin_id, deadline = namespace.next_pin_id(), self._clock() + ttl_s
-        self._kept[pin_key(namespace.number, pin_id)] = pack_pin(deadline, blocks)
-        self._add(namespace, pin_id, blocks, deadline)
-        return pin_id
-
-    def _add(self, namespace: SessionNamespace, pin_id: int, blocks: Int64Array, deadline: float) -> None:
-        fresh = blocks[~self._device.pinned[blocks]]
-        self._device.pin(fresh)
-        self.counts[blocks] += ONE
-        self.num_pinned += len(fresh)
-        self.num_pins += 1
-        namespace.pins[pin_id] = blocks
-        heapq.heappush(self.deadlines, (deadline, id(namespace), pin_id, namespace))
-
-    def remove(self, namespace: SessionNamespace, pin_id: int) -> int:
-        """Remove a pin. Returns the number of blocks that it pinned."""
-        blocks = namespace.pins.pop(pin_id)
-        del self._kept[pin_key(namespace.number, pin_id)]
-        self.counts[blocks] -= ONE
-        ended = blocks[self.counts[blocks] == 0]
-        self.num_pinned -= len(ended)
-        self._device.unpin(ended[::-1])
-        self.num_pins -= 1
-        return len(blocks)
-
-    def expire(self) -> bool:
-        """Remove expired pins, at most one slice of them; later calls remove the rest. Returns whether it removed
-        any."""
-        now, left = self._clock(), SLICE_BLOCKS
-        while left > 0 and self.deadlines and self.deadlines[0][0] <= now:
-            _, _, pin_id, namespace = heapq.heappop(self.deadlines)
-            if pin_id in namespace.pins:
-                left -= self.remove(namespace, pin_id)
-        return left < SLICE_BLOCKS
-
-    def recover(self, namespaces: Mapping[int, SessionNamespace], max_pinned: int) -> None:
-        """Pin what the pins of an earlier process pinned, for namespaces by number. A pin ends here if its namespace is
-        closed, if one of its blocks left the prefix index, or if more than `max_pinned` blocks would be pinned."""
-        for key, data in list(self._kept.items()):
-            number, pin_id = split_pin_key(key)
-            deadline, blocks = unpack_pin(data)
-            num_new = int(np.count_nonzero(~self._device.pinned[blocks]))
-            fits = self.num_pinned + num_new <= max_pinned and self.num_pins < max_pinned
-            if number in namespaces and fits and self._device.indexed[blocks].all():
-                self._add(namespaces[number], pin_id, blocks, deadline)
-            else:
-                del self._kept[key]
-
-    def forget_removed(self) -> None:
-        """Drop the deadlines of removed pins when they are the most, so that the heap stays small."""
-        if len(self.deadlines) > 2 * self.num_pins + 64:
-            self.deadlines = [entry for entry in self.deadlines if entry[2] in entry[3].pins]
-            heapq.heapify(self.deadlines)
-
-
 # ---- The intent
 
 
@@ -629,9 +551,9 @@ class BlockState:
         self.counters = BlocksStats()
         self.generation = 0
         self.shift, self.mask = config.block_shift, config.block_mask
-        self.decode_planner = DecodePlanner(
+        self.step_tables = StepTables(
             self.sequences.block_tables, self.sequences.states, self.device.ref_count, self.device.indexed,
-            self.shift, config.max_sequence_tokens,
+            self.device.token_ids, config.max_sequence_tokens,
         )  # fmt: skip
         # Query lengths of decode steps.
         self.ones = np.ones(config.max_sequences, np.int32)

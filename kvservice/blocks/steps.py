@@ -35,7 +35,6 @@ from kvservice.blocks.state import (
     STEP,
     BlockState,
     SessionNamespace,
-    distinct_steps,
     ragged,
 )
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
@@ -110,12 +109,12 @@ def can_append(
     """
     state.enter(namespace)
     ids, rows = namespace.lookup(sequence_ids)
-    counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
-    states = state.sequences.resident_states(ids, rows)
     if num_tokens is None and lookahead == 0:
-        decode = plan_decode(state, rows, states, state.ones[: len(rows)])
+        decode = plan_decode(state, rows, state.ones[: len(rows)])
         if decode is not None:
             return decode.fresh is None or len(decode.fresh) <= state.device.num_available
+    counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
+    states = state.sequences.resident_states(ids, rows)
     batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
     check_request_tokens(state.config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
     return plan_growth(state, batch, lookahead).num_new <= state.device.num_available
@@ -139,14 +138,14 @@ def append(
     """
     state.enter(namespace)
     ids, rows = namespace.lookup(sequence_ids)
-    states = state.sequences.resident_states(ids, rows)
     if num_tokens is None and lookahead == 0:
-        decode = plan_decode(state, rows, states, token_ids, expected_lengths)
+        decode = plan_decode(state, rows, token_ids, expected_lengths)
         if decode is not None:
-            slots = append_decode(state, rows, decode, token_ids)
+            append_decode(state, rows, decode, token_ids)
             state.sequences.num_tokens += len(ids)
-            batch = WriteBatch(ids, rows, states, decode.lengths)
-            return start_step(state, namespace, batch, state.ones[: len(ids)], decode.context_lens, slots, NO_COPIES, 1)
+            ones = state.ones[: len(ids)]
+            return start_step(state, namespace, ids, rows, decode.lengths, ones, decode.context_lens, decode.slots, 1)
+    states = state.sequences.resident_states(ids, rows)
     tokens = int32_array(token_ids, "token_ids")
     counts: Int64Array | int = 1 if num_tokens is None else _append_counts(state, num_tokens, len(ids))
     expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
@@ -170,21 +169,22 @@ def append(
         appended = np.broadcast_to(np.asarray(counts), len(ids))
         state.device.tokens_by_slot[state.sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
     state.sequences.num_tokens += len(tokens)
-    context_lens = batch.lengths.astype(np.int32)
-    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
+    return start_step(
+        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), batch.lengths.astype(np.int32), slots,
+        counts, copies=copies,
+    )  # fmt: skip
 
 
-def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: npt.ArrayLike) -> Int64Array:
-    """Store the tokens int32[n] of a decode step: no tokens were pending, and no block needs a copy. Returns their
-    slots int64[n]."""
-    slots, fresh = plan.slots, plan.fresh
-    if fresh is not None:
-        state.device.require_available(len(fresh))
+def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, tokens: npt.ArrayLike) -> None:
+    """Store the tokens int32[n] of a decode step: no tokens were pending, and no block needs a copy. The slots of the
+    plan are complete then."""
+    blocks = None
+    if plan.fresh is not None:
+        state.device.require_available(len(plan.fresh))
     state.intents.begin(RESTORE, rows)
-    if fresh is not None:
-        state.decode_planner.place(rows, slots, fresh, state.device.allocate(len(fresh)))
-    state.device.tokens_by_slot[slots] = tokens
-    return slots
+    if plan.fresh is not None:
+        blocks = state.device.allocate(len(plan.fresh))
+    state.step_tables.append(rows, plan.slots, tokens, plan.fresh, blocks)
 
 
 def can_open_step(
@@ -222,7 +222,10 @@ def open_step(
     copies = apply_growth(state, batch, growth)
     slots = state.sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
     context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+    return start_step(
+        state, namespace, batch.ids, batch.rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots,
+        copies=copies,
+    )  # fmt: skip
 
 
 def _append_counts(state: BlockState, num_tokens: npt.ArrayLike, batch: int) -> Int64Array:
@@ -272,47 +275,33 @@ def _repeated_append(
 def start_step(
     state: BlockState,
     namespace: SessionNamespace,
-    batch: WriteBatch,
+    ids: Int64Array,
+    rows: Int64Array,
+    lengths: Int64Array,
     query_lens: Int32Array,
     context_lens: Int32Array,
     slots: Int64Array,
-    copies: BlockCopies,
-    appended: Int64Array | int | None,
+    appended: Int64Array | int | None = None,
+    *,
+    copies: BlockCopies = NO_COPIES,
     followed: LiveStep | None = None,
 ) -> StepPlan:
-    """Open a step over a batch that has its blocks. It replaces the steps of its sequences, except the one that it
-    follows."""
-    if followed is None:
-        namespace.supersede(distinct_steps(batch.states[:, STEP]))
-    else:
-        _supersede_others(namespace, batch, followed)
-    step = StepPlan(
-        step_id=namespace.next_step_id(),
-        sequence_ids=batch.ids,
-        rows=batch.rows,
-        query_lens=query_lens,
-        context_lens=context_lens,
-        slot_mapping=slots,
-        copies=copies,
-        tables=state.sequences.block_tables,
-        block_size=state.config.block_size,
-    )
-    state.sequences.lengths[batch.rows] = batch.lengths
-    state.sequences.steps[batch.rows] = step.step_id
-    entry = LiveStep(step, bytearray(state.config.num_layers), appended)
-    namespace.steps[step.step_id] = entry
+    """Open a step over sequences that have their blocks, and get these lengths int64[n]. It replaces their steps,
+    except the one that it follows, but also the step before that one, which is complete: two live steps share sequences
+    at most."""
+    step_id = namespace.next_step_id()
+    replaced = state.step_tables.start(rows, lengths, step_id)
     if followed is not None:
-        entry.follows, followed.follower = followed.plan.step_id, step.step_id
+        replaced = [number for number in replaced if number != followed.plan.step_id]
+        replaced.append(followed.follows)
+    namespace.supersede(replaced)
+    tables, config = state.sequences.block_tables, state.config
+    step = StepPlan(step_id, ids, rows, query_lens, context_lens, slots, copies, tables, config.block_size)
+    entry = LiveStep(step, bytearray(config.num_layers), appended)
+    namespace.steps[step_id] = entry
+    if followed is not None:
+        entry.follows, followed.follower = followed.plan.step_id, step_id
     return step
-
-
-def _supersede_others(namespace: SessionNamespace, batch: WriteBatch, followed: LiveStep) -> None:
-    """End the steps of a batch except the one that it follows. The step before that one ends, too: it is complete,
-    and two live steps share sequences at most."""
-    others = set(distinct_steps(batch.states[:, STEP]))
-    others.discard(followed.plan.step_id)
-    others.add(followed.follows)
-    namespace.supersede(others)
 
 
 def reopen(
@@ -346,7 +335,9 @@ def reopen(
     state.sequences.num_computed[rows] = first
     slots = state.sequences.slots(rows, first, query_lens)
     context_lens = (first + query_lens).astype(np.int32)
-    return start_step(state, namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+    return start_step(
+        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots, copies=copies
+    )
 
 
 def check_query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:
@@ -389,13 +380,13 @@ def _mismatch(ids: Int64Array, lengths: Int64Array, expected: Int64Array) -> Len
 def plan_decode(
     state: BlockState,
     rows: Int64Array,
-    states: Int64Array,
     tokens: npt.ArrayLike,
     expected_lengths: npt.ArrayLike | None = None,
+    states: Int64Array | None = None,
 ) -> DecodeGrowth | None:
     """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan, or has an
-    argument that is wrong."""
-    planned = state.decode_planner.plan(rows, states, tokens, expected_lengths)
+    argument that is wrong. `states` int64[n, 8] replaces the states of the rows."""
+    planned = state.step_tables.plan_decode(rows, tokens, expected_lengths, states)
     return None if planned is None else DecodeGrowth(*planned)
 
 

@@ -49,22 +49,41 @@ class _TaskSignal:
 
 
 class _TaskTurns:
-    """See Turns in connection.py."""
+    """See Turns in connection.py. A turn that is given back goes to the first who waits, so that none is left then."""
 
     def __init__(self) -> None:
-        self._semaphore = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
+        self._left = channel.MAX_IN_FLIGHT
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def take_now(self) -> bool:
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
 
     async def take(self, timeout_s: float | None) -> bool:
-        if timeout_s is None or not self._semaphore.locked():
-            return await self._semaphore.acquire()
+        if self.take_now():
+            return True
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._semaphore.acquire()
-        except TimeoutError:
-            return False
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it came in the same moment
+                self.give_back()
+            if isinstance(error, TimeoutError):
+                return False
+            raise
+        return True
 
     def give_back(self) -> None:
-        self._semaphore.release()
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._left += 1
 
 
 class _Task:

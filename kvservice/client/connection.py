@@ -60,6 +60,9 @@ class Signal(Protocol):
 class Turns(Protocol):
     """A semaphore for calls in flight. Each API sets its own limit."""
 
+    def take_now(self) -> bool:
+        """Return whether the semaphore was acquired without waiting."""
+
     async def take(self, timeout_s: float | None) -> bool:
         """Return whether the semaphore was acquired within the timeout; None: no limit."""
 
@@ -355,8 +358,12 @@ class SessionConnection:
         while True:
             if guard is not None and guard.pending:
                 await guard.settled(deadline)
-            if not await self._turns.take(None if deadline is None else deadline - self.waiting.clock()):
-                raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
+            if not self._turns.take_now():
+                left_s = None if deadline is None else deadline - self.waiting.clock()
+                if not await self._turns.take(left_s):
+                    raise CallTimeoutError(
+                        f"{name}: it was not its turn in time, other calls of the session are under way"
+                    )
             if guard is None or not guard.pending:
                 break
             self._turns.give_back()

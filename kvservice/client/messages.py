@@ -21,7 +21,7 @@ from kvservice.client.values import PoolInfo, Sequence, SequenceInfo, StepInfo
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc, store_pb2
 from kvservice.wire.status import from_status
-from kvservice.wire.tensors import Encoded, fields_of, join_elements, split_elements
+from kvservice.wire.tensors import fields_of, join_elements, split_elements, with_field
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -196,19 +196,19 @@ def allocation_status(status: blocks_pb2.AllocStatus) -> str:
 def step_info(
     response: blocks_pb2.StepResponse, num_restarts: int, session_token: bytes = b"", *, ahead: bool = False
 ) -> StepInfo:
-    num_sequences = len(response.query_lens)
-    query_lens = np.fromiter(response.query_lens, np.int32, num_sequences)
+    query_lens, context_lens = response.query_lens[:], response.context_lens[:]
+    num_sequences = len(query_lens)
     return StepInfo(
-        step_id=response.step_id,
-        num_sequences=num_sequences,
-        num_tokens=int(np.add.reduce(query_lens)),
-        query_lens=query_lens,
-        context_lens=np.fromiter(response.context_lens, np.int32, num_sequences),
-        cow_copies=response.cow_copies,
-        mapped=(response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
-        num_restarts=num_restarts,
-        ahead=ahead,
-        session_token=session_token,
+        response.step_id,
+        num_sequences,
+        sum(query_lens),
+        np.fromiter(query_lens, np.int32, num_sequences),
+        np.fromiter(context_lens, np.int32, num_sequences),
+        response.cow_copies,
+        (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None,
+        num_restarts,
+        ahead,
+        session_token,
     )
 
 
@@ -266,9 +266,7 @@ def make_call(call_id: int, name: str, request: Any) -> bytes:
     """Return a serialized call with a request, which is a message or an Encoded one."""
     header = traceparent() if "opentelemetry.trace" in sys.modules else ""
     head = session_pb2.Call(call_id=call_id, traceparent=header).SerializeToString()
-    # A request that is set as a field of a Call is copied, which takes longer than serializing both.
-    encoded = request if isinstance(request, Encoded) else Encoded((request.SerializeToString(),))
-    return b"".join((head, *encoded.inside(_NUMBERS[name]).pieces))
+    return with_field(head, _NUMBERS[name], request)
 
 
 def join_calls(calls: list[bytes]) -> bytes:

@@ -84,6 +84,9 @@ class _ThreadTurns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
+    def take_now(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
     async def take(self, timeout_s: float | None) -> bool:
         return self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0))
 

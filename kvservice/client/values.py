@@ -96,9 +96,10 @@ class SequenceInfo:
     on_disk: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepInfo:
-    """A step as the daemon has opened it. `query_lens` and `context_lens` are int32[num_sequences]."""
+    """A step as the daemon has opened it. `query_lens` and `context_lens` are int32[num_sequences]. It is not frozen,
+    because that would take a microsecond of each short call."""
 
     step_id: int
     num_sequences: int

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 import click
 
 from kvservice import plain_json
-from kvservice.commands.connection import Presented, connection_options
-from kvservice.commands.extras import needs
+from kvservice.commands import Presented, connection_options, needs
 from kvservice.errors import KVServiceError
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from kvservice.integrations.transformers.arguments import CACHE
 
 VOCABULARY = 512
+
+
+def make_prompt(seed: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(VOCABULARY), k=num_tokens))
 
 
 def build_model(dtype: str = "float32") -> LlamaForCausalLM:

@@ -7,25 +7,251 @@ second daemon   it has nothing but the disk: the story goes on where it was, and
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 from transformers import LlamaForCausalLM
 
 from kvservice import client
 from kvservice.client import KVClient, Session
-from kvservice.demo.model import Picker, build_model, generate_alone, torch_settings
-from kvservice.demo.story import LARGE_BLOCK_SIZE, NUM_TOKENS, STORE_BLOCKS, Story, make_prompt
-from kvservice.demo.tiers_view import TiersView, stories_table, tiers_view
-from kvservice.demo.watch import Levels, LevelsWatch
+from kvservice.demo.model import Picker, build_model, generate_alone, make_prompt, torch_settings
 from kvservice.integrations.transformers import forward, install, model_keys, pool_options, uninstall
 from kvservice.launch import Daemon
 from kvservice.owned import OwnedFolder
+from kvservice.top.source import Source, to_json
+
+# Larger blocks than the other demo's, so that few of them fill the smallest block store.
+LARGE_BLOCK_SIZE = 64
+NUM_TOKENS = 32
+# The blocks that the block store of the demo has room for.
+STORE_BLOCKS = 64
+
+
+@dataclass(eq=False)
+class Story:
+    """A prompt and the tokens generated for it, the last of which is not appended in the daemon. `num_found` tokens of
+    its latest sequence did not need to be computed."""
+
+    name: str
+    prompt: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    num_found: int = 0
+
+
+# ---- the levels of a daemon's tiers, as its observer reports them
+
+PATIENCE_S, _PAUSE_S = 20.0, 0.05
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Blocks of the pool by state, and those that were saved in the block store or wait for it; values in the block
+    store; whether the disk is open, its values and saved sessions, and the values that went to it and came from it.
+    Saved, written and read ones are counted since the daemon started."""
+
+    active: int
+    cached: int
+    free: int
+    saved: int
+    waiting: int
+    store_values: int
+    disk_is_open: bool
+    disk_values: int
+    saved_sessions: int
+    written_values: int
+    written_bytes: int
+    read_values: int
+    read_bytes: int
+
+
+class LevelsWatch:
+    """Reads the levels of the daemon at `address`. It is a context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._source = Source(address)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> LevelsWatch:
+        self._runner.__enter__()
+        self._runner.run(self._source.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._runner.run(self._source.__aexit__(*error))
+        finally:
+            self._runner.close()
+
+    def levels(self) -> Levels:
+        """Return the current levels. Raises KVServiceError."""
+        return _levels(to_json(self._runner.run(self._source.first_snapshot())))
+
+    def wait(self, condition: Callable[[Levels], bool], show: Callable[[Levels], None]) -> None:
+        """Read and show the levels until they fulfil the condition, or for PATIENCE_S seconds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            levels = self.levels()
+            show(levels)
+            if condition(levels) or time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSE_S)
+
+
+def _levels(snapshot: dict[str, Any]) -> Levels:
+    pool, store, spill = snapshot["pool"], snapshot["store"] or {}, snapshot["spill"] or {}
+    disk: dict[str, Any] = next((tier for tier in snapshot["tiers"] if tier["name"] == "disk"), {})
+    return Levels(
+        active=pool["active_blocks"] + pool["shared_blocks"],
+        cached=pool["cached_blocks"] + pool["pinned_blocks"],
+        free=pool["free_blocks"],
+        saved=spill.get("saved_blocks", 0),
+        waiting=spill.get("queued", 0),
+        store_values=store.get("blocks", 0),
+        disk_is_open=disk.get("state") == "open",
+        disk_values=disk.get("num_values", 0),
+        saved_sessions=(snapshot["saved"] or {}).get("num_sessions", 0),
+        written_values=disk.get("written_values", 0),
+        written_bytes=disk.get("written_bytes", 0),
+        read_values=disk.get("read_values", 0),
+        read_bytes=disk.get("read_bytes", 0),
+    )
+
+
+# ---- output: on a terminal a live map of pool, block store and disk, otherwise lines
+
+# Slows the demo down, so that a person can follow it.
+_LIVE_PAUSE_S = 0.04
+# Signs of blocks in a line of the map. More are left out.
+_MOST_SIGNS = 96
+_BLOCKS = (("active", "█", "green"), ("cached", "▒", "yellow"), ("free", "·", "bright_black"))
+
+
+class TiersView(Protocol):
+    """Shows what happens, and the levels of the tiers."""
+
+    def say(self, what: str) -> None: ...
+
+    def levels(self, levels: Levels) -> None: ...
+
+
+@contextmanager
+def tiers_view(console: Console, quiet: bool, stories: Sequence[Story]) -> Iterator[TiersView]:
+    """Yield a live view if the console is a terminal, else a view that prints lines, or nothing if `quiet`."""
+    if quiet:
+        yield _Silence()
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield _LiveTiers(live, stories)
+    else:
+        yield _LinesOfTiers(console)
+
+
+class _Silence:
+    def say(self, what: str) -> None: ...
+
+    def levels(self, levels: Levels) -> None: ...
+
+
+class _LiveTiers:
+    """Keeps the events as a list above the map."""
+
+    def __init__(self, live: Live, stories: Sequence[Story]) -> None:
+        self._live, self._stories = live, stories
+        self._events: list[Text] = []
+
+    def say(self, what: str) -> None:
+        self._events.append(Text(f"• {what}"))
+
+    def levels(self, levels: Levels) -> None:
+        self._live.update(Group(*self._events, Text(), tiers_map(levels), _progress(self._stories)), refresh=True)
+        time.sleep(_LIVE_PAUSE_S)
+
+
+class _LinesOfTiers:
+    """Prints a line for each event."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._what = ""
+
+    def say(self, what: str) -> None:
+        self._what = what
+
+    def levels(self, levels: Levels) -> None:
+        """Print the latest event with the first levels after it."""
+        if not self._what:
+            return
+        blocks = f"pool {levels.active} active, {levels.cached} cached, {levels.free} free"
+        below = f"store {levels.store_values}, disk {levels.disk_values} and {levels.saved_sessions} sessions"
+        self._console.print(f"{self._what}  [{blocks}; {below}]", markup=False, soft_wrap=True)
+        self._what = ""
+
+
+def tiers_map(levels: Levels) -> RenderableType:
+    """Return a line for each tier, with one sign for each block."""
+    pool = Text()
+    for state, sign, colour in _BLOCKS:
+        pool.append(sign * getattr(levels, state), style=colour)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_row(Text("pool", style="bold"), _size(levels.active + levels.cached), pool)
+    table.add_row(Text("block store", style="bold"), _size(levels.store_values), _signs(levels.store_values))
+    saved = Text("◆" * levels.saved_sessions, style="magenta")
+    disk = Text(" ").join([saved, _signs(levels.disk_values)]) if saved else _signs(levels.disk_values)
+    table.add_row(Text("disk", style="bold"), _size(levels.disk_values), disk)
+    legend = " ".join(f"{sign} {state}" for state, sign, _ in _BLOCKS)
+    table.add_row("", "", Text(f"{legend}   ◆ saved session", style="bright_black"))
+    return table
+
+
+def _size(count: int) -> str:
+    return f"{count} blocks"
+
+
+def _signs(count: int) -> Text:
+    more = "…" if count > _MOST_SIGNS else ""
+    return Text("▒" * min(count, _MOST_SIGNS) + more, style="yellow")
+
+
+def _progress(stories: Sequence[Story]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for story in stories:
+        done = len(story.token_ids)
+        bar = ProgressBar(NUM_TOKENS, done, width=NUM_TOKENS, complete_style="green", finished_style="bright_black")
+        table.add_row(story.name, bar, f"{done}/{NUM_TOKENS}")
+    return table
+
+
+def stories_table(stories: Sequence[Story], alone: Sequence[Sequence[int]]) -> RenderableType:
+    """Return a table with one row per story. `alone` are the tokens that transformers generated by itself."""
+    table = Table(title="Tokens, compared with the library's own cache")
+    for heading in ("sequence", "prompt", "found", "generated", "same tokens"):
+        table.add_column(heading)
+    for story, expected in zip(stories, alone, strict=True):
+        same = sum(ours == theirs for ours, theirs in zip(story.token_ids, expected, strict=True))
+        table.add_row(
+            story.name,
+            str(len(story.prompt)),
+            str(story.num_found),
+            str(len(story.token_ids)),
+            Text(f"{same} of {len(expected)}", style="green" if same == len(expected) else "red"),
+        )
+    return table
+
+
+# ---- the demo
 
 NUM_BLOCKS = 24
 # The smallest block store. It has room for STORE_BLOCKS blocks.

@@ -11,8 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any, Final
 
-from kvservice.mooncake.listening import check_listening
-from kvservice.mooncake.options import MooncakeOptions
+from kvservice.mooncake import MooncakeOptions, check_listening
 
 # ---- a child process that fails as a whole
 

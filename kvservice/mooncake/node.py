@@ -15,10 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from kvservice.mooncake import (
+    PEER_TO_PEER,
+    VARIABLE,
+    ListeningError,
+    MooncakeOptions,
+    MooncakeReply,
+    Status,
+    listening_environment,
+    numeric_address,
+)
 from kvservice.mooncake.library import MooncakeError, NoMasterError, begin, join
-from kvservice.mooncake.listening import VARIABLE, ListeningError, listening_environment, numeric_address
-from kvservice.mooncake.messages import MooncakeReply, Status
-from kvservice.mooncake.options import PEER_TO_PEER, MooncakeOptions
 
 GIB: Final = 1 << 30
 # The pause in seconds between attempts to reach the master.

@@ -12,9 +12,8 @@ import numpy as np
 
 from kvservice.scheduler import SchedulerFigures
 from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
-from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.figures import BETWEEN_TOKENS, FIRST_TOKEN, TransferStats, values_of
 from kvservice.telemetry.reading import IntArray, Reading
+from kvservice.telemetry.tables import BETWEEN_TOKENS, BUCKETS_S, FIRST_TOKEN, Key, TransferStats, values_of
 from kvservice.tiers.protocol import SpillStats, TierStats
 
 SAMPLES = 600

@@ -1,39 +1,135 @@
-"""The observer's HTTP server: uvicorn with limits on connections."""
+"""The observer's HTTP server: uvicorn with limits on connections.
+
+uvicorn's own limits do not do: it gives headers, TLS handshakes and readers no time limit, and beyond
+`limit_concurrency` it refuses the new connections. With 16 of them, 16 clients that sent half a request line kept all
+others out for good (uvicorn 0.54). Tried by tests/observer/test_connections.py and test_web_tls.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
-import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Protocol
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvservice import plain_json
 from kvservice.auth import Certificates, Reloading
-from kvservice.errors import InvalidArgumentError, NotFoundError
-from kvservice.observer.access import Guard, HttpOptions, Refusals, refusal
-from kvservice.observer.blocks import PoolMap
-from kvservice.observer.connections import Connections
-from kvservice.observer.views import Views
-from kvservice.telemetry.link import MAX_SEARCH_LENGTH
+
+# ---- limits on connections, and the choice of the connection to close when there are too many
+#
+# A connection is either being answered or awaited. An awaited one waits for its peer to complete the headers of a
+# request, or to read what was written, and the peer has a time limit for either. If there is no room for a new
+# connection, the connection that has been awaited longest is closed. Idle connections therefore cannot block others,
+# not even from the same address.
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits on HTTP connections. `request_s` is the time for the headers of a request, from the connection or the last
+    response on. `stalled_s` is the time in which a peer must read some of the pending output."""
+
+    max_connections: int = 256
+    max_per_address: int = 128
+    request_s: float = 10.0
+    stalled_s: float = 30.0
+
+
+class Connection(Protocol):
+    """An open connection. `abort` closes it immediately and drops pending output."""
+
+    address: str
+
+    def abort(self) -> None: ...
+
+
+class Connections:
+    """The open connections. `clock` is in seconds."""
+
+    def __init__(self, limits: HttpLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self._clock = clock
+        self._open: set[Connection] = set()
+        self._num_from: Counter[str] = Counter()
+        # Deadlines of the awaited connections, the longest awaited first.
+        self._awaited: dict[Connection, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: Connection) -> bool:
+        """Add a new connection, and close an awaited one if there is no room. Returns False if there is no room and no
+        awaited connection to close."""
+        if self._num_from[connection.address] >= self.limits.max_per_address:
+            rivals = [one for one in self._awaited if one.address == connection.address]
+        elif len(self._open) >= self.limits.max_connections:
+            rivals = list(self._awaited)
+        else:
+            self._add(connection)
+            return True
+        if rivals:
+            self._close(rivals[0])
+            self._add(connection)
+        return bool(rivals)
+
+    def _add(self, connection: Connection) -> None:
+        self._open.add(connection)
+        self._num_from[connection.address] += 1
+        self.await_request(connection)
+
+    def replace(self, old: Connection, new: Connection) -> bool:
+        """Replace a connection by another one from the same address. Returns False if the old one is not open any
+        more."""
+        if old not in self._open:
+            return False
+        self.remove(old)
+        self._add(new)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that has ended. It may have been removed already."""
+        if connection not in self._open:
+            return
+        self._open.remove(connection)
+        self._awaited.pop(connection, None)
+        self._num_from[connection.address] -= 1
+        if not self._num_from[connection.address]:
+            del self._num_from[connection.address]
+
+    def await_request(self, connection: Connection) -> None:
+        """Wait for a request of the peer. A request that has begun does not extend the deadline."""
+        if connection in self._open and connection not in self._awaited:
+            self._awaited[connection] = self._clock() + self.limits.request_s
+
+    def await_reading(self, connection: Connection) -> None:
+        """Wait for the peer to read, because the output buffer is full."""
+        if connection in self._open:
+            self._awaited.pop(connection, None)
+            self._awaited[connection] = self._clock() + self.limits.stalled_s
+
+    def answer(self, connection: Connection) -> None:
+        """Mark the connection as being answered, so that it has no deadline."""
+        self._awaited.pop(connection, None)
+
+    def close_late(self) -> None:
+        """Close the connections whose deadline has passed."""
+        now = self._clock()
+        for connection in [one for one, deadline in self._awaited.items() if deadline <= now]:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self.remove(connection)
+        connection.abort()
+
 
 # ---- acceptor of HTTP connections
 #
@@ -250,252 +346,3 @@ class GuardedProtocol(H11Protocol):
             self._connections.await_request(self)
         elif not self.flow.write_paused:
             self._connections.answer(self)
-
-
-# ---- the observer's HTTP API: metrics, the live page, and the data of the page. It is read-only
-
-
-__all__ = ["HttpOptions", "Refusals", "make_app"]
-
-
-# ---- server-sent events: one frame per second, computed once for all listeners, and only while there are any
-#
-# hello   {"info", "history"}            once
-# map     {"group", "group_swap", "device", "swap"}   the cells in base64; first, and after each change
-# frame   {"snapshot", "sample"}         each second; the sample is the latest of the history, or null
-
-
-MAX_STREAMS: Final = 64
-FRAME_INTERVAL_S: Final = 1.0
-# Proxies close idle connections.
-KEEP_ALIVE_S: Final = 15.0
-# A listener that reads nothing for this long is considered gone.
-STALLED_S: Final = 60.0
-_RETRY: Final = b"retry: 2000\n\n"
-_KEEP_ALIVE: Final = b": still here\n\n"
-# Ids have 64 bits, but JavaScript's numbers are exact only up to 53 bits.
-_IDS: Final = frozenset({"session_id", "sequence_id"})
-
-
-@dataclass(frozen=True)
-class Tick:
-    """The encoded events of one second."""
-
-    number: int
-    frame: bytes
-    map: bytes
-
-
-class Ticker:
-    """Computes the latest tick. One of the waiting listeners computes it for all."""
-
-    def __init__(self, views: Views, interval_s: float) -> None:
-        self._views = views
-        self._interval_s = interval_s
-        self._lock = asyncio.Lock()
-        self._due = 0.0
-        self._latest = Tick(0, b"", b"")
-        self._map: PoolMap | None = None
-
-    async def newer_than(self, number: int) -> Tick:
-        """Return the latest tick, and wait until its number is above `number`. A slow listener skips ticks."""
-        if not self._has_newer_than(number):
-            async with self._lock:
-                if not self._has_newer_than(number):
-                    await self._compute_when_due()
-        return self._latest
-
-    def _has_newer_than(self, number: int) -> bool:
-        return self._latest.number > number and asyncio.get_running_loop().time() < self._due
-
-    async def _compute_when_due(self) -> None:
-        now = asyncio.get_running_loop().time()
-        await asyncio.sleep(self._due - now)
-        self._due = max(now, self._due) + self._interval_s
-        snapshot = await self._views.snapshot()
-        frame = event("frame", {"snapshot": snapshot, "sample": self._views.sample()})
-        self._latest = Tick(self._latest.number + 1, frame, self._map_event())
-
-    def hello(self) -> bytes:
-        return event("hello", {"info": self._views.info, "history": self._views.history()})
-
-    def _map_event(self) -> bytes:
-        """Return the map event, as the identical bytes object if nothing changed, so that it is not sent again."""
-        seen = self._views.map()
-        if seen == self._map:
-            return self._latest.map
-        self._map = seen
-        cells = {"device": base64.b64encode(seen.device).decode(), "swap": base64.b64encode(seen.swap).decode()}
-        return event("map", {"group": seen.group, "group_swap": seen.group_swap, **cells})
-
-
-class EventStream:
-    """The ASGI app of /api/stream."""
-
-    def __init__(
-        self,
-        views: Views,
-        interval_s: float = FRAME_INTERVAL_S,
-        keep_alive_s: float = KEEP_ALIVE_S,
-        stalled_s: float = STALLED_S,
-    ) -> None:
-        self._ticker = Ticker(views, interval_s)
-        self._keep_alive_s, self._stalled_s = keep_alive_s, stalled_s
-        self._num_streams = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._num_streams >= MAX_STREAMS:
-            await refusal(503, f"{MAX_STREAMS} pages are open, which is the limit")(scope, receive, send)
-            return
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._stalled_s):
-                await send(message)
-
-        self._num_streams += 1
-        try:
-            await StreamingResponse(self._events(), media_type="text/event-stream")(scope, receive, send_in_time)
-        except TimeoutError:
-            pass  # the server closes the connection of an incomplete response
-        finally:
-            self._num_streams -= 1
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        yield _RETRY + self._ticker.hello()
-        number, sent_map = 0, b""
-        while True:
-            try:
-                async with asyncio.timeout(self._keep_alive_s):
-                    tick = await self._ticker.newer_than(number)
-            except TimeoutError:
-                yield _KEEP_ALIVE
-                continue
-            yield tick.frame if tick.map is sent_map else tick.map + tick.frame
-            number, sent_map = tick.number, tick.map
-
-
-def event(name: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode(data))
-
-
-def encode(data: Any) -> bytes:
-    """Return compact JSON in which ids are strings, and numbers that are not finite are null."""
-    return plain_json.dumps(_with_text_ids(data), separators=(",", ":")).encode()
-
-
-def _with_text_ids(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: str(value) if key in _IDS else _with_text_ids(value) for key, value in data.items()}
-    if isinstance(data, list) and data and isinstance(data[0], dict):
-        return [_with_text_ids(row) for row in data]
-    return data
-
-
-# ---- the API
-
-
-STATIC: Final = Path(__file__).parent / "static"
-MAX_BLOCKS: Final = 4096
-_MAX_INT: Final = (1 << 63) - 1
-
-
-def make_app(
-    views: Views,
-    http: HttpOptions,
-    metrics: Callable[[], Awaitable[tuple[bytes, str]]],
-    refusals: Refusals,
-    frame_interval_s: float = FRAME_INTERVAL_S,
-) -> Starlette:
-    """Build the app. `metrics` returns the exposition and its content type. The app counts refused requests in
-    `refusals`."""
-
-    async def exposition(_request: Request) -> Response:
-        body, content_type = await metrics()
-        return Response(body, headers={"Content-Type": content_type})
-
-    api = PageApi(views)
-    routes = [
-        Route("/", page),
-        Route("/metrics", exposition),
-        Route("/api/blocks", api.blocks),
-        Route("/api/block", api.block),
-        Route("/api/sequence", api.sequence),
-        Route("/api/search", api.search),
-        # Starlette treats an instance of a class as an ASGI app.
-        Route("/api/stream", EventStream(views, frame_interval_s)),
-        Mount("/static", RevalidatedFiles(directory=STATIC)),
-    ]
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(Guard, options=http, refusals=refusals)],
-        exception_handlers={InvalidArgumentError: _failure, NotFoundError: _failure, HTTPException: _http_failure},
-    )
-
-
-async def page(_request: Request) -> Response:
-    return FileResponse(STATIC / "index.html")
-
-
-class RevalidatedFiles(StaticFiles):
-    """Static files that browsers revalidate on every load, so that modules of two versions never mix."""
-
-    def file_response(
-        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
-    ) -> Response:
-        answer = super().file_response(full_path, stat_result, scope, status_code)
-        answer.headers["Cache-Control"] = "no-cache"
-        return answer
-
-
-class PageApi:
-    """Handlers of the page's requests. Each validates its parameters, makes one call, and encodes the result."""
-
-    def __init__(self, views: Views) -> None:
-        self._views = views
-
-    async def blocks(self, request: Request) -> Response:
-        start = _integer(request, "start", default=0)
-        count = _integer(request, "count", default=MAX_BLOCKS, least=1, most=MAX_BLOCKS)
-        return _json(self._views.blocks(_tier(request), start, count))
-
-    async def block(self, request: Request) -> Response:
-        return _json(await self._views.block(_tier(request), _integer(request, "id")))
-
-    async def sequence(self, request: Request) -> Response:
-        return _json(self._views.sequence(_integer(request, "session_id"), _integer(request, "sequence_id")))
-
-    async def search(self, request: Request) -> Response:
-        text = request.query_params.get("q", "")
-        if len(text) > MAX_SEARCH_LENGTH:
-            raise InvalidArgumentError(f"longer than {MAX_SEARCH_LENGTH} characters", field="q")
-        return _json({"snapshot": await self._views.snapshot(search=text)})
-
-
-def _tier(request: Request) -> str:
-    tier = request.query_params.get("tier", "device")
-    if tier not in ("device", "swap"):
-        raise InvalidArgumentError("must be device or swap", field="tier")
-    return tier
-
-
-def _integer(request: Request, name: str, default: int | None = None, least: int = 0, most: int = _MAX_INT) -> int:
-    text = request.query_params.get(name)
-    if text is None and default is not None:
-        return default
-    # int() would also accept signs, spaces, underscores and any number of digits.
-    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
-        raise InvalidArgumentError(f"must be a whole number from {least} to {most}", field=name)
-    return int(text)
-
-
-def _json(data: object) -> Response:
-    return Response(encode(data), media_type="application/json")
-
-
-async def _failure(_request: Request, error: Exception) -> Response:
-    return refusal(404 if isinstance(error, NotFoundError) else 400, str(error))
-
-
-async def _http_failure(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return refusal(error.status_code, error.detail)

@@ -35,13 +35,11 @@ from kvservice.metrics import (
     tier_metrics,
     transfer_metrics,
 )
-from kvservice.observer.access import Refusals
-from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
-from kvservice.observer.http_server import HttpOptions, make_app, serve_http
+from kvservice.observer.http_server import Connections, HttpLimits, serve_http
 from kvservice.observer.views import Views
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 from kvservice.telemetry.arrays import open_arrays
-from kvservice.telemetry.calls import BUCKETS_S
 from kvservice.telemetry.link import (
     BLOCK_HASH,
     WRITE_STATS,
@@ -53,6 +51,7 @@ from kvservice.telemetry.link import (
     send,
 )
 from kvservice.telemetry.reading import Reader, Reading
+from kvservice.telemetry.tables import BUCKETS_S
 from kvservice.v1 import inspect_pb2
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,6 @@
 """How large tiers should be: traces of requests, what they reuse, and what a tier holds and saves."""
 
-from kvservice.planning.gpus import Gpu, find_gpu
-from kvservice.planning.plan import Plan, PlanOptions, make_plan
-from kvservice.planning.report import render, to_json
+from kvservice.planning.plan import Gpu, Plan, PlanOptions, find_gpu, make_plan, render, to_json
 from kvservice.planning.trace import ConversationLoad, Trace, TracedRequest, read_trace, synthetic_trace
 
 __all__ = [

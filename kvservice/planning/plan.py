@@ -1,4 +1,5 @@
-"""Computes what tiers hold for a model, and whether loading K/V from them is faster than computing them again."""
+"""Computes what tiers hold for a model, and whether loading K/V from them is faster than computing them again. The plan
+is shown as tables, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -7,19 +8,76 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from kvservice.config_sources import checked_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import FILE_NAME, MAX_FILE_BYTES, PoolOptions, read_pool_options, snapshot_name
-from kvservice.planning.gpus import Gpu
 from kvservice.planning.trace import Trace
 from kvservice.pool.layout import TENSOR_DTYPES, PoolLayout
+
+# ---- figures of GPUs: memory as nvidia-smi reports it, peaks of dense matrix products in bfloat16, and the host link
+#
+# The peaks are from NVIDIA's data sheets, without sparsity: H100 SXM and H200 SXM 989 TFLOP/s, A100 80 GB SXM 312,
+# L40S 362 and HGX B200 2250. The link is what copies of pinned memory reach, not the nominal figure: 55 GB/s were
+# measured on PCIe 5 (kvservice/bench/README.md), and 25 GB/s are usual on PCIe 4.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. `host_gb_per_s` is one direction of its link, in 1e9 bytes."""
+
+    name: str
+    memory_gib: float
+    tflops: float
+    host_gb_per_s: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100", 80.0, 312.0, 25.0),
+        Gpu("b200", 179.1, 2250.0, 55.0),
+        Gpu("h100", 79.6, 989.0, 55.0),
+        Gpu("h200", 140.4, 989.0, 55.0),
+        Gpu("l40s", 45.0, 362.0, 25.0),
+    )
+}
+
+
+def find_gpu(
+    name: str | None, memory_gib: float | None = None, tflops: float | None = None, host_gb_per_s: float | None = None
+) -> Gpu:
+    """Return a GPU of the table, by its name in any case, with the given figures instead of its own, or one that is all
+    given. Raises InvalidArgumentError naming `gpu` or the figure that is missing."""
+    given = {"memory_gib": memory_gib, "tflops": tflops, "host_gb_per_s": host_gb_per_s}
+    if name is not None:
+        if (known := GPUS.get(name.lower())) is None:
+            raise InvalidArgumentError(f"{name!r} is not one of {', '.join(GPUS)}", field="gpu")
+        return Gpu(
+            known.name, memory_gib or known.memory_gib, tflops or known.tflops, host_gb_per_s or known.host_gb_per_s
+        )
+    for field, value in given.items():
+        if value is None:
+            raise InvalidArgumentError(
+                f"is needed without --gpu, which is one of {', '.join(GPUS)}", field=_OPTIONS[field]
+            )
+    assert memory_gib is not None
+    assert tflops is not None
+    assert host_gb_per_s is not None
+    return Gpu("own", memory_gib, tflops, host_gb_per_s)
+
+
+_OPTIONS = {"memory_gib": "gpu_memory_gib", "tflops": "gpu_tflops", "host_gb_per_s": "host_gbps"}
+
 
 # ---- how many parameters a model has, and how many of them a token meets, from its `config.json`
 
@@ -478,3 +536,62 @@ def _notes(options: PlanOptions, tiers: tuple[TierPlan, ...], unbounded: float |
     if options.prefill_tokens_per_s is None:
         notes.append(f"the speed of prefill is an estimate at {options.efficiency:.0%} of the GPU's peak.")
     return notes
+
+
+# ---- the plan as tables, or as one JSON object
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    return asdict(plan)
+
+
+def render(plan: Plan, console: Console) -> None:
+    facts = Table("what", "figure", title_justify="left", show_header=False)
+    for what, figure in _facts(plan):
+        facts.add_row(what, figure)
+    console.print(facts)
+    tiers = Table(
+        title="Tiers, each by itself; times in ms of 1,000 tokens",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        title_justify="left",
+    )
+    tiers.add_column("tier", no_wrap=True)
+    for heading in ("GiB", "blocks", "tokens", "sessions", "GB/s", "load", "compute", "found", "gain"):
+        tiers.add_column(heading, justify="right", no_wrap=True)
+    for tier in plan.tiers:
+        tiers.add_row(tier.name, *_figures(tier))
+    console.print(tiers)
+    for line in (*plan.notes, *plan.commands):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    facts = [
+        ("K/V of a token", f"{plan.token_bytes:,} bytes"),
+        (f"a block of {plan.layout.block_size} tokens", f"{plan.block_bytes:,} bytes"),
+        ("weights", f"{plan.weights_gib:.1f} GiB"),
+        ("prompt, session (mean)", f"{plan.prompt_tokens:,} tokens, {plan.session_tokens:,} tokens"),
+        ("prefill", f"{plan.prefill_tokens_per_s:,.0f} tokens/s"),
+        ("break-even bandwidth", f"{plan.break_even_gb_per_s:.2f} GB/s: below it computing again is faster"),
+    ]
+    if plan.unbounded_share is not None:
+        facts.append(("reuse in the trace", f"{plan.unbounded_share:.1%} of the prompt tokens, if nothing is evicted"))
+        facts.append(("capacity for 95 % of it", f"{plan.needed_gib:,.0f} GiB"))
+    return facts
+
+
+def _figures(tier: TierPlan) -> list[str]:
+    shares = ["" if share is None else f"{share:.1%}" for share in (tier.hit_share, tier.gained_share)]
+    speed = "" if tier.gb_per_s is None else f"{tier.gb_per_s:g}"
+    counts = [short(number) for number in (tier.gib, tier.blocks, tier.tokens, round(tier.sessions, 1))]
+    return [*counts, speed, f"{tier.load_ms:.1f}", f"{tier.recompute_ms:.1f}", *shares]
+
+
+def short(number: float) -> str:
+    """Return a number with three or four digits: 57k, 16.4M."""
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if number >= least:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.4g}"

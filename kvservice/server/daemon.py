@@ -63,10 +63,10 @@ from kvservice.server.rpc.standard import Health, health_handlers, note_of, refl
 from kvservice.server.rpc.stream import Dispatcher, Services
 from kvservice.server.tenants import Door
 from kvservice.server.tiering.pool_tier import open_pool_tier
-from kvservice.server.tiering.tiers import check_mooncake
+from kvservice.server.tiering.store import check_mooncake
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch, freeze_heap, trim_heap
 from kvservice.server.watching.observing import Observing, StatsWriter, TierReports, configuration
-from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.tables import CallTable
 
 if TYPE_CHECKING:
     from kvservice.server.rpc.tracing import Tracer

@@ -92,7 +92,7 @@ class Quotas(BaseModel):
     # Blocks of the pool that sequences may always hold. Others get them only as cached blocks.
     guaranteed_blocks: _Count = None
     max_regions: _Count = None
-    # Bytes of the block store, together with those with whom the tenant shares.
+    # Bytes of the slabs of the block store in which the tenant, and those with whom it shares, have blocks.
     max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
     # A client makes its first calls at once, six for a store that it maps. With fewer a second it would never be open.
     calls_per_s: Annotated[float | None, Field(ge=MIN_CALLS_PER_S, le=1e9)] = None
@@ -212,8 +212,12 @@ class TenantRules:
         limits = {tenant.domain: tenant.quotas.max_store_bytes for tenant in self.tenants.values()}
         return {domain: limit for domain, limit in limits.items() if limit is not None}
 
-    def check_pool(self, num_blocks: int) -> None:
-        """Raise InvalidArgumentError if a pool of this size cannot hold what is guaranteed."""
+    def check_sizes(self, num_blocks: int, slab_bytes: int) -> None:
+        """Raise InvalidArgumentError if a pool of this size cannot hold what is guaranteed, or if a tenant may have
+        some bytes of the store, but not one of its slabs."""
+        for name, tenant in self.tenants.items():
+            if 0 < (tenant.quotas.max_store_bytes or 0) < slab_bytes:
+                raise _wrong(f"{name}.max_store_bytes", f"must be 0, or at least {slab_bytes}: a slab of the store")
         total = 0
         for name, number in self.guaranteed().items():
             total += number
@@ -300,8 +304,8 @@ class Tenants:
         # Calls over a quota, by tenant and by the quota's name without max_.
         self.refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._file = file
-        # The number of blocks of the pool, when it is known.
-        self._num_blocks: int | None = None
+        # The number of blocks of the pool, and the size of a slab of the store, when they are known.
+        self._sizes: tuple[int, int] | None = None
         self._rules = Reloading([file], self._read, "the daemon")
 
     @staticmethod
@@ -320,21 +324,22 @@ class Tenants:
 
     def _read(self) -> TenantRules:
         rules = TenantRules.read(self._file)
-        self._check_pool(rules)
+        self._check_sizes(rules)
         return rules
 
-    def _check_pool(self, rules: TenantRules) -> None:
+    def _check_sizes(self, rules: TenantRules) -> None:
         try:
-            if self._num_blocks is not None:
-                rules.check_pool(self._num_blocks)
+            if self._sizes is not None:
+                rules.check_sizes(*self._sizes)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self._file}: {error}", field=_FIELD) from None
 
-    def set_pool(self, num_blocks: int) -> None:
-        """Check now, and whenever the file is read, that a pool of this size can hold what is guaranteed. Raises
+    def set_sizes(self, num_blocks: int, slab_bytes: int) -> None:
+        """Check now, and whenever the file is read, that a pool of this size can hold what is guaranteed, and that
+        quotas of the store are at least a slab, which has `slab_bytes` for blocks (0: there is no store). Raises
         InvalidArgumentError naming the file and the key that is wrong."""
-        self._num_blocks = num_blocks
-        self._check_pool(self.rules)
+        self._sizes = num_blocks, slab_bytes
+        self._check_sizes(self.rules)
 
     @property
     def rules(self) -> TenantRules:

@@ -14,7 +14,8 @@ DONE, PRESENT, BEING_WRITTEN, NO_ROOM = 1, 2, 3, 4
 class IndexStats(Protocol):
     """The gauges of one namespace or of all. `num_evicted` counts evictions since the start, `num_unoffered` those of
     blocks that `KeyIndex.coldest` had not returned since their last use. `num_offered` blocks could be evicted now, and
-    were returned."""
+    were returned. Condemned blocks are leased, but are none of `num_blocks`. Busy slabs have leased or reserved
+    blocks."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -23,7 +24,11 @@ class IndexStats(Protocol):
     @property
     def num_reserved(self) -> int: ...
     @property
+    def num_condemned(self) -> int: ...
+    @property
     def num_slabs(self) -> int: ...
+    @property
+    def num_busy_slabs(self) -> int: ...
     @property
     def used_bytes(self) -> int: ...
     @property
@@ -109,6 +114,13 @@ class KeyIndex(Protocol):
 
     def clear(self, namespace: int, most: int) -> int:
         """Remove at most `most` blocks. Returns how many."""
+
+    def evict_blocks(self, namespace: int, most: int) -> int:
+        """Evict at most `most` blocks, the oldest first, and free their slots. Returns how many."""
+
+    def empty_slabs(self, namespace: int, most_slabs: int, most_blocks: int) -> tuple[int, int]:
+        """Evict the blocks of slabs that are not busy, the oldest slab first, until `most_slabs` are free or
+        `most_blocks` were evicted: with the last slab it can be more. Returns how many slabs and blocks."""
 
     def checksums(self, slots: bytes) -> bytes:
         """Return the checksums of committed slots."""

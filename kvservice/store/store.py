@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # The slots that one slice of a check looks at.
 CHECKED_SLOTS = 4096
-# The blocks that `clear` removes in one slice.
+# The blocks that `clear` removes in one slice. No more slabs are emptied in a call after so many blocks are evicted.
 CLEARED_BLOCKS = 4096
 # A process has so many bits for its ids, and its generation is above them.
 _GENERATION_SHIFT = 40
@@ -68,6 +68,37 @@ class Reserved:
     keys: bytes
 
 
+@dataclass(frozen=True)
+class TenantRoom:
+    """The slabs of a tenant, and what one of its namespaces can have in them. `num_idle` slabs of its other namespaces
+    can be emptied. The namespace has `num_free` slots without a block, and blocks that can be evicted."""
+
+    most_slabs: int
+    num_slabs: int
+    num_idle: int
+    num_free: int
+    num_evictable: int
+    blocks_per_slab: int
+
+    def slabs_for(self, num_blocks: int, *, evicting: bool = False) -> int:
+        """Return how many more slabs the namespace needs for more blocks, after all that can be evicted if it is
+        `evicting`."""
+        left = num_blocks - self.num_free - (self.num_evictable if evicting else 0)
+        return max(0, -(-left // self.blocks_per_slab))
+
+    @property
+    def num_slabs_left(self) -> int:
+        """The slabs that the tenant may have besides its own."""
+        return max(0, self.most_slabs - self.num_slabs)
+
+    def num_storable(self, *, evicting: bool) -> int:
+        """Return how many more blocks the namespace can have, after all that can be evicted if it is `evicting`."""
+        if not evicting:
+            return self.num_free + self.num_slabs_left * self.blocks_per_slab
+        num_slabs = max(0, self.most_slabs - self.num_slabs + self.num_idle)
+        return self.num_free + self.num_evictable + num_slabs * self.blocks_per_slab
+
+
 class StoreWatcher(Protocol):
     """The writer of values to tiers below the memory. It is called in the middle of a call, and must not raise."""
 
@@ -103,7 +134,7 @@ class BlockStore:
         index.record_removed(True)
         self._ghosts = GhostKeys()
         self.watcher: StoreWatcher | None = None
-        # The most bytes of blocks that a tenant may have, by the tenant of its namespaces.
+        # The most bytes of slabs that a tenant may have, by the tenant of its namespaces.
         self.tenant_limits: Mapping[str, int] = {}
 
     def __iter__(self) -> Iterator[StoredNamespace]:
@@ -236,9 +267,11 @@ class BlockStore:
     def reserve(self, namespace: StoredNamespace, keys: bytes) -> Reserved:
         """Reserve room for the keys that are missing, until `commit` or `abort`. Raises QuotaExceededError if the
         tenant may not have them."""
-        if (limit := self.tenant_limits.get(namespace.identity.tenant)) is not None:
-            self._keep_within(limit, namespace, keys)
-        statuses, slots, offsets = self._index.reserve(namespace.number, keys)
+        num_keys = most = len(keys) // KEY_BYTES
+        if (limit := self._limit(namespace)) is not None:
+            most = self._make_room(limit, namespace, keys)
+        statuses, slots, offsets = self._index.reserve(namespace.number, keys[: most * KEY_BYTES])
+        statuses = statuses.ljust(num_keys, bytes([NO_ROOM]))
         self._report_removed()
         namespace.counters.refused += statuses.count(NO_ROOM)
         by_key = np.frombuffer(statuses, np.uint8)
@@ -246,43 +279,78 @@ class BlockStore:
             self.watcher.put_again(namespace, chosen(keys, KEY_BYTES, by_key == PRESENT))
         return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, by_key == DONE))
 
-    def _keep_within(self, limit: int, namespace: StoredNamespace, keys: bytes) -> None:
-        """Evict blocks of the namespace's tenant, so that it has at most `limit` bytes with these keys: those of
-        namespaces that nobody uses, then the namespace's own, then others. The oldest of each go first."""
-        tenant = namespace.identity.tenant
+    def _make_room(self, limit: int, namespace: StoredNamespace, keys: bytes) -> int:
+        """Evict blocks of the namespace's tenant, so that it is within its limit with these keys: the oldest slabs of
+        namespaces that nobody uses, then the oldest blocks of this namespace, then slabs of others. Returns for how
+        many of the keys, the first ones, there is room: for fewer if so many blocks would have to go that it would take
+        long. Raises QuotaExceededError, before anything changes, if leases and reservations keep too much."""
+        num_keys, tenant = len(keys) // KEY_BYTES, namespace.identity.tenant
         num_missing, num_present = self._index.needed(namespace.number, keys)
-        required = num_missing * namespace.block_bytes
-        own = [one for one in self if one.identity.tenant == tenant]
-        used = sum(self._index.stats(one.number).used_bytes for one in own)
-        # Leased blocks stay, and so do those of `keys` that are there.
-        evictable = {one: self._num_evictable(one) - num_present * (one is namespace) for one in own}
-        room = sum(max(0, count) * one.block_bytes for one, count in evictable.items())
-        if required and used + required - room > limit:
+        room = self._room(limit, namespace)
+        room = replace(room, num_evictable=room.num_evictable - num_present)  # blocks of `keys` that are there stay
+        most, required, least = room.most_slabs, room.slabs_for(num_missing), room.slabs_for(num_missing, evicting=True)
+        if least and room.num_slabs + least - room.num_idle > most:
+            slab_bytes = self.config.slab_capacity_bytes
+            used, more = room.num_slabs * slab_bytes, required * slab_bytes
+            evicted = (room.num_idle + required - least) * slab_bytes
             raise QuotaExceededError(
-                f"tenant {tenant} has {used} of max_store_bytes {limit}, and {required} more are needed, of which "
-                f"{room} can come from evicted blocks",
-                tenant=tenant, limit="max_store_bytes", value=limit, used=used, required=required, field="keys",
+                f"tenant {tenant} has {used} of max_store_bytes {limit}, and {more} more are needed, of which "
+                f"{evicted} can come from evicted blocks: slabs of {slab_bytes} bytes count as a whole",
+                tenant=tenant, limit="max_store_bytes", value=limit, used=used, required=more, field="keys",
             )  # fmt: skip
-        # After the limit was lowered, each call evicts a bounded number of blocks.
-        over = min(used + required - limit, required + CLEARED_BLOCKS * namespace.block_bytes)
-        if over > 0:
-            self._index.touch(namespace.number, keys)  # they are not the oldest, then
-        for one in sorted(own, key=lambda one: (one.num_users > 0, one is not namespace)):
-            if over > 0 and (count := min(evictable[one], -(-over // one.block_bytes))) > 0:
-                self._index.clear(one.number, count)
-                one.counters.evicted += count
-                over -= count * one.block_bytes
-        self._report_removed()
+        if not num_missing or room.num_slabs + required <= most:
+            return num_keys
+        held = self._index.acquire(namespace.number, keys, False, False)[1]
+        try:
+            num_slabs, num_evicted = room.num_slabs, 0
+            own = [one for one in self if one.identity.tenant == tenant]
+            for one in sorted(own, key=lambda one: (one.num_users > 0, one is not namespace)):
+                if one is namespace:  # the limit was lowered
+                    spare = (room.num_free + room.num_evictable - num_missing) // room.blocks_per_slab
+                    count = min(num_slabs - most, spare)
+                else:
+                    count = num_slabs + (least if one.num_users else required) - most
+                emptied = self._index.empty_slabs(one.number, count, CLEARED_BLOCKS - num_evicted)
+                num_slabs, num_evicted = num_slabs - emptied[0], num_evicted + emptied[1]
+            num_blocks = self._room(limit, namespace).num_storable(evicting=False)
+            if num_blocks < num_missing:
+                num_blocks += self._index.evict_blocks(namespace.number, num_missing - num_blocks)
+            return num_keys if num_blocks >= num_missing else num_blocks
+        finally:
+            self._index.release(held)
 
-    def _num_evictable(self, namespace: StoredNamespace) -> int:
-        stats = self._index.stats(namespace.number)
-        return stats.num_blocks - stats.num_leased
+    def _limit(self, namespace: StoredNamespace) -> int | None:
+        """Return the most bytes of the namespace's tenant, None if only the size of the store limits them."""
+        return self.tenant_limits.get(namespace.identity.tenant)
+
+    def _room(self, limit: int, namespace: StoredNamespace) -> TenantRoom:
+        own = {one: self.stats(one) for one in self if one.identity.tenant == namespace.identity.tenant}
+        mine = own[namespace]
+        return TenantRoom(
+            most_slabs=limit // self.config.slab_capacity_bytes,
+            num_slabs=sum(stats.num_slabs for stats in own.values()),
+            num_idle=sum(stats.num_slabs - stats.num_busy_slabs for one, stats in own.items() if one is not namespace),
+            num_free=mine.num_slabs * namespace.blocks_per_slab
+            - (mine.num_blocks + mine.num_reserved + mine.num_condemned),
+            num_evictable=mine.num_blocks - (mine.num_leased - mine.num_condemned),
+            blocks_per_slab=namespace.blocks_per_slab,
+        )
+
+    def num_storable(self, namespace: StoredNamespace, most: int) -> int:
+        """Return how many of `most` blocks that are missing the tenant may have, after others were evicted."""
+        limit = self._limit(namespace)
+        return most if limit is None else min(most, self._room(limit, namespace).num_storable(evicting=True))
+
+    def num_free_slabs(self, namespace: StoredNamespace) -> int:
+        """Return how many slabs that belong to no namespace, and are there, this one may have."""
+        num_free, limit = self._index.num_free_slabs, self._limit(namespace)
+        return num_free if limit is None else min(num_free, self._room(limit, namespace).num_slabs_left)
 
     def bytes_by_tenant(self) -> Counter[str]:
-        """Return the bytes of the blocks of each tenant, or of those who share."""
+        """Return the bytes of the slabs of each tenant, or of those who share."""
         found: Counter[str] = Counter()
         for namespace in self:
-            found[namespace.identity.tenant] += self._index.stats(namespace.number).used_bytes
+            found[namespace.identity.tenant] += self.stats(namespace).num_slabs * self.config.slab_capacity_bytes
         return found
 
     def commit(
@@ -366,11 +434,6 @@ class BlockStore:
     def set_ready(self, num_bytes: int) -> None:
         """Say how much of the memory is there: all at first. Blocks come only there."""
         self._index.set_ready(num_bytes)
-
-    @property
-    def num_free_slabs(self) -> int:
-        """Slabs that belong to no namespace, and are there."""
-        return self._index.num_free_slabs
 
     def totals(self) -> IndexStats:
         return self._index.totals()

@@ -31,6 +31,11 @@ class StoreConfig:
     max_lease_s: float
     max_models: int
 
+    @property
+    def slab_capacity_bytes(self) -> int:
+        """The part of a slab for blocks."""
+        return self.capacity_bytes * self.slab_bytes // self.num_bytes
+
 
 class NamespaceTable:
     """The namespaces, at most `max_namespaces`. See BlockStore for the methods with the same names."""

@@ -26,15 +26,24 @@ from kvservice.blocks.state import (
 from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
 from kvservice.store.namespaces import EngineFigures, ModelFigures
-from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.calls import Key, keys
-from kvservice.telemetry.figures import (
+from kvservice.telemetry.tables import (
+    ATTACHED,
+    IN_USE,
+    LANE,
+    OPENED_MS,
+    REGION_BYTES,
+    REGIONS,
+    SESSION_ID,
+    TENANT,
+    Key,
     QuotaUse,
     SavedStats,
     SchedulerReading,
     ServerStats,
     TransferReading,
+    get_name,
+    keys,
     read_engines,
     read_figures,
     read_schedulers,
@@ -43,7 +52,6 @@ from kvservice.telemetry.figures import (
     read_tiers,
     read_transfers,
 )
-from kvservice.telemetry.sessions import get_name
 from kvservice.tiers.protocol import SpillStats, TierStats
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
@@ -170,7 +178,7 @@ class Reader:
 
     def session(self, row: int) -> tuple[int, str]:
         """Return id and name of the session in a row. The id is 0 if the row is free."""
-        return int(self.arrays["sessions"][row, columns.SESSION_ID]), get_name(self.arrays["session_names"][row])
+        return int(self.arrays["sessions"][row, SESSION_ID]), get_name(self.arrays["session_names"][row])
 
     def _sessions(self) -> tuple[IntArray, dict[str, tuple[int, ...]]]:
         """Return a copy of the session rows, and the tokens of the tenants at the same moment, so that the tokens of a
@@ -183,12 +191,11 @@ class Reader:
             if before % 2 == 0 and before == int(version[0]):
                 break
             time.sleep(_RETRY_S)
-        live = rows[rows[:, columns.SESSION_ID] != 0]
-        np.add.at(tenants[:, :NUM_COUNTERS], live[:, columns.TENANT], live[:, :NUM_COUNTERS])
+        live = rows[rows[:, SESSION_ID] != 0]
+        np.add.at(tenants[:, :NUM_COUNTERS], live[:, TENANT], live[:, :NUM_COUNTERS])
         names = arrays["tenant_names"]
         tokens = {
-            get_name(names[i]): tuple(tenants[i, :NUM_COUNTERS].tolist())
-            for i in np.flatnonzero(tenants[:, columns.IN_USE])
+            get_name(names[i]): tuple(tenants[i, :NUM_COUNTERS].tolist()) for i in np.flatnonzero(tenants[:, IN_USE])
         }
         return rows, tokens
 
@@ -204,21 +211,21 @@ class Reader:
         held, swapped = sums(), sums(sequences.swapped)
         tokens, blocks = sums(sequences.lengths), sums(sequences.blocks)
         tenants = self.arrays["tenant_names"]
-        for number in np.flatnonzero(rows[:, columns.SESSION_ID]).tolist():
+        for number in np.flatnonzero(rows[:, SESSION_ID]).tolist():
             row = rows[number].tolist()
             yield SessionReading(
-                row[columns.SESSION_ID],
+                row[SESSION_ID],
                 get_name(self.arrays["session_names"][number]),
-                get_name(tenants[row[columns.TENANT]]),
-                bool(row[columns.ATTACHED]),
-                row[columns.OPENED_MS] / 1e3,
+                get_name(tenants[row[TENANT]]),
+                bool(row[ATTACHED]),
+                row[OPENED_MS] / 1e3,
                 int(held[number]),
                 int(swapped[number]),
                 int(tokens[number]),
                 int(blocks[number]),
-                row[columns.REGIONS],
-                row[columns.REGION_BYTES],
-                bool(row[columns.LANE]),
+                row[REGIONS],
+                row[REGION_BYTES],
+                bool(row[LANE]),
                 row[COMPUTED_TOKENS],
                 row[QUERY_TOKENS],
                 row[HIT_TOKENS],

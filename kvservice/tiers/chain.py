@@ -404,7 +404,7 @@ class WriteBehind:
         stats, config = self._store.stats(namespace), self._store.config
         if not namespace.num_users:
             return stats.num_blocks - stats.num_offered
-        free_bytes = self._store.num_free_slabs * namespace.blocks_per_slab * namespace.block_bytes
+        free_bytes = self._store.num_free_slabs(namespace) * namespace.blocks_per_slab * namespace.block_bytes
         room_bytes = min(free_bytes, namespace.quota_bytes - stats.used_bytes)
         wanted_bytes = config.capacity_bytes // READY_PART - room_bytes
         return -(-wanted_bytes // namespace.block_bytes) - stats.num_offered

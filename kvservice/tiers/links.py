@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from kvservice.errors import QuotaExceededError
 from kvservice.store import BlockStore, LeaseClock, StoredNamespace
 from kvservice.store.index import KEY_BYTES, WORD_BYTES
 from kvservice.store.store import chosen
@@ -79,10 +78,8 @@ class Reads:
     def start(self, namespace: StoredNamespace, space: Space, tier: MeasuredTier, keys: bytes) -> None:
         """Begin to read values that the tier has, those for which there is room. The first ones come first."""
         most = max(0, self._most_bytes - self._num_bytes) // space.block_bytes
-        try:
-            reserved = self._store.reserve(namespace, keys[: most * KEY_BYTES])
-        except QuotaExceededError:  # the values stay below the memory
-            return
+        most = self._store.num_storable(namespace, min(most, len(keys) // KEY_BYTES))
+        reserved = self._store.reserve(namespace, keys[: most * KEY_BYTES])
         size = min(MAX_CHUNK_VALUES, max(1, CHUNK_BYTES // space.block_bytes))
         for first in range(0, len(reserved.slots) // WORD_BYTES, size):
             words = slice(first * WORD_BYTES, (first + size) * WORD_BYTES)

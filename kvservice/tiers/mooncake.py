@@ -24,24 +24,25 @@ from dataclasses import asdict
 from subprocess import DEVNULL
 from typing import Any, Final
 
-from kvservice.mooncake.listening import NOWHERE, listening_environment
-from kvservice.mooncake.messages import (
+from kvservice.mooncake import (
     CALLS_AT_A_TIME,
     FRAME_BYTES,
     GETS_AT_A_TIME,
     KEY_BYTES,
     LENGTH,
+    NOWHERE,
     PUTS_AT_A_TIME,
     REQUEST_VALUES,
     WORD_BYTES,
+    MooncakeOptions,
     MooncakeReply,
     MooncakeRequest,
     Operation,
     Outcome,
     Status,
+    listening_environment,
     values_in_request,
 )
-from kvservice.mooncake.options import MooncakeOptions
 from kvservice.owned import OwnedProcess
 from kvservice.tiers.protocol import GetResult, Space, TierError, TierStats, Values
 
@@ -304,7 +305,7 @@ def start_client(options: MooncakeOptions, memory_fd: int, num_bytes: int, child
     """Start the child that serves requests. Raises OSError."""
     arguments = [str(memory_fd), str(num_bytes), options.to_json()]
     with children.writing() as writing:
-        return Child("kvservice.mooncake", arguments, [memory_fd, writing], listening_environment(NOWHERE))
+        return Child("kvservice.mooncake.serving", arguments, [memory_fd, writing], listening_environment(NOWHERE))
 
 
 def start_node(options: MooncakeOptions, segment_gib: float) -> Child:

@@ -27,14 +27,14 @@ from typing import Any, Final
 import numpy as np
 from mooncake.engine import TransferEngine, TransferOpcode
 
-from kvservice.mooncake.listening import ListeningError, check_listening
-from kvservice.transfer import protocol
+from kvservice.mooncake import ListeningError, check_listening
+from kvservice.transfer import READ, WRITE, receive, send
 
 # The engine has no descriptor that becomes readable when a transfer ends. It is asked this often, in seconds.
 POLL_S: Final = 1e-4
 # The engine's answers about a transfer.
 _ENDED, _RUNNING = 1, 0
-_OPCODES: Final = {protocol.READ: TransferOpcode.Read, protocol.WRITE: TransferOpcode.Write}
+_OPCODES: Final = {READ: TransferOpcode.Read, WRITE: TransferOpcode.Write}
 
 
 @dataclass
@@ -60,14 +60,14 @@ class EngineServer:
         while True:
             timeout_s = POLL_S if self._transfers else None
             if select.select([self._control], [], [], timeout_s)[0]:
-                message = protocol.receive(self._control)
+                message = receive(self._control)
                 if message is None:
                     return
                 self._transfers.append(self._start(message))
             for transfer in list(self._transfers):
                 if self._has_ended(transfer):
                     self._transfers.remove(transfer)
-                    protocol.send(self._control, {"id": transfer.number, "done": transfer.is_good})
+                    send(self._control, {"id": transfer.number, "done": transfer.is_good})
 
     def _start(self, message: dict[str, Any]) -> Transfer:
         transfer = Transfer(message["id"], [])
@@ -127,10 +127,10 @@ def main() -> None:
     engines = [TransferEngine() for _ in range(int(num_engines))]
     for engine in engines:
         if (failed := _open(engine, host, listens_at, network, address, len(mapping) if shared == "1" else 0)) != "":
-            protocol.send(control, {"failed": failed})
+            send(control, {"failed": failed})
             os._exit(1)
     segments = [f"{host}:{engine.get_rpc_port()}" for engine in engines]
-    protocol.send(control, {"segments": segments, "address": address})
+    send(control, {"segments": segments, "address": address})
     EngineServer(control, engines, address, len(mapping)).serve()
     os._exit(0)  # the engines' threads may still be at work
 

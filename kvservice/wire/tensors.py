@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message import Message
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -123,7 +124,7 @@ class Encoded:
 
     def inside(self, number: int) -> Encoded:
         """Return this message as field `number` of an outer message."""
-        return Encoded((_header(number, sum(map(len, self.pieces))), *self.pieces))
+        return Encoded((field_header(number, sum(map(len, self.pieces))), *self.pieces))
 
     def to_bytes(self) -> bytes:
         """Join the pieces. Raises MemoryError."""
@@ -134,12 +135,13 @@ def encode_tensor(array: Array) -> Encoded:
     """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
     message = tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape)
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    header = _header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
+    header = field_header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
     return Encoded((message.SerializeToString(), header, elements))
 
 
-def _header(number: int, num_bytes: int) -> bytes:
-    """Return what precedes the bytes of a field: its tag, and its size."""
+@functools.lru_cache(maxsize=1024)
+def field_header(number: int, num_bytes: int) -> bytes:
+    """Return what precedes the bytes of a field: its tag, and its size. Most calls have the sizes of calls before."""
     encoded = bytearray()
     for value in (number << 3 | _LENGTH_DELIMITED, num_bytes):
         while value > 0x7F:
@@ -172,7 +174,19 @@ def fields_of(data: memoryview) -> dict[int, Any]:
 
 def join_elements(messages: Iterable[bytes], number: int) -> bytes:
     """Return a message with a repeated message field of this number, which has these serialized messages."""
-    return b"".join(itertools.chain.from_iterable((_header(number, len(one)), one) for one in messages))
+    pieces: list[bytes] = []
+    for one in messages:
+        pieces += field_header(number, len(one)), one
+    return b"".join(pieces)
+
+
+def with_field(message: bytes, number: int, field: Message | Encoded | bytes) -> bytes:
+    """Return a serialized message with one more field, which is a message. A message that is set as a field of another
+    one is copied, which takes longer than serializing both."""
+    if isinstance(field, Encoded):
+        return b"".join((message, *field.inside(number).pieces))
+    data = field if isinstance(field, bytes) else field.SerializeToString()
+    return b"".join((message, field_header(number, len(data)), data))
 
 
 def split_elements(data: bytes, number: int, limit: int) -> list[bytes]:

@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from kvservice import ops
-from kvservice.bench.attention_cuda import (
-    K_SCALE,
-    MAX_ERROR,
-    DeviceBenchOptions,
-    Inputs,
-    keys_and_values,
-    make_inputs,
-    relative_error,
-)
+from kvservice.bench.attention_cuda import DeviceBenchOptions
+from kvservice.bench.cuda_harness import K_SCALE, MAX_ERROR, Inputs, keys_and_values, make_inputs, relative_error
 
 SMALL: Any = {"num_heads": 6, "num_kv_heads": 2, "head_size": 32}
 ANY = DeviceBenchOptions().selected()[0]

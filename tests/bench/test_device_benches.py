@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from each_row import each_row
 from rich.console import Console
 
-from kvservice.bench import attention_cuda, swap
-from kvservice.cli import bench, main
+from kvservice.bench import attention_cuda, cuda_copies
+from kvservice.cli import main
+from kvservice.commands.bench import bench
 from kvservice.environment import missing_environment
 
 DECODE: dict[str, Any] = {
@@ -161,7 +162,7 @@ def test_progress_is_one_line_for_each_shape() -> None:
 
 
 def test_the_table_of_swapping_shows_what_was_found() -> None:
-    text = printed(SWAP, swap.render)
+    text = printed(SWAP, cuda_copies.render_swap)
     assert "52.0" in line_of(text, "swap out")
     assert "94%" in line_of(text, "swap out")
     assert "95%" in line_of(text, "both at once")

@@ -17,11 +17,10 @@ from rich.console import Console
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from kvservice.bench import serve
+from kvservice.bench import PeerMissingError, serve
+from kvservice.bench.plot import Panel, write_svg
 from kvservice.bench.serve import (
     LibraryBatching,
-    Panel,
-    PeerMissingError,
     ScheduleRecord,
     Served,
     ServeTrace,
@@ -31,7 +30,6 @@ from kvservice.bench.serve import (
     median_run,
     progress,
     read_trace,
-    write_svg,
 )
 from kvservice.client import PreemptedSequence
 from kvservice.errors import InvalidArgumentError

@@ -1,4 +1,4 @@
-"""The simulation of rules for writing to a disk."""
+"""The simulation of rules for writing to a disk, and the ratios of the benchmark of the disk tier."""
 
 from __future__ import annotations
 
@@ -58,3 +58,12 @@ def test_the_results_of_a_trace_file(tmp_path: Path) -> None:
 
 def test_conversations_are_the_same_for_a_seed() -> None:
     assert tiers.conversations(3, 50) == tiers.conversations(3, 50) != tiers.conversations(4, 50)
+
+
+def test_ratios_are_those_of_each_round() -> None:
+    """The better way of fio counts in each round."""
+    speeds = {f"fio_{engine}_{what}": [2.0, 1.0, 4.0] for engine in tiers.ENGINES for what in ("read", "write")}
+    speeds |= {"read": [1.0, 1.0, 1.0], "write": [2.0, 2.0, 2.0], "fio_psync_read": [1.0, 2.0, 5.0]}
+    figures = tiers.figures(speeds)
+    assert (figures["read_of_fio"], figures["write_of_fio"]) == (0.5, 1.0)
+    assert figures["fio_psync_read_bytes_per_s"] == 2.0

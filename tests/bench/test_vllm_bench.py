@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 import pytest
 from bench_command import cells, invoke, measured, shown
 
-from kvservice.bench import vllm
-from kvservice.bench.peer_process import PeerMissingError
-from kvservice.bench.vllm_workloads import from_cache
+from kvservice.bench import PeerMissingError, vllm
+from kvservice.bench.vllm_engine import from_cache
 
 BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.

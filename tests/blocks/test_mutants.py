@@ -20,6 +20,10 @@ OF_MACHINE = {
 -    return copied, distinct[kept & state.device.indexed[distinct]]
 +    return copied & (state.device.ref_count[blocks] > 2), distinct[kept & state.device.indexed[distinct]]
 """,
+    "a decode step that stores another token": """
+-    state.step_tables.append(rows, plan.slots, tokens, plan.fresh, blocks)
++    state.step_tables.append(rows, plan.slots, state.ones[: len(rows)], plan.fresh, blocks)
+""",
     "copies are not counted": """
 -        if required > self.num_available:
 +        if False:

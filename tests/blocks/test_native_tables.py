@@ -110,17 +110,25 @@ def test_decode_steps() -> None:
                 rng = np.random.default_rng(seed)
                 shift, num = int(rng.integers(0, 4)), int(rng.integers(1, 6))
                 size, max_length = 1 << shift, (8 << shift) - 1
-                tables, states = random_tables(rng, 8), np.zeros((9, 5), np.int64)
+                tables, states = random_tables(rng, 8), np.zeros((9, 6), np.int64)
                 states[:, 0] = states[:, 1] = rng.integers(0, max_length + (rng.random() < 0.2), 9)
                 states[:, 2] = -(-states[:, 0] // size)
+                states[:, 4] = rng.random(9) < 0.02
                 ref_count = 1 + (rng.random(NUM_BLOCKS) < 0.02).astype(np.int32)
                 indexed = rng.random(NUM_BLOCKS) < 0.02
                 rows, tokens = rng.permutation(9)[:num], rng.integers(0, 99, num, dtype=np.int32)
                 states[rows[0], 1] -= states[rows[0], 0] > 0 and rng.random() < 0.1
                 tokens[0] -= 100 * (rng.random() < 0.1)
                 expected = None if rng.random() < 0.5 else states[rows, 0] + (rng.random(num) < 0.05)
-                planner = _ext.DecodePlanner(tables, states, ref_count, indexed, shift, max_length)
-                plan = planner.plan(rows, states[rows], tokens, expected)
+                stored = np.full((NUM_BLOCKS, size), -1, np.int32)
+                steps = _ext.StepTables(tables, states, ref_count, indexed, stored, max_length)
+                plan = steps.plan_decode(rows, tokens, expected)
+                # With states of its own it is the same plan.
+                given, moved = states[rows], states.copy()
+                states[rows, 1] -= 1
+                other = steps.plan_decode(rows, tokens, expected, given)
+                states[:] = moved
+                assert (other is None) == (plan is None)
 
                 lengths, entries = states[rows, 0].copy(), states[rows, 0] // size
                 there = entries < states[rows, 2]
@@ -128,61 +136,88 @@ def test_decode_steps() -> None:
                 refused = (
                     (tokens < 0).any()
                     or (expected is not None and (expected != lengths).any())
+                    or states[rows, 4].any()
                     or (states[rows, 1] != lengths).any()
                     or (lengths >= max_length).any()
                     or (there & ((ref_count[blocks] > 1) | indexed[blocks])).any()
                 )
                 assert (plan is None) == refused
                 num_refused += bool(refused)
-                if plan is None:
+                if plan is None or other is None:
                     continue
                 after, context_lens, slots, fresh = plan
                 assert after.tolist() == context_lens.tolist() == (lengths + 1).tolist()
-                assert slots.tolist() == (blocks * size + lengths % size).tolist()
+                assert slots.tolist() == other[2].tolist() == (blocks * size + lengths % size).tolist()
                 assert ([] if fresh is None else fresh.tolist()) == np.flatnonzero(~there).tolist()
+                new, expected_tables, num_blocks = None, tables.copy(), states[:, 2].copy()
                 if fresh is not None:
-                    new = rng.integers(0, NUM_BLOCKS, len(fresh))
-                    expected_tables, num_blocks = tables.copy(), states[:, 2].copy()
+                    new = rng.permutation(NUM_BLOCKS)[: len(fresh)]
                     expected_tables[rows[fresh], entries[fresh]] = new
                     num_blocks[rows[fresh]] += 1
                     blocks[fresh] = new
-                    planner.place(rows, slots, fresh, new)
-                    assert np.array_equal(tables, expected_tables)
-                    assert np.array_equal(states[:, 2], num_blocks)
-                    assert slots.tolist() == (blocks * size + lengths % size).tolist()
+                steps.append(rows, slots, tokens, fresh, new)
+                assert np.array_equal(tables, expected_tables)
+                assert np.array_equal(states[:, 2], num_blocks)
+                assert slots.tolist() == (blocks * size + lengths % size).tolist()
+                last = dict(zip(slots.tolist(), tokens.tolist(), strict=True))  # random tables may share slots
+                assert np.flatnonzero(stored.reshape(-1) != -1).tolist() == sorted(last)
+                assert stored.reshape(-1)[list(last)].tolist() == list(last.values())
         assert 10 < num_refused < 50
+
+
+def test_a_step_replaces_others() -> None:
+    rng = np.random.default_rng(0)
+    states = rng.integers(0, 4, (9, 5))
+    steps = _ext.StepTables(
+        np.zeros((9, 3), np.int32), states, np.ones(4, np.int32), np.zeros(4, np.bool_), np.zeros((4, 2), np.int32), 6
+    )
+    rows, lengths, expected = rng.permutation(9)[:6], rng.integers(0, 9, 6), states.copy()
+    before = states[rows, 3].tolist()
+    expected[rows, 0], expected[rows, 3] = lengths, 77
+    assert steps.start(rows, lengths, 77) == sorted(set(before))
+    assert np.array_equal(states, expected)
 
 
 def test_decode_steps_with_other_arrays() -> None:
     """Wrong tokens and expected lengths are left to the general plan, which names them. Others are refused, before
     anything changes."""
-    tables, states = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.int64)
-    planner = _ext.DecodePlanner(tables, states, np.ones(4, np.int32), np.zeros(4, np.bool_), 1, 6)
+    tables, states, stored = np.zeros((2, 3), np.int32), np.zeros((2, 5), np.int64), np.zeros((4, 2), np.int32)
+    steps = _ext.StepTables(tables, states, np.ones(4, np.int32), np.zeros(4, np.bool_), stored, 6)
     token, none = np.zeros(1, np.int32), np.zeros(0, np.int64)
     for tokens, expected in (
         ([0], None), (ROW, None), (np.zeros(2, np.int32), None), (token.reshape(1, 1), None), (token, token),
         (token, np.zeros(2, np.int64)), (token, 0),
     ):  # fmt: skip
-        assert planner.plan(ROW, states[:1], tokens, expected) is None
-    outside = np.array([[6, 6, 9]])
+        assert steps.plan_decode(ROW, tokens, expected) is None
     for rows, state, field in (
-        (ROW + 2, states[:1], "rows"), (ROW - 1, states[:1], "rows"), (ROW, states, "states"),
-        (ROW, states[:1, :2].copy(), "states"), (ROW, -1 - states[:1], "states"), ([0], states[:1], "rows"),
+        (ROW + 2, None, "rows"), (ROW - 1, states[:1], "rows"), (ROW, states, "states"),
+        (ROW, states[:1, :4].copy(), "states"), (ROW, np.array([[-1, -1, 0, 0, 0]]), "states"), ([0], None, "rows"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgumentError) as caught:
-            planner.plan(rows, state, token, None)
+            steps.plan_decode(rows, token, None, state)
         assert caught.value.field == field
-    assert planner.plan(ROW, outside, token, None) is None  # as long as it may be
+    assert steps.plan_decode(ROW, token, None, np.array([[6, 6, 9, 0, 0]])) is None  # as long as it may be
     states[1, 2] = 3
+    two = np.zeros(2, np.int64)
     for rows, slots, fresh, blocks, field in (
         (ROW + 1, ROW, ROW, ROW, "states"), (ROW + 2, ROW, ROW, ROW, "rows"), (ROW, ROW, ROW + 1, ROW, "fresh"),
-        (ROW, ROW, ROW, ROW - 1, "blocks"), (ROW, ROW, ROW, none, "blocks"), (ROW, none, ROW, ROW, "slots"),
+        (ROW, ROW, ROW, ROW - 1, "blocks"), (ROW, ROW, ROW, ROW + 4, "blocks"), (ROW, ROW, ROW, none, "blocks"),
+        (ROW, none, ROW, ROW, "slots"), (ROW, ROW + 8, None, None, "slots"), (ROW, ROW - 1, None, None, "slots"),
+        (ROW, ROW + 2, ROW, ROW, "slots"), (ROW, ROW, two, two, "fresh"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgumentError) as caught:
-            planner.place(rows, slots, fresh, blocks)
+            steps.append(rows, slots, token, fresh, blocks)
+        assert caught.value.field == field
+    with pytest.raises(InvalidArgumentError) as caught:
+        steps.append(ROW, ROW, np.zeros(2, np.int32), None, None)
+    assert caught.value.field == "tokens"
+    for rows, lengths, field in ((ROW + 2, ROW, "rows"), (ROW - 1, ROW, "rows"), (ROW, two, "lengths")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            steps.start(rows, lengths, 1)
         assert caught.value.field == field
     assert not tables.any()
-    assert states.tolist() == [[0, 0, 0], [0, 0, 3]]
+    assert not stored.any()
+    assert states.tolist() == [[0] * 5, [0, 0, 3, 0, 0]]
 
 
 def test_hashes_are_matched_up_to_the_first_miss() -> None:

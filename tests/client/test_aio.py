@@ -28,6 +28,8 @@ from kvservice.client import (
     Session,
     Step,
 )
+from kvservice.client.aio import TaskWaiting
+from kvservice.client.channel import MAX_IN_FLIGHT
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -561,3 +563,33 @@ def test_a_line_that_breaks_within_a_message(tmp_path: Path) -> None:
 
     with serving(daemon, f"unix:{tmp_path}/socket") as address:
         run(scenario(address))
+
+
+def test_turns_go_to_those_who_wait_in_their_order() -> None:
+    """None is lost when somebody who waits is cancelled, or does not wait longer, also in the moment it comes."""
+
+    async def scenario() -> None:
+        turns = TaskWaiting().turns()
+        assert all(turns.take_now() for _ in range(MAX_IN_FLIGHT))
+        assert not turns.take_now()
+        assert not await turns.take(0.0)
+        waiting = [asyncio.create_task(turns.take(None)) for _ in range(4)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        turns.give_back()
+        waiting[1].cancel()  # it has its turn, and does not know it yet
+        done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 3:
+            more, others = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        assert [task.cancelled() for task in waiting[:2]] == [True, True]
+        assert waiting[2].result()
+        assert others == {waiting[3]}, "there was one turn"
+        turns.give_back()
+        assert await waiting[3]
+        for _ in range(MAX_IN_FLIGHT):
+            turns.give_back()
+        assert all(turns.take_now() for _ in range(MAX_IN_FLIGHT))
+        assert not turns.take_now()
+
+    asyncio.run(scenario())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvservice.demo.model import Picker, build_model, generate_alone
-from kvservice.demo.script import parts
+from kvservice.demo.runner import parts
 
 
 class Watched(Picker):

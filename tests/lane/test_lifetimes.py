@@ -14,7 +14,7 @@ from lane_ring import COMPLETED
 
 from kvservice import _ext
 from kvservice.errors import ConnectionLostError
-from kvservice.telemetry.calls import BUCKETS_S
+from kvservice.telemetry.tables import BUCKETS_S
 
 # A call of these shapes takes tens of milliseconds.
 SLOW = {"num_layers": 2, "head_size": 64, "block_size": 16, "num_blocks": 256, "region_bytes": 16 << 20}

@@ -11,8 +11,7 @@ from each_row import each_row
 from mooncake_rig import BLOCK_BYTES, Blocks, keys_of
 
 from kvservice.mooncake import STAGED_BYTES, MooncakeRequest, Operation, Outcome, Status, values_in_request
-from kvservice.mooncake.paths import SharedMemory
-from kvservice.mooncake.serving import Client
+from kvservice.mooncake.serving import Client, SharedMemory
 
 DIGEST = b"digest of a name"
 # A trailer: a mark, the size of the value, its checksum, its key, and the beginning of the space's digest.

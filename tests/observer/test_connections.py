@@ -12,8 +12,8 @@ import pytest
 from page_pool import PagePool
 from serving_http import serving_http
 
-from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
+from kvservice.observer.http_server import Connections, HttpLimits
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
 LIMITS = HttpLimits(max_connections=4, max_per_address=3, request_s=10.0, stalled_s=30.0)
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -288,6 +288,22 @@ def test_a_body_without_an_end_is_not_read() -> None:
                 with contextlib.suppress(ConnectionError):
                     while True:
                         writer.write(chunk)
+                        await writer.drain()
+            assert await status_of(port) == 200
+
+    scenario(Connections(HttpLimits()), body)
+
+
+def test_headers_without_an_end_are_not_read() -> None:
+    """The test would hang if the server went on reading. Others are answered meanwhile."""
+
+    async def body(port: int) -> None:
+        for line in (b"X-Some: " + b"x" * 4096 + b"\r\n", b"x" * 4096):
+            async with connected(port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ") as (_, writer):
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        assert await status_of(port) == 200
+                        writer.write(line)
                         await writer.drain()
             assert await status_of(port) == 200
 

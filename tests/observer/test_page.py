@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 import kvservice
 from kvservice.kept import RestartReport
-from kvservice.observer.http_server import MAX_STREAMS, HttpOptions, Refusals, make_app
+from kvservice.observer.web_api import MAX_STREAMS, HttpOptions, Refusals, make_app
 from kvservice.store import EngineFigures
 
 pytestmark = pytest.mark.slow

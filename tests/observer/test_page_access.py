@@ -14,7 +14,7 @@ from each_row import each_row
 from http_app import serving
 from page_pool import FIRST_SEQUENCE, STATES, PagePool
 
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
 pytestmark = pytest.mark.slow
 

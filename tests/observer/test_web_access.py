@@ -12,8 +12,8 @@ from each_row import each_row
 from http_app import Answer, request, serving
 from page_pool import PagePool
 
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
 from kvservice.observer.views import Views
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
 METRICS_TOKEN = "of-prometheus-0123"
 REFUSALS = Refusals()

@@ -17,7 +17,7 @@ from page_pool import FIRST_SEQUENCE, PagePool
 import kvservice
 from kvservice.errors import InvalidArgumentError
 from kvservice.launch import Daemon
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 from kvservice.telemetry import MAX_SEARCH_LENGTH
 from kvservice.top import Source
 

@@ -14,7 +14,7 @@ import pytest
 from http_app import serving
 from page_pool import FIRST_SEQUENCE, PagePool
 
-from kvservice.observer.http_server import MAX_STREAMS, EventStream, HttpOptions, Refusals, make_app
+from kvservice.observer.web_api import MAX_STREAMS, EventStream, HttpOptions, Refusals, make_app
 
 INTERVAL_S = 0.02
 Event = tuple[str, Any]

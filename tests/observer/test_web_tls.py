@@ -15,8 +15,8 @@ from page_pool import PagePool
 from serving_http import serving_http
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading
-from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.http_server import HttpOptions, Refusals, make_app
+from kvservice.observer.http_server import Connections, HttpLimits
+from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
 TOKEN = "a-token-of-the-page"
 AUTHORITY, SUCCESSOR = Authority(), Authority("successor")

@@ -12,7 +12,7 @@ import pytest
 from each_row import each_row
 from schedule_rig import EngineRig, make_manager, make_rig, open_rig
 
-from kvservice.bench.schedule import make_trace, replay
+from kvservice.bench.bookkeeping import make_trace, replay
 from kvservice.errors import KVServiceError
 from kvservice.scheduler import (
     LATENCY_BUCKETS_S,

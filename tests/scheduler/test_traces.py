@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from each_row import each_row
 
-from kvservice.bench.schedule import PressureResult, PressureTrace, make_trace, replay
+from kvservice.bench.bookkeeping import PressureResult, PressureTrace, make_trace, replay
 from kvservice.scheduler import (
     BatchPolicy,
     EngineScheduler,

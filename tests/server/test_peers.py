@@ -6,16 +6,19 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from each_row import each_row
-from http2_requests import PREFACE
+from http2_requests import PREFACE, request
 from manual_clock import ManualClock
 from other_user import as_user
 from ports import free_port
 from scraping import scrape, value
+from secure_daemon import secured, with_token
 from small_pool import SMALL_POOL
 from waiting import PATIENCE_S, until
 
@@ -37,6 +40,7 @@ from kvservice.server.rpc.peers import (
     TcpConnection,
     name_of,
 )
+from kvservice.v1 import store_pb2, store_pb2_grpc
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 WINDOW_UPDATE = b"\0\0\4\x08\0\0\0\0\0" + b"\0\0\0\1"
@@ -180,11 +184,11 @@ def test_it_rests_while_nobody_does_anything(clock: ManualClock) -> None:
         assert kernel.peers.pause_s(1) == pause_s
 
 
-def strangers(port: int, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+def strangers(port: int, count: int, stack: contextlib.ExitStack, address: str = "127.0.0.2") -> list[socket.socket]:
     """Return connections from another address of this host, which have sent HTTP/2's first frames."""
     made = []
     for _ in range(count):
-        one = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S, ("127.0.0.2", 0)))
+        one = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S, (address, 0)))
         one.sendall(PREFACE + SETTINGS)
         made.append(one)
     return made
@@ -245,6 +249,86 @@ def test_a_peer_that_takes_too_much_over_tcp_loses_it_and_a_client_beside_it_doe
         assert "no call was accepted for 1 s (first_call_s)" in said
         assert "ipv4:127.0.0.2:" in said
         assert "ipv4:127.0.0.1:" not in said
+
+
+class Slow:
+    """A way to the daemon from another address of this host, for one connection: it carries `num_bytes` of what the
+    client sends, and the rest after `go_on`."""
+
+    def __init__(self, port: int, num_bytes: int) -> None:
+        self._port, self._num_bytes = port, num_bytes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.waits, self.go_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Slow:
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE_S)
+        self._listener.close()
+
+    def _carry(self) -> None:
+        with contextlib.suppress(OSError):
+            near, _ = self._listener.accept()
+            with near, socket.create_connection(("127.0.0.1", self._port), PATIENCE_S, ("127.0.0.2", 0)) as far:
+                back = threading.Thread(target=self._carry_back, args=(far, near))
+                back.start()
+                try:
+                    carried = 0
+                    while data := near.recv(1 << 16):
+                        far.sendall(data)
+                        carried += len(data)
+                        if carried > self._num_bytes and not self.waits.is_set():
+                            self.waits.set()
+                            self.go_on.wait(PATIENCE_S)
+                finally:
+                    far.shutdown(socket.SHUT_RDWR)
+                    back.join(PATIENCE_S)
+
+    def _carry_back(self, far: socket.socket, near: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := far.recv(1 << 16):
+                near.sendall(data)
+            near.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_large_first_call_with_a_token_that_arrives_slowly_is_no_flood_and_one_without_is(tmp_path: Path) -> None:
+    put = store_pb2.BatchPutRequest(session_token=b"unknown", data=bytes(3 << 20))
+    with (
+        secured(tmp_path, tls=False) as daemon,
+        Slow(daemon.port, 5 << 19) as slow,
+        contextlib.ExitStack() as stack,
+        KVClient(daemon.address, token=daemon.tokens["bob"]) as client,
+        client.session() as kv,
+    ):
+        sequence = kv.allocate([1, 2, 3])
+        channel = stack.enter_context(grpc.insecure_channel(slow.address))
+        stub = store_pb2_grpc.StoreServiceStub(with_token(channel, daemon.tokens["alice"]))
+        answer = stub.BatchPut.future(put, timeout=PATIENCE_S)
+        assert slow.waits.wait(PATIENCE_S)
+        # Another one sends as much without a call, and is closed by a look that finds both.
+        (flooding,) = strangers(daemon.port, 1, stack, "127.0.0.3")
+        with contextlib.suppress(ConnectionError):
+            flooding.sendall(WINDOW_UPDATE * (2 * FIRST_BYTES // len(WINDOW_UPDATE)))
+        assert is_closed(flooding)
+        slow.go_on.set()
+        assert answer.code() is grpc.StatusCode.NOT_FOUND, answer
+        # A call that has begun without a token covers no flood.
+        (flooding,) = strangers(daemon.port, 1, stack, "127.0.0.4")
+        begun = request("/kvservice.v1.StoreService/BatchPut", 1)[:-14]  # its message does not come
+        with contextlib.suppress(ConnectionError):
+            flooding.sendall(begun)
+            flooding.sendall(WINDOW_UPDATE * (2 * FIRST_BYTES // len(WINDOW_UPDATE)))
+        assert is_closed(flooding)
+        assert kv.describe([sequence])[0].length == 3
+        until(lambda: "a connection of ipv4:127.0.0.4:" in daemon.daemon.log.read_text())
+        assert "a connection of ipv4:127.0.0.2:" not in daemon.daemon.log.read_text()
 
 
 HOLD = """

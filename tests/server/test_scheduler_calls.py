@@ -199,6 +199,13 @@ def test_calls_without_a_scheduler(scheduler: RawScheduler) -> None:
         assert scheduler.refused(name, request)[:2] == ("FAILED_PRECONDITION", "FAILED_PRECONDITION"), name
 
 
+def test_requests_behind_the_last_one(running: Any) -> None:
+    scheduler, _ = running
+    for first, expected in ((0, [7, 8, 9]), (2, [9]), (3, []), (2**63 - 1, [])):
+        found = scheduler.ok("describe_requests", KINDS.DescribeRequestsRequest(first=first)).requests
+        assert [one.request_id for one in found] == expected, first
+
+
 def test_aborts_that_are_refused(raw: Any, wire: Any) -> None:
     raw.await_no_sessions(wire)
     invalid, unknown = ("INVALID_ARGUMENT", "INVALID_ARGUMENT"), ("NOT_FOUND", "UNKNOWN_SEQUENCE")

@@ -194,6 +194,49 @@ def test_an_index_of_another_store_drops_the_state(start: Callable[..., Life], h
     asyncio.run(scenario())
 
 
+def test_after_damage_in_any_kept_file_the_next_start_serves_and_the_one_after_it_takes_over(
+    start: Callable[..., Life], held: HeldFiles
+) -> None:
+    """Its bytes are others at the beginning, in the middle, or at the end."""
+
+    async def scenario(name: str, where: float) -> str:
+        life = start()
+        session = await with_a_sequence(life)
+        life.kill()
+        size = os.fstat(held.held[name]).st_size
+        at = int(where * max(0, size - 64))
+        os.pwrite(held.held[name], bytes(255 - byte for byte in os.pread(held.held[name], 64, at)), at)
+        life = start()
+        outcome = life.core.report.outcome
+        if outcome == "refused":
+            check_empty(life, session.token)
+        beside = life.open()
+        await life.compute(beside, 1, [7, *TOKENS])
+        life.kill()
+        life = start()
+        assert life.core.report.outcome == "taken over", life.core.report.reason
+        assert list(life.attach(beside.token).namespace.sequence_ids()) == [1]
+        life.kill()
+        held.close()
+        return outcome
+
+    async def names() -> list[str]:
+        life = start()
+        await with_a_sequence(life)
+        life.kill()
+        found = [*held.held]
+        held.close()
+        return found
+
+    outcomes = set()
+    with each_row() as row:
+        for name in asyncio.run(names()):
+            for where in (0.0, 0.5, 1.0):
+                with row((name, where)):
+                    outcomes.add(asyncio.run(scenario(name, where)))
+    assert outcomes == {"refused", "taken over"}, "some of it is checked, and K/V and free space are not"
+
+
 def test_a_lock_of_a_client_that_may_read_keeps_no_start_waiting(start: Callable[..., Life], held: HeldFiles) -> None:
     async def scenario() -> None:
         life = start(share_store="read")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from daemon_lives import Life, end_stream, finish
 from kept_files import HeldFiles
-from raw_store import block, identity, keys
+from raw_store import identity, keys
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
@@ -210,19 +210,31 @@ def test_no_more_blocks_are_guaranteed_than_there_are(options: dict[str, Any]) -
     life.kill()
 
 
+def test_no_quota_of_the_store_is_less_than_a_slab(options: dict[str, Any]) -> None:
+    file = Path(options["tenants"])
+    file.write_text(f"[tenant.a]\nmax_store_bytes = {(4 << 20) - 1}")
+    with pytest.raises(InvalidArgumentError, match=r"tenant.a.max_store_bytes: must be 0, or at least 4194304"):
+        Life(**options)
+    Life(**options | {"store_gib": 0}).kill()
+    file.write_text(f"[tenant.a]\nmax_store_bytes = {4 << 20}\n[tenant.b]\nmax_store_bytes = 0")
+    Life(**options).kill()
+
+
 @in_loop
 async def test_store_bytes_over_quota(options: dict[str, Any], clock: Any) -> None:
-    """Over every way into the store: through the daemon, and for a client that writes the memory itself."""
-    life = with_quotas(options, clock, max_store_bytes=2 * len(block(1)))
+    """Over every way into the store: through the daemon, and for a client that writes the memory itself. The quota is
+    one slab, two blocks."""
+    size = 2 << 20
+    life = with_quotas(options, clock, max_store_bytes=2 * size)
     for name in ("alice", "bob"):
         with calling(name):
             session = life.open()
             opened = await life.call(
-                session, "store_open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity())
+                session, "store_open_namespace", store_pb2.OpenNamespaceRequest(namespace=identity(block_bytes=size))
             )
             own = opened.namespace_id
             for number in (1, 2, 3):
-                put = store_pb2.BatchPutRequest(namespace_id=own, keys=keys(number), data=block(number))
+                put = store_pb2.BatchPutRequest(namespace_id=own, keys=keys(number), data=bytes(size))
                 await life.call(session, "store_batch_put", put)
             found = store_pb2.LookupRequest(namespace_id=own, keys=keys(1, 2, 3))
             has = (await life.call(session, "store_lookup", found)).found
@@ -231,11 +243,10 @@ async def test_store_bytes_over_quota(options: dict[str, Any], clock: Any) -> No
             reserve = store_pb2.ReserveRequest(namespace_id=own, keys=keys(*range(10, 13)))
             if name == "alice":
                 for method in ("store_reserve", "store_batch_put"):
-                    request = store_pb2.BatchPutRequest(namespace_id=own, keys=reserve.keys, data=3 * block(1))
+                    request = store_pb2.BatchPutRequest(namespace_id=own, keys=reserve.keys, data=bytes(3 * size))
                     with pytest.raises(QuotaExceededError) as caught:
                         await life.call(session, method, reserve if method == "store_reserve" else request)
-                    size = len(block(1))
-                    assert over(caught.value) == ("red", "max_store_bytes", f"{2 * size}", f"{2 * size}", f"{3 * size}")
+                    assert over(caught.value) == ("red", "max_store_bytes", f"{2 * size}", f"{2 * size}", f"{4 * size}")
                 (uses,) = [uses for tenant, uses in life.sessions.tenant_uses().items() if tenant == "red"]
                 assert (2 * size, 2 * size, 2) in uses
             else:

@@ -276,6 +276,8 @@ void random_call(Process& process, std::mt19937_64& random) {
       break;
     default:
       index.clear(number, static_cast<int64_t>(random() % 3));
+      index.evict_blocks(number, static_cast<int64_t>(random() % 3));
+      index.empty_slabs(number, static_cast<int64_t>(random() % 2), static_cast<int64_t>(random() % 3));
       index.touch(number, keys);
       index.set_quota(number, static_cast<int64_t>(random() % 4000));
       index.take_removed();

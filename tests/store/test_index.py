@@ -256,6 +256,18 @@ def test_a_quota_limits_a_namespace(store: Store) -> None:
     assert store.put(store.index.open(64, 63), "a") == [NO_ROOM]
 
 
+def test_offered_blocks_keep_their_order_in_whatever_order_they_come_back(store: Store) -> None:
+    namespace = store.index.open(64, PLENTY)
+    for name in range(9):
+        store.put(namespace, [name])
+    first, second, third = (store.index.coldest(namespace, 2)[0] for _ in range(3))
+    for slots in (second, third, first):
+        store.index.release(slots)
+    store.index.record_removed(True)
+    assert store.index.evict_blocks(namespace, 7) == 7
+    assert store.index.take_removed() == [(namespace, keys_of(range(7)))]
+
+
 def test_a_new_namespace_takes_the_least_recently_used_slab_of_a_full_store(store: Store) -> None:
     first = store.index.open(THIRD, PLENTY)
     for name in range(12):

@@ -32,6 +32,7 @@ COUNTS = (
     "num_reserved",
     "num_condemned",
     "num_slabs",
+    "num_busy_slabs",
     "used_bytes",
     "num_evicted",
     "num_unoffered",
@@ -186,6 +187,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3), most=st.integers(0, 9))
     def clear(self, index: int, most: int) -> None:
         self.both("clear", self.namespace(index), most)
+
+    @rule(index=st.integers(0, 3), most=st.integers(0, 5))
+    def evict_blocks(self, index: int, most: int) -> None:
+        self.both("evict_blocks", self.namespace(index), most)
+
+    @rule(index=st.integers(0, 3), most_slabs=st.integers(0, 3), most_blocks=st.integers(0, 5))
+    def empty_slabs(self, index: int, most_slabs: int, most_blocks: int) -> None:
+        self.both("empty_slabs", self.namespace(index), most_slabs, most_blocks)
 
     @rule(index=st.integers(0, 3), blocks=st.sampled_from([0, 1, 3, 1 << 20]))
     def set_quota(self, index: int, blocks: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from blocks_rig import (
     BLOCK_BYTES,
     BLOCKS_PER_SLAB,
+    SLAB_BYTES,
     SMALL_BYTES,
     SMALL_PER_SLAB,
     Rig,
@@ -18,6 +19,7 @@ from each_row import each_row
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.store import BEING_WRITTEN, DONE, NO_ROOM, PRESENT, check_keys
+from kvservice.store.store import CLEARED_BLOCKS
 
 # More blocks than are removed or checked in one slice.
 MANY = range(40 * SMALL_PER_SLAB)
@@ -33,40 +35,113 @@ def test_what_is_stored_is_found_in_its_namespace_only(rig: Rig) -> None:
         assert rig.store.acquire(namespace, keys(1, 2)).slots == b""
 
 
-def test_a_tenant_keeps_within_its_bytes() -> None:
-    """Its oldest blocks go first: those of namespaces that nobody uses, then those of the same namespace."""
+def test_a_tenant_keeps_within_its_slabs() -> None:
+    """Its oldest blocks go first: slabs of namespaces that nobody uses, then blocks of the same namespace."""
     with rig_of(16) as rig:
         mine, unused, other = (
             rig.store.open(one) for one in (identity("a", "t"), identity("b", "t"), identity("a", "u"))
         )
         rig.store.leave(unused)
-        rig.store.tenant_limits = {"t": 4 * BLOCK_BYTES}
+        rig.store.tenant_limits = {"t": 3 * SLAB_BYTES - 1}
         assert rig.put(other, *range(8)) == bytes([DONE] * 8), "another tenant's do not count"
         rig.put(unused, 1, 2)
         assert rig.put(mine, 1, 2, 3) == bytes([DONE] * 3)
-        assert rig.store.lookup(unused, keys(1, 2)) == (1, b"\x01"), "the last key of a call goes first"
-        assert rig.store.bytes_by_tenant() == {"t": 4 * BLOCK_BYTES, "u": 8 * BLOCK_BYTES}
-        assert rig.put(mine, 1, 4, 5) == bytes([PRESENT, DONE, DONE]), "what is put again is not evicted for it"
-        assert rig.store.lookup(mine, keys(1, 2, 3, 4, 5))[1] == bytes([0b11011])
+        assert rig.store.bytes_by_tenant() == {"t": 2 * SLAB_BYTES, "u": 3 * SLAB_BYTES}
+        assert rig.put(mine, 1, 4, 5) == bytes([PRESENT, DONE, DONE])
         assert not rig.store.stats(unused).num_blocks
-        leased = rig.store.acquire(mine, keys(1, 2, 4))
+        assert rig.put(mine, 6) == bytes([DONE]), "there is a free slot"
+        assert rig.store.lookup(mine, keys(*range(1, 7)))[0] == 6
+        assert rig.put(mine, 3, 7) == bytes([PRESENT, DONE])
+        assert rig.store.lookup(mine, keys(*range(1, 8)))[1] == bytes([0b1111101]), "the oldest that was not put again"
+        leased = rig.store.acquire(mine, keys(1, 3, 4, 5))
         with pytest.raises(QuotaExceededError) as refused:
-            rig.put(mine, 6, 7)
-        numbers = {key: int(refused.value.metadata[key]) // BLOCK_BYTES for key in ("value", "used", "required")}
-        assert numbers == {"value": 4, "used": 4, "required": 2}
+            rig.put(mine, 8, 9, 10)
+        numbers = {key: int(refused.value.metadata[key]) / SLAB_BYTES for key in ("used", "required")}
+        assert numbers == {"used": 2, "required": 1}
+        assert refused.value.metadata["value"] == str(3 * SLAB_BYTES - 1)
         assert (refused.value.metadata["tenant"], refused.value.metadata["limit"]) == ("t", "max_store_bytes")
-        assert rig.store.lookup(mine, keys(1, 2, 4, 5))[0] == 4, "nothing was evicted for it"
-        assert rig.put(mine, 6) == bytes([DONE])
-        # Blocks 1 and 2 are leased. Blocks that are being written already are not needed twice.
-        assert rig.put(mine, 1, 2, 7) == bytes([PRESENT, PRESENT, DONE])
+        assert rig.store.lookup(mine, keys(1, 3, 4, 5, 6, 7))[0] == 6, "nothing was evicted for it"
+        assert rig.put(mine, 8, 9) == bytes([DONE] * 2)
+        # Leased blocks, and those that are being written already, are not needed twice.
+        assert rig.put(mine, 1, 3, 10) == bytes([PRESENT, PRESENT, DONE])
         rig.store.release(leased.slots)
-        being_written = rig.store.reserve(mine, keys(10, 11, 12, 13))
-        assert rig.store.reserve(mine, keys(10, 11, 12, 13)).statuses == bytes([BEING_WRITTEN] * 4)
+        being_written = rig.store.reserve(mine, keys(*range(11, 17)))
+        assert rig.store.reserve(mine, keys(*range(11, 17))).statuses == bytes([BEING_WRITTEN] * 6)
         rig.store.abort(being_written.slots)
-        rig.store.tenant_limits = {"t": BLOCK_BYTES}
-        assert rig.put(mine, 7) == bytes([DONE])
-        assert rig.store.bytes_by_tenant()["t"] == BLOCK_BYTES
+        assert rig.store.bytes_by_tenant() == {"u": 3 * SLAB_BYTES, "t": 0}
         assert rig.put(other, *range(8)) == bytes([PRESENT] * 8)
+        finish(rig.store.check_in_slices())
+
+
+def test_a_tenant_is_charged_for_the_slabs_that_it_takes() -> None:
+    """Small blocks, and few in each of many namespaces, take more memory than their bytes."""
+    with rig_of(16, max_namespaces=20) as rig:
+        other = rig.store.open(identity("o", "u"))
+        rig.put(other, *range(15 * BLOCKS_PER_SLAB))
+        rig.store.tenant_limits = {"t": SLAB_BYTES}
+        tiny = rig.store.open(identity("a", "t", block_bytes=1))
+        for first in range(0, 4096, 64):
+            assert rig.put(tiny, *range(first, first + 64)) == bytes([DONE] * 64)
+        assert (rig.store.stats(tiny).num_blocks, rig.store.stats(tiny).num_slabs) == (SMALL_PER_SLAB, 1)
+        for number in range(16):
+            assert rig.put(rig.store.open(identity(f"b{number}", "t")), 1) == bytes([DONE])
+            assert rig.store.bytes_by_tenant()["t"] == SLAB_BYTES
+        assert rig.store.stats(other).num_blocks == 15 * BLOCKS_PER_SLAB
+
+
+def test_blocks_that_were_removed_under_a_lease_leave_others_evictable() -> None:
+    with rig_of(16) as rig:
+        mine = rig.store.open(identity("a", "t"))
+        rig.store.tenant_limits = {"t": 2 * SLAB_BYTES}
+        rig.put(mine, *range(6))
+        leased = rig.store.acquire(mine, keys(0, 1, 2))
+        assert rig.store.remove(mine, keys(0, 1, 2)) == 3
+        assert rig.store.num_storable(mine, 9) == 3
+        assert rig.put(mine, 6, 7, 8) == bytes([DONE] * 3)
+        with pytest.raises(QuotaExceededError):
+            rig.put(mine, *range(10, 14))
+        rig.store.release(leased.slots)
+        assert rig.put(mine, *range(10, 14)) == bytes([DONE] * 4)
+
+
+def test_a_tenant_shrinks_to_a_lower_limit() -> None:
+    """As many slabs of the namespace go as leave room for what is put, then those of others in use."""
+    with rig_of(16) as rig:
+        mine, used = rig.store.open(identity("a", "t")), rig.store.open(identity("b", "t"))
+        rig.put(used, *range(6))
+        rig.put(mine, *range(12))
+        leased = rig.store.acquire(mine, keys(0))
+        rig.store.tenant_limits = {"t": 2 * SLAB_BYTES}
+        assert rig.put(mine, 0, 20) == bytes([PRESENT, DONE])
+        assert (rig.store.stats(mine).num_slabs, rig.store.stats(used).num_slabs) == (1, 1)
+        assert rig.store.lookup(mine, keys(0, 20))[0] == 2
+        rig.store.tenant_limits = {"t": 0}
+        assert rig.put(mine, 20) == bytes([PRESENT])
+        assert rig.put(mine, 21) == bytes([DONE]), "a block without a further slab"
+        with pytest.raises(QuotaExceededError):
+            rig.put(mine, *range(30, 36))
+        assert (rig.store.stats(mine).num_slabs, rig.store.stats(used).num_slabs) == (1, 0)
+        rig.store.release(leased.slots)
+
+
+def test_a_call_evicts_a_bounded_number_of_blocks_for_a_tenant() -> None:
+    """Whatever their size: keys beyond have no room yet."""
+    with rig_of(81) as rig:
+        small, large = rig.store.open(identity("a", "t", SMALL_BYTES)), rig.store.open(identity("b", "t"))
+        num_blocks = 80 * SMALL_PER_SLAB
+        rig.put(small, *range(num_blocks))
+        rig.store.leave(small)
+        rig.store.tenant_limits = {"t": 80 * SLAB_BYTES}
+        numbers = range(40 * BLOCKS_PER_SLAB)
+        num_done = CLEARED_BLOCKS // SMALL_PER_SLAB * BLOCKS_PER_SLAB
+        assert rig.put(large, *numbers) == bytes([DONE] * num_done + [NO_ROOM] * (len(numbers) - num_done))
+        assert rig.store.stats(small).num_blocks == num_blocks - CLEARED_BLOCKS
+        assert rig.put(large, *numbers).count(DONE) == len(numbers) - num_done
+        assert rig.store.bytes_by_tenant()["t"] == 80 * SLAB_BYTES
+        left = rig.store.stats(small).num_blocks
+        rig.store.tenant_limits = {"t": SLAB_BYTES}
+        rig.put(large, 1000)
+        assert rig.store.stats(small).num_blocks == left - CLEARED_BLOCKS
 
 
 def test_one_identity_is_one_namespace(rig: Rig) -> None:

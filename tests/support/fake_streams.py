@@ -95,12 +95,14 @@ class FakeTurns:
     def __init__(self, waiting: FakeWaiting) -> None:
         self._waiting = waiting
 
+    def take_now(self) -> bool:
+        return not self._waiting.busy
+
     async def take(self, timeout_s: float | None) -> bool:
-        if self._waiting.busy:
-            assert timeout_s is not None, "it would wait for ever"
-            self._waiting.now += timeout_s
-            return False
-        return True
+        assert self._waiting.busy, "it is waited for"
+        assert timeout_s is not None, "it would wait for ever"
+        self._waiting.now += timeout_s
+        return False
 
     def give_back(self) -> None:
         pass

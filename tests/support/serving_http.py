@@ -11,8 +11,7 @@ from typing import Any
 from waiting import PATIENCE_S
 
 from kvservice.auth import Certificates, Reloading
-from kvservice.observer.connections import Connections
-from kvservice.observer.http_server import serve_http
+from kvservice.observer.http_server import Connections, serve_http
 
 
 @contextlib.asynccontextmanager

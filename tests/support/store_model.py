@@ -28,6 +28,7 @@ class Stats:
     num_reserved: int
     num_condemned: int
     num_slabs: int
+    num_busy_slabs: int
     used_bytes: int
     num_evicted: int
     num_unoffered: int
@@ -59,6 +60,11 @@ class Block:
     @property
     def evictable(self) -> bool:
         return not self.reserved and self.pins == 0
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """The order of eviction: blocks that were offered go first."""
+        return not (self.offered and self.evictable), self.used
 
     @property
     def offset(self) -> int:
@@ -254,8 +260,7 @@ class StoreModel:
             elif block.used_since_pin:
                 self.use(block)
             else:
-                others = [one.used for one in block.slab.space.blocks() if one.evictable and one is not block]
-                block.used = min(others, default=0) - 1
+                block.used = block.last_use
 
     def checksums(self, slots: bytes) -> bytes:
         return pack([self.block(slot).checksum for slot in unpack(slots)])
@@ -326,8 +331,24 @@ class StoreModel:
 
     def clear(self, namespace: int, most: int) -> int:
         blocks = [block for block in self.spaces[namespace].found.values() if not block.reserved]
-        blocks.sort(key=lambda block: (block.pins > 0, block.used))
+        blocks.sort(key=lambda block: (block.pins > 0, block.order))
         return self.drop_all(blocks[:most])
+
+    def evict_blocks(self, namespace: int, most: int) -> int:
+        count = 0
+        while count < most and (block := self.oldest(self.spaces[namespace])) is not None:
+            self.evict(block)
+            self.settle(block.slab)
+            count += 1
+        return count
+
+    def empty_slabs(self, namespace: int, most_slabs: int, most_blocks: int) -> tuple[int, int]:
+        slabs = num_blocks = 0
+        for slab in sorted(self.spaces[namespace].slabs, key=lambda slab: slab.newest):
+            if slab.idle and slabs < most_slabs and num_blocks < most_blocks:
+                slabs, num_blocks = slabs + 1, num_blocks + len(slab.blocks)
+                self.empty(slab)
+        return slabs, num_blocks
 
     # Reports.
 
@@ -354,6 +375,7 @@ class StoreModel:
             num_reserved=sum(block.reserved for block in blocks),
             num_condemned=sum(block.condemned for block in blocks),
             num_slabs=len(space.slabs),
+            num_busy_slabs=sum(not slab.idle for slab in space.slabs),
             used_bytes=len(blocks) * space.block_bytes,
             num_evicted=space.num_evicted,
             num_unoffered=space.num_unoffered,
@@ -368,6 +390,7 @@ class StoreModel:
             num_reserved=sum(stats.num_reserved for stats in each),
             num_condemned=sum(stats.num_condemned for stats in each),
             num_slabs=sum(stats.num_slabs for stats in each),
+            num_busy_slabs=sum(stats.num_busy_slabs for stats in each),
             used_bytes=sum(stats.used_bytes for stats in each),
             num_evicted=sum(stats.num_evicted for stats in each) + self.closed_evictions,
             num_unoffered=sum(stats.num_unoffered for stats in each) + self.closed_unoffered,
@@ -439,7 +462,7 @@ class StoreModel:
         return own.slab
 
     def oldest(self, space: Namespace) -> Block | None:
-        return min((block for block in space.blocks() if block.evictable), key=lambda block: block.used, default=None)
+        return min((block for block in space.blocks() if block.evictable), key=lambda block: block.order, default=None)
 
     def empty_another_slab(self, space: Namespace, own: Block | None) -> None:
         """Evict the slab of another namespace that was least recently used, unless the block `own` is older."""
@@ -447,9 +470,13 @@ class StoreModel:
         oldest = min(others, key=lambda slab: slab.newest, default=None)
         if oldest is None or (own is not None and own.last_use < oldest.newest):
             return
-        for _, block in sorted(oldest.blocks.items()):
+        self.empty(oldest)
+
+    def empty(self, slab: Slab) -> None:
+        """Evict all blocks of a slab, and give it back."""
+        for _, block in sorted(slab.blocks.items()):
             self.evict(block)
-        self.settle(oldest)
+        self.settle(slab)
 
     def assign(self, number: int, space: Namespace) -> None:
         slab = Slab(number, number * self.slab_bytes, space, list(reversed(range(space.blocks_per_slab))))

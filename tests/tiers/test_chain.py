@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from blocks_rig import keys
+from blocks_rig import SLAB_BYTES, keys
 from chain_rig import ChainRig, soon
 from each_row import each_row
 
@@ -114,6 +114,24 @@ def test_more_values_than_memory_has_room_for() -> None:
 
     async def work() -> None:
         assert await rig.bring_up(*range(20)) == [0, 1, 2, 3]
+
+    rig.run(work())
+
+
+def test_more_values_than_the_tenant_may_have() -> None:
+    """The first ones come up."""
+    rig = ChainRig(num_slabs=64)
+    rig.put_below(*range(10))
+    rig.store.tenant_limits = {"": 2 * SLAB_BYTES}
+
+    async def work() -> None:
+        assert await rig.bring_up(*range(10)) == list(range(6))
+        assert await rig.bring_up(6, 7) == [6, 7], "others are evicted for them"
+        assert rig.store.bytes_by_tenant() == {"": 2 * SLAB_BYTES}
+        held = rig.store.acquire(rig.namespace, keys(*rig.in_memory(*range(10))))
+        assert held.num_blocks == 6
+        assert await rig.bring_up(8, 9) == []
+        rig.store.release(held.slots)
 
     rig.run(work())
 

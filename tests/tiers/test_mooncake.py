@@ -45,7 +45,7 @@ def child() -> int:
     """Return the process id of the child of the one tier that is open."""
     children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
-    (found,) = [pid for pid, command in commands.items() if "kvservice.mooncake" in command]
+    (found,) = [pid for pid, command in commands.items() if "kvservice.mooncake.serving" in command]
     return found
 
 

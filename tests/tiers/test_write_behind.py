@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from blocks_rig import keys
+from blocks_rig import SLAB_BYTES, keys
 from chain_rig import ChainRig, soon
 from each_row import each_row
 
@@ -53,6 +53,26 @@ def test_a_store_with_room_writes_nothing() -> None:
 
     rig.run(work())
     assert rig.below() == []
+
+
+def test_values_are_written_before_they_are_evicted_for_the_limit_of_a_tenant() -> None:
+    rig = ChainRig(num_slabs=64)
+    rig.store.tenant_limits = {"": 2 * SLAB_BYTES}
+
+    async def work() -> None:
+        for first in range(0, 30, 2):
+            rig.put(first, first + 1)
+            await rig.round()
+        assert rig.in_memory(*range(30)) == list(range(24, 30))
+        assert set(rig.below()) >= set(range(24))
+        assert rig.chain.stats()[0].dropped == 0
+        await rig.round()  # they were used
+        rig.put(*range(100, 106))
+        rig.put(*range(200, 206))
+        await rig.round()
+        assert rig.chain.stats()[0].dropped == 6
+
+    rig.run(work())
 
 
 def test_nobody_waits_for_a_slow_tier() -> None:

@@ -24,7 +24,7 @@ from kvservice.server.loop import Clock
 from kvservice.server.memory.budget import Budget, BudgetedMemory, descriptors_needed
 from kvservice.server.memory.fd_passing import FdServer, OnFetch, SessionUser, Trust
 from kvservice.server.memory.remote import Transfers
-from kvservice.telemetry.sessions import LANE, SessionRow
+from kvservice.telemetry.tables import LANE, SessionRow
 
 
 @dataclass

@@ -19,7 +19,7 @@ import numpy as np
 from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, RegionShrunkError, ResourceExhaustedError
 from kvservice.server.memory.budget import Budget
 from kvservice.server.memory.fd_passing import Peer
-from kvservice.telemetry.sessions import REGION_BYTES, REGIONS, SessionRow
+from kvservice.telemetry.tables import REGION_BYTES, REGIONS, SessionRow
 
 Array = np.ndarray[Any, Any]
 # Whether a region is host memory or GPU memory of a client on this host, or memory for a client on another host. Each

@@ -39,8 +39,7 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.server.memory.budget import BudgetedMemory, unmap
 from kvservice.server.memory.region import Array, Place, Places
-from kvservice.telemetry.calls import BUCKETS_S, WIDTH
-from kvservice.telemetry.figures import DIRECTIONS, TransferStats, TransferTable
+from kvservice.telemetry.tables import BUCKETS_S, DIRECTIONS, WIDTH, TransferStats, TransferTable
 from kvservice.transfer import (
     MAX_RANGES,
     READ,

@@ -34,10 +34,12 @@ class Callers(Protocol):
     """The callers of one port. With tenants, each caller belongs to one.
 
     `local` is true if they are on this host, connected to the unix socket. `interceptors` are installed in the gRPC
-    server of the port.
+    server of the port. `counts_begun` is true if a call counts for the limits by peer when it begins, and again when
+    its message is there: these callers are known by then. Of others a call counts when its message is there alone.
     """
 
     local: bool
+    counts_begun: bool
     interceptors: Sequence[grpc.aio.ServerInterceptor]
 
     def admit(self, context: Context, *, is_check: bool = False) -> None:
@@ -56,6 +58,7 @@ class LocalCallers:
     """Callers on a unix socket. Its file mode is the only access control. They have no names."""
 
     local = True
+    counts_begun = False
     called_again = None  # gRPC has one name for all connections to a unix socket
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
@@ -83,6 +86,7 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
     ) -> None:
         """`certified` is true if TLS verifies client certificates. They name the callers unless tokens do."""
         self.interceptors: Sequence[grpc.aio.ServerInterceptor] = () if tokens is None else (self,)
+        self.counts_begun = certified or tokens is not None
         self._tokens = tokens
         self._named_by_certificate = certified and tokens is None
         self._audit = audit

@@ -19,6 +19,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -218,11 +219,27 @@ class Peers:
         self._calls[peer] = self._calls.get(peer, 0) + 1
 
     async def run(self, num_begun: Callable[[], int]) -> None:
-        """Look until cancelled. `num_begun` returns how many calls of all clients have begun."""
+        """Look until cancelled. `num_begun` returns how many calls of all clients have begun. A thread looks, because
+        the event loop may be late while it is needed most."""
+        stopped = threading.Event()
+        looking = threading.Thread(target=self._look_until, args=(stopped, num_begun), name="kvservice-peers")
+        looking.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+            looking.join()
+
+    def _look_until(self, stopped: threading.Event, num_begun: Callable[[], int]) -> None:
         while self._diag is not None or (self._unix_path and self._others_connect):
-            await asyncio.sleep(self.pause_s(num_begun()))
+            pause_s = self.pause_s(num_begun())
+            # A call ends a pause for quiet: it could be kept waiting.
+            while pause_s > 0 and (pause_s < LOOK_QUIET_S or num_begun() == self._num_begun):
+                if stopped.wait(min(pause_s, LOOK_S)):
+                    return
+                pause_s -= LOOK_S
             try:
-                await asyncio.to_thread(self.look)
+                self.look()
             except Exception as error:
                 # For example because there are no descriptors left.
                 self._log.write(logging.ERROR, "a look at the connections failed: %r", error)

@@ -29,6 +29,7 @@ from kvservice.errors import (
     DrainingError,
     FailedPreconditionError,
     InternalError,
+    InvalidArgumentError,
     KVServiceError,
     OutOfBlocksError,
     QuotaExceededError,
@@ -57,10 +58,10 @@ from kvservice.server.rpc.limits import (
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
-from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.tables import CallTable
 from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
-from kvservice.wire.tensors import Encoded, join_elements
+from kvservice.wire.tensors import Encoded, join_elements, with_field
 
 if TYPE_CHECKING:
     from kvservice.server.rpc.tracing import Tracer
@@ -80,15 +81,10 @@ def _traceparent(context: Context) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _encoded(response: Response) -> Encoded:
-    """Return a response as pieces of bytes."""
-    if isinstance(response, Encoded):
-        return response
-    return Encoded((response if isinstance(response, bytes) else response.SerializeToString(),))
-
-
 def _serialize(response: Response) -> bytes:
-    return _encoded(response).to_bytes()
+    if isinstance(response, bytes):
+        return response
+    return response.to_bytes() if isinstance(response, Encoded) else response.SerializeToString()
 
 
 class Services:
@@ -124,14 +120,25 @@ class Services:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, _serialize)
+        answer = self._unary(call_name(method))
+        if not self._callers.counts_begun:
+            return grpc.unary_unary_rpc_method_handler(answer, parse, _serialize)
+        # gRPC runs the handler of a unary RPC when the message is there, that of a stream when the RPC begins.
+        return grpc.stream_unary_rpc_method_handler(answer, parse, _serialize)
 
     def _unary(self, name: str) -> Any:
+        called_again = self._callers.called_again if self._callers.counts_begun else None
+
         async def answer(request: Any, context: Context) -> Any:
             rpc = RPC.get()
-            rpc.stalled_since = None
             try:
                 self._callers.admit(context)
+                if called_again is not None:
+                    request = await context.read()
+                    if request is grpc.aio.EOF:
+                        raise InvalidArgumentError("the RPC has no message")
+                    called_again(context)
+                rpc.stalled_since = None
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 return await self._dispatcher.call(name, request, None, "unary", self._callers.local, traceparent)
@@ -312,8 +319,7 @@ class Stream:
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
             head = session_pb2.Reply(call_id=call.call_id).SerializeToString()
-            # A response that is set as a field of a Reply is copied, which takes longer than serializing both.
-            return b"".join((head, *_encoded(response).inside(_REPLY_NUMBERS[name]).pieces))
+            return with_field(head, _REPLY_NUMBERS[name], response)
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
 

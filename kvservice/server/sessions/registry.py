@@ -45,9 +45,8 @@ from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.tenants import Role, Tenant, TenantRules, Tenants, chosen_tenant
 from kvservice.store import BlockStore, SessionStore
-from kvservice.telemetry.figures import NO_LIMIT, TENANT_LIMITS, QuotaUse
 from kvservice.telemetry.link import ShownPart
-from kvservice.telemetry.sessions import ATTACHED, SessionRow
+from kvservice.telemetry.tables import ATTACHED, NO_LIMIT, TENANT_LIMITS, QuotaUse, SessionRow
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class SessionRegistry:
         self.region_totals = RegionTotals()
         self._uses: dict[str, TenantUse] = {}
         if tenants is not None:
-            tenants.set_pool(manager.config.num_blocks)
+            tenants.set_sizes(manager.config.num_blocks, 0 if store is None else store.config.slab_capacity_bytes)
             self._set_shares(tenants.rules)
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ from kvservice.saved.files import NEVER, swapped_name
 from kvservice.server.loop import finished, to_the_end, waiting
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import SaveInProgress, ServerSession
-from kvservice.telemetry.figures import SavedStats
+from kvservice.telemetry.tables import SavedStats
 
 logger = logging.getLogger(__name__)
 

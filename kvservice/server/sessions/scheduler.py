@@ -197,7 +197,8 @@ class SessionScheduler:
         """Describe these requests, or all from index `first` on, in slices. The page has the first of them that are
         within the limits, and at least one. Raises UnknownSequenceError, also for a request that ends meanwhile."""
         if request_ids is None:
-            request_ids = list(itertools.islice(self._requests, first, first + limits.max_sequences))
+            following = itertools.islice(self._requests, first, None)
+            request_ids = list(itertools.islice(following, limits.max_sequences))
         page: list[RequestSnapshot] = []
         num_sequences = num_tokens = 0
         for i, request_id in enumerate(request_ids):

@@ -20,7 +20,7 @@ from kvservice.server.sessions.replies import KeptReplies, Replies
 from kvservice.server.sessions.scheduler import SessionScheduler
 from kvservice.server.tenants import Tenant
 from kvservice.store import SessionStore
-from kvservice.telemetry.sessions import SessionRow, SessionTable
+from kvservice.telemetry.tables import SessionRow, SessionTable
 
 # The key of the last session id among the records.
 _LAST_ID: Final = -1

@@ -1,15 +1,19 @@
-"""The daemon's block store: its memory, its index, its copies, and the processes that may map it and write to it."""
+"""The daemon's block store: its memory, its index, its copies, the processes that may map it and write to it, and the
+tiers below it."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import mmap
 import os
 import secrets
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -23,8 +27,11 @@ import numpy as np
 from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
-from kvservice.errors import RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
+from kvservice.errors import InvalidArgumentError, RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
+from kvservice.keeper.private_paths import private_folder
 from kvservice.kept import Facts, KeptState, Section
+from kvservice.mooncake import PRELOADED, MooncakeOptions, numeric_address
+from kvservice.owned import OwnedProcess
 from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, available_bytes, num_processors
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import RESERVE_BYTES, Budget, descriptors_needed
@@ -32,7 +39,6 @@ from kvservice.server.memory.fd_passing import pid_of
 from kvservice.server.memory.host import HostAccess
 from kvservice.server.memory.region import Array, Places, Region
 from kvservice.server.memory.remote import RemoteMemory
-from kvservice.server.tiering.tiers import open_chain
 from kvservice.store import (
     BlockStore,
     SessionStore,
@@ -43,7 +49,8 @@ from kvservice.store import (
     WriterRecord,
     recover,
 )
-from kvservice.tiers import ChildrenPipe, TierChain
+from kvservice.tiers import ChildrenPipe, DiskOptions, DiskTier, LateTier, LowerTier, TierChain, TierError, WritePolicy
+from kvservice.tiers.mooncake import MooncakeTier
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +58,8 @@ logger = logging.getLogger(__name__)
 _SLAB_BYTES_MIN, _SLAB_BYTES_MAX, _NUM_SLABS = 4 << 20, 64 << 20, 64
 # Share of a slab for records: they suffice for blocks of 64 KiB. Slabs of smaller blocks have a little less room.
 _RECORDS_PART = 1024
+# Seconds for the import of Mooncake's library.
+_IMPORT_S: Final = 60.0
 
 
 def store_config(config: ServeConfig) -> StoreConfig:
@@ -539,3 +548,86 @@ def _start_of(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(b")")[2].split()[_START_FIELD])
+
+
+# ---- the tiers below the store that the configuration names
+
+
+def open_chain(
+    config: ServeConfig,
+    blocks: BlockStore,
+    memory: SealedMemory,
+    children: ChildrenPipe,
+    clock: Clock | None = None,
+) -> TierChain | None:
+    """Return the chain of tiers below the block store, or None if the configuration names none. Tiers open in the
+    background: values in them are misses until then."""
+    clock = clock or SystemClock()
+    tiers = _named_tiers(config, memory, children, clock)
+    # Other daemons find in the Mooncake Store at once what one has computed.
+    policies = {"disk": WritePolicy(config.disk_admission), "mooncake": WritePolicy(soon=True)}
+    return TierChain(blocks, tiers, clock, policies) if tiers else None
+
+
+def _named_tiers(config: ServeConfig, memory: SealedMemory, children: ChildrenPipe, clock: Clock) -> list[LowerTier]:
+    """Return the tiers in the order in which they are asked: the fastest first."""
+    tiers: list[LowerTier] = []
+    if config.disk_gib:
+        tiers.append(LateTier("disk", functools.partial(_open_disk, config, memory), clock))
+    if config.mooncake:
+        tiers.append(open_mooncake(config, memory, children))
+    return tiers
+
+
+def _open_disk(config: ServeConfig, memory: SealedMemory) -> DiskTier:
+    """Raises TierError, also while another process has the directory."""
+    directory = Path(config.disk) / "values"
+    try:
+        private_folder(directory)
+    except OSError as error:
+        raise TierError(f"{directory}: {error.strerror}") from None
+    options = DiskOptions(directory, int(config.disk_gib * GIB), num_threads=config.disk_threads)
+    return DiskTier(options, memory.address, memory.num_bytes)
+
+
+def check_mooncake(config: ServeConfig) -> None:
+    """Raise InvalidArgumentError if a Mooncake Store is configured, but its library cannot be used here, or the address
+    is none of a host. The library is tried in another process."""
+    if not config.mooncake:
+        return
+    _mooncake_options(config)
+    if not PRELOADED.exists():
+        raise InvalidArgumentError(f"{PRELOADED} is missing: build the native code again", field="mooncake")
+    command = [sys.executable, "-P", "-c", "import mooncake.store"]
+    with OwnedProcess(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as tried:
+        try:
+            errors = tried.communicate(timeout=_IMPORT_S)[1].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            tried.kill()
+            raise InvalidArgumentError(
+                f"Mooncake's library is not imported within {_IMPORT_S:g} s", field="mooncake"
+            ) from None
+    if tried.returncode:
+        reason = (errors or f"it ends with {tried.returncode}").splitlines()[-1]
+        raise InvalidArgumentError(
+            f"Mooncake's library cannot be used: {reason}: install kvservice[mooncake], and the libraries that "
+            "deploy/README.md names",
+            field="mooncake",
+        )
+
+
+def open_mooncake(config: ServeConfig, memory: SealedMemory, children: ChildrenPipe) -> LowerTier:
+    """Return the tier. To be called in the event loop."""
+    options = _mooncake_options(config)
+    return MooncakeTier.open(options, memory.fd, memory.num_bytes, config.mooncake_segment_gib, children)
+
+
+def _mooncake_options(config: ServeConfig) -> MooncakeOptions:
+    """Raises InvalidArgumentError."""
+    try:
+        address = numeric_address(config.mooncake_address)
+    except OSError as error:
+        raise InvalidArgumentError(f"{config.mooncake_address}: {error}", field="mooncake_address") from None
+    return MooncakeOptions(
+        config.mooncake, address, config.mooncake_metadata, config.mooncake_protocol, config.mooncake_device
+    )

@@ -35,7 +35,17 @@ from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.server.tiering.store import ServerStore
 from kvservice.server.watching.housekeeping import ConnectionWatch, IntegrityWatch
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.figures import (
+from kvservice.telemetry.link import (
+    BLOCK_HASH,
+    CONFIGURE,
+    WRITE_STATS,
+    Asker,
+    ShownPart,
+    answer_all,
+    open_link,
+    snapshot_question,
+)
+from kvservice.telemetry.tables import (
     DaemonStatsTable,
     EngineTable,
     FiguresTable,
@@ -46,16 +56,6 @@ from kvservice.telemetry.figures import (
     TenantTable,
     TierTable,
     TransferTable,
-)
-from kvservice.telemetry.link import (
-    BLOCK_HASH,
-    CONFIGURE,
-    WRITE_STATS,
-    Asker,
-    ShownPart,
-    answer_all,
-    open_link,
-    snapshot_question,
 )
 from kvservice.tiers import TierChain, TierStats
 from kvservice.tiers.protocol import SpillStats

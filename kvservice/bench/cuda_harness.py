@@ -1,16 +1,173 @@
-"""K and V from N(0, 1) in a pool with random blocks, the same data in pages for a peer, and attention in float64."""
+"""What the benches on a CUDA device share: timing, shapes of attention, inputs, and attention in float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from kvservice.bench.cuda_shapes import Shape
-from kvservice.bench.harness import attention_rows, largest_error, sampled
+from kvservice.bench import attention_rows, largest_error, medians, sampled, take_turns
+from kvservice.errors import FailedPreconditionError
 from kvservice.ops import cuda
 from kvservice.ops.cuda import DeviceArray, Kernel
+
+# ---- timing, by graphs of many calls that are replayed in turns between two events; and the bandwidth of plain copies
+# in device memory and over the host link
+
+
+DEVICE_COPY_BYTES = 2 << 30
+LINK_BYTES = 1 << 30
+
+
+def require_device() -> None:
+    if not cuda.load_extension().device_count():
+        raise FailedPreconditionError("no CUDA device")
+    if not torch.cuda.is_available():
+        raise FailedPreconditionError("no CUDA device that torch can use: it was built without CUDA, or for another")
+
+
+def versions() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"device": properties.name, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def graph_of(call: Callable[[int], object], num_layers: int, num_calls: int) -> torch.cuda.CUDAGraph:
+    """Capture `num_calls` calls, each on the next layer. The very first call runs before the capture."""
+    stream = new_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for index in range(num_calls):
+            call(index % num_layers)
+    return graph
+
+
+def device_seconds(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each work by the device's clock. The works take turns."""
+    return medians(take_turns({name: partial(elapsed_s, work) for name, work in works.items()}, rounds, warm_ups=1))
+
+
+def elapsed_s(work: Callable[[], object]) -> float:
+    """Return the seconds between events around the work that `work` enqueues on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def ceilings(rounds: int) -> dict[str, float]:
+    """Return GB/s of a plain copy within the device (bytes read plus written), and of the host link per direction."""
+    source = torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(source)
+    pinned = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    part = source[:LINK_BYTES]
+    seconds = device_seconds(
+        {
+            "device_copy": lambda: copy.copy_(source),
+            "host_to_device": lambda: part.copy_(pinned, non_blocking=True),
+            "device_to_host": lambda: pinned.copy_(part, non_blocking=True),
+        },
+        rounds,
+    )
+    return {
+        "device_copy_gb_per_s": 2 * DEVICE_COPY_BYTES / seconds["device_copy"] / 1e9,
+        "host_to_device_gb_per_s": LINK_BYTES / seconds["host_to_device"] / 1e9,
+        "device_to_host_gb_per_s": LINK_BYTES / seconds["device_to_host"] / 1e9,
+    }
+
+
+# ---- shapes, with their memory traffic and arithmetic
+
+BLOCK_SIZE = 16
+# The layers of a measurement together are several times the size of the largest L2 (50 to 60 MB on Hopper), so that no
+# layer is in L2 when it is used again.
+ROTATION_BYTES = 320 << 20
+# Long enough to make the launch of a graph negligible.
+GRAPH_S = 2e-3
+LEAST_CALLS, MAX_CALLS = 4, 2000
+
+# Estimated rates of a device, only for the length of a graph.
+_BYTES_PER_S, _FLOP_PER_S, _CALL_S = 4e12, 5e14, 3e-6
+
+SHORT_NAMES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`contexts` are the lengths of the sequences, including the last `query_len` tokens. `dtype` is the pool's. All
+    shapes of a `family` can be selected by its name."""
+
+    kind: Literal["decode", "extend"]
+    dtype: str
+    contexts: tuple[int, ...]
+    lengths: str
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    query_len: int = 1
+    block_size: int = BLOCK_SIZE
+    family: str = "grid"
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads}x{self.head_size}"
+        return f"{self.kind} {SHORT_NAMES[self.dtype]} {heads} {self.lengths}"
+
+    @property
+    def item_size(self) -> int:
+        return 1 if self.dtype.startswith("float8") else 2
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the query tokens of one call."""
+        return self.num_seqs * self.query_len
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(-(-context // self.block_size) for context in self.contexts)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of K and V of one layer, the minimum that a call reads."""
+        return sum(self.contexts) * 2 * self.num_kv_heads * self.head_size * self.item_size
+
+    @property
+    def flop(self) -> int:
+        """Return the multiplications and additions of a call's two products, over the attended keys of each query."""
+        query = self.query_len
+        pairs = sum(query * (context - query) + query * (query + 1) // 2 for context in self.contexts)
+        return 4 * pairs * self.num_heads * self.head_size
+
+    @property
+    def num_layers(self) -> int:
+        return -(-ROTATION_BYTES // self.kv_bytes)
+
+    @property
+    def num_calls(self) -> int:
+        """Return the calls of one graph: all layers, repeated until it takes long enough."""
+        call_s = max(self.kv_bytes / _BYTES_PER_S, self.flop / _FLOP_PER_S, _CALL_S)
+        rounds = max(int(-(-GRAPH_S // (call_s * self.num_layers))), -(-LEAST_CALLS // self.num_layers))
+        return self.num_layers * min(rounds, max(1, MAX_CALLS // self.num_layers))
+
+
+# ---- K and V from N(0, 1) in a pool with random blocks, the same data in pages for a peer, and attention in float64
 
 # The scale of keys in an FP8 pool. Values have none, because the peer would need an additional kernel for it.
 K_SCALE = 0.25

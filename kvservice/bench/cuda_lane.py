@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from kvservice.bench import cuda_timing
-from kvservice.bench.harness import quantiles, table, take_turns
+from kvservice.bench import cuda_harness, quantiles, seconds_of, table, take_turns, transports
+from kvservice.bench.cuda_harness import TorchScratch, device_array, random_tensor
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
 from kvservice.client.decode_graph import DecodeGraph
 from kvservice.client.step import Transport
+from kvservice.client.transports.inline import RegionTransport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport
-from kvservice.client.transports.region import RegionTransport
 from kvservice.launch import Daemon
-from kvservice.ops import torch_cuda
+from kvservice.ops import cuda, torch_cuda
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 32, 8, 128, 16
 # Steps of a run with the whole step as one graph, and how many of them are committed at once.
@@ -204,7 +204,7 @@ class LaneBench:
 
 def run(quick: bool) -> dict[str, Any]:
     """Return `<shape>_<way>_<p50_s|p99_s>` for a step of 32 layers."""
-    cuda_timing.require_device()
+    cuda_harness.require_device()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
     with contextlib.ExitStack() as cleanup:
@@ -235,3 +235,48 @@ def render(results: dict[str, Any], console: Console) -> None:
             p50, p99 = results[f"{shape}_{way}_p50_s"], results[f"{shape}_{way}_p99_s"]
             rows.add_row(shape, label, f"{p50 * 1e3:.3f} ({p50 / base:.2f})", f"{p99 * 1e3:.3f}")
     console.print(rows)
+
+
+# ---- the work of a layer without a daemon, for `bench rpc`: launched and awaited, on tensors in device memory
+
+
+class CudaNativeWay:
+    """As NativeWay. `num_tokens` is by size."""
+
+    def __init__(self, num_tokens: Mapping[str, int]) -> None:
+        """Raises FailedPreconditionError if there is no device."""
+        cuda_harness.require_device()
+        sizes = (1 + max(num_tokens.values()), transports.NUM_LAYERS, 2, transports.NUM_KV_HEADS)
+        self._pool = random_tensor(*sizes, transports.HEAD_SIZE * transports.BLOCK_SIZE)
+        self._num_tokens = num_tokens
+        self._scratch = TorchScratch()
+
+    def step(self, size: str) -> list[float]:
+        """See Way."""
+        num_tokens = self._num_tokens[size]
+        heads = (transports.NUM_HEADS, transports.NUM_KV_HEADS, transports.NUM_KV_HEADS, transports.NUM_HEADS)
+        tensors = [random_tensor(num_tokens, count, transports.HEAD_SIZE) for count in heads]
+        tables = [torch.from_numpy(array).cuda() for array in transports.native_tables(num_tokens)]
+        torch.cuda.synchronize()
+        stream = torch.cuda.current_stream()
+        pool, query, key, value, out = (device_array(tensor) for tensor in (self._pool, *tensors))
+        slots, query_lens, block_tables, context_lens = (device_array(table) for table in tables)
+
+        def layer(number: int) -> None:
+            cuda.write_kv(pool, number, slots, key, value, stream=stream.cuda_stream)
+            cuda.attention(
+                pool,
+                number,
+                query,
+                query_lens,
+                block_tables,
+                context_lens,
+                max_query_len=1,
+                num_common_blocks=1,
+                out=out,
+                workspace=self._scratch,
+                stream=stream.cuda_stream,
+            )
+            stream.synchronize()
+
+        return [seconds_of(partial(layer, number)) for number in range(transports.NUM_LAYERS)]
