@@ -133,9 +133,9 @@ class StandIn:
         self._tensors = LAYOUTS[layout](model, self._num_blocks)
         found = block_layout(self._tensors, self._num_blocks)
         rng = np.random.default_rng(0)
-        ids = rng.permutation(self._num_blocks).tolist()
-        self._saved, self._loaded = tuple(ids[:count]), tuple(ids[count:])
-        self._keys = tuple(rng.bytes(32) for _ in range(count))
+        ids = rng.permutation(self._num_blocks)
+        self._saved, self._loaded = ids[:count], ids[count:]
+        self._keys = rng.bytes(32 * count)
         self.store = store_of(StoreNamespace("bench", block_bytes, layout=layout))
         copier: Any = block_copier(found)
         self._worker = ConnectorWorker(self.store, copier, found.block_bytes)
@@ -152,7 +152,7 @@ class StandIn:
         self._worker.start_saves(ConnectorStep(saves=(BlockSave(1, self._keys, self._saved),)))
         self._worker.settle(TIMEOUT_S)
         taken = time.perf_counter() - start
-        if self._worker.take_counters().blocks_saved != len(self._keys):
+        if self._worker.take_counters().blocks_saved != len(self._saved):
             raise InternalError("not all blocks were saved")
         return taken
 
@@ -172,7 +172,7 @@ class StandIn:
         raise InternalError("the load has not ended")
 
     def check(self) -> None:
-        check_equal(self._tensors, self._num_blocks, list(self._saved), list(self._loaded))
+        check_equal(self._tensors, self._num_blocks, self._saved.tolist(), self._loaded.tolist())
 
     def close(self) -> None:
         self.store.clear()

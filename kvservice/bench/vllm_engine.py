@@ -1,8 +1,9 @@
 """One vLLM in a process of its own, for `bench vllm`:  python -P -m kvservice.bench.vllm_engine SETUP
 
 SETUP is a JSON object: `llm`, the options of vLLM's LLM, and `sizes`, those of the workloads. A line on the standard
-input, {"workload": name, "number": n}, asks for a turn. The answer to it, and one when the engine is ready, is a line
-of JSON on the standard output. vLLM's own output goes to the standard error.
+input, {"workload": name, "number": n}, asks for a turn, and {"workload": name, "cached": [...]} for prompts of its last
+turn again, see `from_cache`. The answer to it, and one when the engine is ready, is a line of JSON on the standard
+output. vLLM's own output goes to the standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TextIO
 
@@ -115,18 +116,28 @@ class Figure:
 
 @dataclass
 class Turn:
-    """The figures of a turn, and the tokens that the engine generated, in the order of the prompts."""
+    """The figures of a turn. Of each prompt, in the order in which they were asked: the tokens that the engine
+    generated, and how many of the prompt it did not compute."""
 
     figures: list[Figure] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
 
     def add(self, row: str, value: float, unit: str, prompts: list[list[int]], served: list[ServedRequest]) -> None:
         found = sum(one.num_cached for one in served) / sum(map(len, prompts))
         self.figures.append(Figure(row, value, unit, found))
+        self.note(prompts, served)
+
+    def note(self, prompts: list[list[int]], served: list[ServedRequest]) -> None:
+        self.prompts += prompts
         self.answers += [one.tokens for one in served]
+        self.num_cached += [one.num_cached for one in served]
 
     def as_values(self) -> dict[str, Any]:
-        return {"figures": [asdict(figure) for figure in self.figures], "answers": self.answers}
+        """The prompts are those of every engine."""
+        figures = [asdict(figure) for figure in self.figures]
+        return {"figures": figures, "answers": self.answers, "num_cached": self.num_cached}
 
 
 @dataclass
@@ -251,6 +262,21 @@ def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
     return served
 
 
+def from_cache(engine: ServingEngine, turn: Turn, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Ask for prompts of a turn again. `wanted`: their numbers, and how many tokens of each the engine shall have in
+    its own cache, which keeps whole blocks. Returns numbers and answers of those of which it had these."""
+    answers = []
+    for number, num_tokens in wanted:
+        prompt, whole = turn.prompts[number], num_tokens // engine.block_size * engine.block_size
+        engine.forget()
+        if whole:
+            serve(engine, [prompt[:whole]], 1)
+        (served,) = serve(engine, [prompt], len(turn.answers[number]))
+        if served.num_cached == whole:
+            answers.append((number, served.tokens))
+    return answers
+
+
 def cycle(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     """Questions about documents that all do not fit into the pool: about all of them, then about half of them and as
     many new ones. The first turn reads the documents before it is timed."""
@@ -285,7 +311,7 @@ def beside(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
         for name, value in (("p50", quantiles[49]), ("p99", quantiles[98])):
             share = sum(one.num_cached for one in loads) / max(1, sum(map(len, prompts_beside)))
             turn.figures.append(Figure(f"{row}, {name}", value, "s", share))
-        turn.answers += [one.tokens for one in loads]
+        turn.note(prompts_beside, loads)
     engine.settle()
     return turn
 
@@ -428,11 +454,16 @@ class VLLMEngine:
 
 
 def answer_turns(engine: VLLMEngine, sizes: Sizes, commands: TextIO, answers: TextIO) -> None:
+    turns: dict[str, Turn] = {}
     for line in commands:
         command = json.loads(line)
+        if "cached" in command:
+            again = from_cache(engine, turns[command["workload"]], command["cached"])
+            print(plain_json.dumps({"answers": again}), file=answers, flush=True)
+            continue
         before = engine.num_preemptions()
         engine.take_step_times()
-        turn = WORKLOADS[command["workload"]](engine, sizes, command["number"])
+        turn = turns[command["workload"]] = WORKLOADS[command["workload"]](engine, sizes, command["number"])
         counts = {"preemptions": engine.num_preemptions() - before, "step_s": engine.take_step_times()}
         print(plain_json.dumps(turn.as_values() | counts), file=answers, flush=True)
 

@@ -259,11 +259,12 @@ def bench_start(store_gib: float, as_json: bool) -> None:
 @click.option("--share-store", type=click.Choice(["read", "auto"]), default="auto", show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median one counts.")
 @click.option("--check", is_flag=True, help="Compare tokens instead of times, where vLLM is batch-invariant.")
+@click.option("--no-engine", is_flag=True, help="Only what kvservice's connector takes of a step, without vLLM.")
 @click.option("--engine", metavar="JSON", help="More options of vLLM's LLM, for all engines.")
 @click.option("--logs", type=click.Path(file_okay=False), metavar="DIR", help="Keep the logs of the engines here.")
 @_quick_option
 @_json_option
-def bench_vllm(engine: str | None, as_json: bool, **options: Any) -> None:
+def bench_vllm(engine: str | None, no_engine: bool, as_json: bool, **options: Any) -> None:
     """Measure vLLM without a connector, with kvservice's and with its own OffloadingConnector and
     SimpleCPUOffloadConnector, on the same bytes of host memory.
 
@@ -272,10 +273,16 @@ def bench_vllm(engine: str | None, as_json: bool, **options: Any) -> None:
     one prompt), cycle (documents that do not fit into the pool), beside (the first token of small requests beside
     loads).
     Without --connector or --workload all are measured.
+    With --no-engine, a stand-in for vLLM's scheduler admits prompts and takes the times of the connector's calls. Of
+    the other options, only --quick and --json count then.
     """
     prepare_grpc()
-    from kvservice.bench import vllm
+    from kvservice.bench import vllm, vllm_steps
 
+    if no_engine:
+        steps = vllm_steps.StepsOptions.quick() if options["quick"] else vllm_steps.StepsOptions()
+        _report(lambda: vllm_steps.run(steps), vllm_steps.render, as_json)
+        return
     try:
         more = json.loads(engine or "{}")
     except ValueError as error:

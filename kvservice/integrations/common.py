@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
-from kvservice.client.store.values import KEY_BYTES
+from kvservice.client.store.values import KEY_BYTES, Keys, key_bytes, num_keys, some_keys
 from kvservice.errors import InvalidArgumentError, KVServiceError
 
 # ---- the options of a connector, which are part of the engine's configuration
@@ -169,7 +169,7 @@ class ComputeTime:
 
 def find_blocks(
     store: Any,
-    keys: Sequence[bytes],
+    keys: Keys,
     compute: ComputeTime,
     *,
     counted: bool = True,
@@ -177,13 +177,15 @@ def find_blocks(
     timeout_s: float | None = None,
 ) -> FoundBlocks:
     """Look up the first blocks of a prompt in a store of the client. Raises its errors."""
-    wait_s = compute.wait_s(len(keys))
+    keys = key_bytes(keys)
+    wait_s = compute.wait_s(num_keys(keys))
     found = store.lookup(keys, counted=counted, explained=explained, max_wait_s=wait_s, timeout_s=timeout_s)
     num_leading, num_in_memory = int(found.num_leading), int(found.num_in_memory)
-    if 0 < num_leading - num_in_memory < len(keys):
+    if 0 < num_leading - num_in_memory < num_keys(keys):
         # That is less to compute than was assumed: is it still worth it?
         wait_s = compute.wait_s(num_leading - num_in_memory)
-        again = store.lookup(keys[:num_leading], counted=False, max_wait_s=wait_s, timeout_s=timeout_s)
+        leading = some_keys(keys, slice(0, num_leading))
+        again = store.lookup(leading, counted=False, max_wait_s=wait_s, timeout_s=timeout_s)
         if again.num_leading < num_leading:
             num_leading = num_in_memory
     return FoundBlocks(num_leading, num_in_memory)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from bench_command import cells, invoke, shown
+from bench_command import cells, invoke, measured, shown
 
 from kvservice.bench import PeerMissingError, vllm
+from kvservice.bench.vllm_engine import from_cache
 
 BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.
@@ -159,6 +160,20 @@ def test_what_is_never_saved_is_no_hit(engine: EngineFactory) -> None:
     assert turn("found", engine(settles=1000))["64 in the store"] == (COMPUTE_S * 64, 0)
 
 
+def test_prompts_are_asked_again_from_the_engines_own_cache(engine: EngineFactory) -> None:
+    """As far as it can have as many tokens of them there: of 64 it computes the last block."""
+    asked = engine(stores=False)
+    asked_first = vllm.WORKLOADS["prompts"](asked, SIZES, 1)
+    asked.prompts.clear()
+    first, second = asked_first.prompts
+    again = from_cache(asked, asked_first, [(1, 48), (0, 95), (0, 0), (1, 100)])
+    assert again == [(number, asked_first.answers[number]) for number in (1, 0, 0, 1)]
+    assert asked.prompts == [second[:48], second, first[:80], first, first, second[:96], second]
+    whole = vllm.WORKLOADS["found"](asked, SIZES, 1)
+    assert len(whole.prompts[0]) == 64
+    assert from_cache(asked, whole, [(0, 64)]) == []
+
+
 def test_documents_in_turns(engine: EngineFactory) -> None:
     """The first round reads them before its time begins, and later rounds find them."""
     asked = engine()
@@ -217,6 +232,7 @@ class FakeProcess:
     asked: ClassVar[list[tuple[str, str, int]]] = []
     setups: ClassVar[dict[str, tuple[dict[str, Any], dict[str, str]]]] = {}
     fails: ClassVar[tuple[str, int]] = ("nobody", 0)
+    from_cache_answers: ClassVar[list[tuple[int, list[int]]]] = []
 
     def __init__(self, name: str, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self._name = name
@@ -245,7 +261,13 @@ class FakeProcess:
             {"row": "time", "value": 1 / speed, "unit": "s", "found": found},
         ]
         wrong = self._name == "simple" and number == 0
-        return {"figures": figures, "answers": [[1, 2], [4 if wrong else 3]], "preemptions": number}
+        answers, num_cached = [[1, 2], [4 if wrong else 3]], [0, 16 if wrong else 0]
+        return {"figures": figures, "answers": answers, "num_cached": num_cached, "preemptions": number}
+
+    def from_cache(self, workload: str, wanted: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        assert (self._name, workload) == ("none", "cycle")
+        assert wanted in ([], [(1, 16)])
+        return self.from_cache_answers if wanted else []
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
@@ -322,7 +344,19 @@ def test_tokens_that_differ_are_a_failure() -> None:
     assert cells(refused.stdout) == [["cycle", "2 of 2", "2 of 2", "1 of 2"]]
     assert {one[2] for one in FakeProcess.asked} == {0}
     assert all(environment["VLLM_BATCH_INVARIANT"] == "1" for _, environment in FakeProcess.setups.values())
-    assert invoke("vllm", "--check", "--connector", "kvservice", "--model", "mine").exit_code == 0
+    chosen = ("--workload", "cycle", "--model", "mine")
+    assert invoke("vllm", "--check", "--connector", "kvservice", *chosen).exit_code == 0
+
+
+@pytest.mark.usefixtures("fakes")
+def test_tokens_may_be_those_that_vllm_gives_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt of which it has as many tokens there as were found."""
+    for answers, is_right in (([(1, [4])], True), ([(1, [5])], False), ([], False)):
+        monkeypatch.setattr(FakeProcess, "from_cache_answers", answers)
+        checked = invoke("vllm", "--check", "--workload", "cycle", "--model", "mine")
+        assert (checked.exit_code == 0) == is_right
+        shown = "2 of 2, 1 as from its cache" if is_right else "1 of 2"
+        assert cells(checked.stdout) == [["cycle", "2 of 2", "2 of 2", shown]]
 
 
 @pytest.mark.usefixtures("fakes")
@@ -349,6 +383,19 @@ def test_without_vllm_the_bench_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     refused = invoke("vllm")
     assert refused.exit_code == 1
     assert "vLLM is not installed" in refused.stderr
+
+
+def test_steps_without_an_engine() -> None:
+    """Everything that is asked for again is found to the last token but one."""
+    results = measured("vllm", "--no-engine", "--quick")["workloads"]
+    assert [one["workload"] for one in results] == ["16 x 512 + 24, new", "16 x 512 + 24, found"]
+    assert [one["found"] for one in results] == [0, 10 * 16 * 511]
+    for one in results:
+        for kind, parts in one["steps"].items():
+            everything = parts.pop("all")
+            assert everything["wall_p99_s"] >= everything["wall_p50_s"] > 0
+            assert everything["cpu_p50_s"] > 0
+            assert (parts["admission"]["wall_p50_s"] > 0) == (kind == "prompts")
 
 
 def test_processes_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from vllm_connector import Engine, connector_config
 from waiting import until
 
 from kvservice.client import KVClient
-from kvservice.integrations.vllm.events import StoreEvents
+from kvservice.client.store.memory import StoreChanges
 
 __all__ = ["store_daemon"]
 
@@ -24,7 +24,7 @@ def test_blocks_of_all_engines_are_told_once(store_daemon: OpenStore) -> None:
         store, other = (client.store(namespace, timeout_s=30.0) for _ in range(2))
         until(lambda: store.memory is not None)
         memory: list[Any] = [store.memory]
-        events = StoreEvents(lambda: memory[0])
+        events = StoreChanges(lambda: memory[0])
         seen: list[bytes] = []
 
         def has_come(*numbers: int) -> bool:

@@ -128,10 +128,10 @@ def test_a_staged_block_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
             copier = gpu_copies.StagedCopier(layout, verify=False)
 
             def put(keys: list[bytes], block_ids: list[int], copier: Any = copier, store: Any = store) -> None:
-                copier.put(store, keys, block_ids, copier.mark()).result()
+                copier.put(store, b"".join(keys), np.array(block_ids), copier.mark()).result()
 
             def get(keys: list[bytes], block_ids: list[int], copier: Any = copier, store: Any = store) -> None:
-                found = copier.get(store, keys, block_ids, copier.mark()).result()
+                found = copier.get(store, b"".join(keys), np.array(block_ids), copier.mark()).result()
                 assert found.tolist() == [True, False, True]
 
             with row(case):

@@ -18,7 +18,7 @@ from vllm_requests import BLOCK_SIZE, FakeRequest, wanted
 from waiting import until
 
 from kvservice.client import KVClient
-from kvservice.client.store.values import SharedUses
+from kvservice.client.store.values import SharedUses, num_keys, split_keys
 from kvservice.integrations.common import ComputeTime, FoundBlocks
 from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import (
@@ -178,36 +178,36 @@ class Finder:
     def memory(self) -> Any:
         return self.store.memory
 
-    def see(self, _keys: Sequence[bytes]) -> None:
+    def see(self, _keys: bytes, _max_age_s: float) -> None:
         """The daemon is asked."""
 
-    def share(self, _keys: Sequence[bytes]) -> None:
+    def share(self, _keys: bytes, _max_age_s: float) -> None:
         """The daemon is asked."""
 
     def look(self) -> None:
         """Nothing is seen."""
 
-    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        self.asked.append(list(keys))
+    def find(self, keys: bytes, timeout_s: float) -> FoundBlocks:
+        self.asked.append(split_keys(keys))
         self.limits_s.append(timeout_s)
         self.now += self.answers_s
-        return FoundBlocks(len(keys), len(keys))
+        return FoundBlocks(num_keys(keys), num_keys(keys))
 
-    def flags(self, keys: Sequence[bytes], timeout_s: float) -> Any:  # noqa: ARG002
-        self.early.append(list(keys))
-        return np.array([key not in self.missing for key in keys])
+    def flags(self, keys: bytes, timeout_s: float) -> Any:  # noqa: ARG002
+        self.early.append(split_keys(keys))
+        return np.array([key not in self.missing for key in split_keys(keys)])
 
-    def lease(self, keys: Sequence[bytes], timeout_s: float, **_: Any) -> FakeLease:  # noqa: ARG002
-        self.store.values |= dict.fromkeys(keys, b"")
+    def lease(self, keys: bytes, timeout_s: float, **_: Any) -> FakeLease:  # noqa: ARG002
+        self.store.values |= dict.fromkeys(split_keys(keys), b"")
         self.leases.append(FakeLease(self.store, keys))
         return self.leases[-1]
 
     def places(self, lease: Any, num_blocks: int) -> LeasedBlocks:
         return LeasedBlocks((0, 0), lease.offsets[: 8 * num_blocks], lease.versions[: 8 * num_blocks])
 
-    def touch(self, keys: Sequence[bytes], uses: SharedUses | None) -> None:
+    def touch(self, keys: bytes, uses: SharedUses | None) -> None:
         if keys:
-            self.touched.append(list(keys))
+            self.touched.append(split_keys(keys))
         if uses is not None:
             self.uses.hits += uses.hits
             self.uses.misses += uses.misses
@@ -248,7 +248,7 @@ def expect(finder: Any, lookup: StoreLookup, *prompts: Sequence[bytes]) -> None:
     """Let requests come, named by their numbers, and wait until all of them have been asked for."""
     num_asked = sum(map(len, finder.early))
     for number, keys in enumerate(prompts):
-        lookup.expect(str(number), keys)
+        lookup.expect(str(number), b"".join(keys))
 
     def all_asked() -> bool:
         lookup.end_step()
@@ -373,14 +373,14 @@ def test_promises_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
 
 
 def test_touches_are_gathered_and_have_a_limit(finder: Any, lookup: StoreLookup) -> None:
-    for keys, now in ((KEYS[:2], 0.0), (KEYS[3:5], 0.25), (KEYS[3:4], 0.5)):
+    for keys, now in ((KEYS[:2], 0.0), (KEYS[3:5], 0.25), (KEYS[3:5], 0.5)):
         finder.now = now
-        lookup.touch(keys)
+        lookup.touch(b"".join(keys))
         lookup.end_step()
     until(lambda: finder.touched == [KEYS[:2], KEYS[3:5]])
     many = [number.to_bytes(32) for number in range(40_000)]
     for first in range(0, len(many), 100):
-        lookup.touch(many[first : first + 100])
+        lookup.touch(b"".join(many[first : first + 100]))
     finder.now = 3600.0
     lookup.end_step()
     until(lambda: len(finder.touched) == 3)
@@ -398,7 +398,7 @@ def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
         asked = StoreLookup([StoreFinder((0, 0), store, background, ComputeTime(1.0))], 30.0, 30.0)
         daemon.process.send_signal(signal.SIGSTOP)
         try:
-            asked.expect("a", keys_of(1, 2))
+            asked.expect("a", b"".join(keys_of(1, 2)))
             assert asked.find("a", wanted(keys_of(1, 2, 9, 3))) == Found(2, True)
             assert asked.find("b", wanted(keys_of(9, 1))) == Found(0, True)
             assert asked.find("c", wanted(keys_of(2, 3), groups=TWO)) == Found(1, True)
@@ -415,6 +415,26 @@ def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
         assert memory.unchanged(places[0, 0].offsets, places[0, 0].versions).tolist() == [True, True]
         asked.release(1)
         asked.close(60)
+
+
+def test_a_view_of_the_mapped_memory_may_be_old_until_somebody_looks() -> None:
+    """A step that others wait for does not look itself."""
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+        store = client.store(new_namespace(64), timeout_s=30.0)
+        store.put(keys_of(1), np.zeros((1, 64), np.uint8))
+        until(lambda: store.memory is not None)
+        memory = store.memory
+        assert memory is not None
+        memory.look()
+        seen = [memory.find(keys_of(1)[0], max_age_s=3600.0)]
+        store.put(keys_of(2), np.zeros((1, 64), np.uint8))
+        seen.append(memory.find(keys_of(2)[0], max_age_s=3600.0))
+        assert memory.lease(keys_of(2)[0], max_age_s=3600.0).num_blocks == 0  # type: ignore[union-attr]
+        memory.look()
+        seen.append(memory.find(keys_of(2)[0], max_age_s=3600.0))
+        assert [each.tolist() for each in seen if each is not None] == [[True], [False], [True]]
+        store.put(keys_of(3), np.zeros((1, 64), np.uint8))
+        until(lambda: bool((found := memory.find(keys_of(3)[0])) is not None and found.all()))
 
 
 def test_a_frozen_daemon_costs_a_step_its_limit_once() -> None:

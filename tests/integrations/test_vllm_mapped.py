@@ -64,17 +64,17 @@ class Rig:
             until(lambda: {lock.address for lock in self.gpu.locks} == slabs)
 
     def save(self, store: Store | LeakyStore, *numbers: int) -> list[int]:
-        return self.copier.put(store, keys_of(*numbers), numbers, None).result(60).tolist()
+        return self.copier.put(store, b"".join(keys_of(*numbers)), np.array(numbers), None).result(60).tolist()
 
     def load(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> list[bool]:
-        return self.copier.get(store, keys_of(*numbers), into, None).result(60).tolist()
+        return self.copier.get(store, b"".join(keys_of(*numbers)), np.array(into), None).result(60).tolist()
 
     def read(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> Callable[[], list[bool]]:
         """Begin to load blocks that somebody else has leased, for a step."""
         lease, memory = store.acquire(b"".join(keys_of(*numbers))), store.memory
         assert memory is not None
         self.lease = lease
-        end = self.copier.read(memory, LeasedBlocks(memory.identity, lease.offsets, lease.versions), into)
+        end = self.copier.read(memory, LeasedBlocks(memory.identity, lease.offsets, lease.versions), np.array(into))
         return lambda: end.wait().tolist()
 
     def clear(self) -> None:
@@ -141,7 +141,7 @@ def test_a_block_whose_lease_ends_during_the_copy_is_wrong(store_daemon: OpenSto
         rig.save(store, 1, 2, 3)
         leaky = LeakyStore(store)
         rig.gate.open.clear()
-        loaded = rig.copier.get(leaky, keys_of(1, 2, 3), [40, 41, 42], None)
+        loaded = rig.copier.get(leaky, b"".join(keys_of(1, 2, 3)), np.array([40, 41, 42]), None)
         assert rig.gate.held_up.wait(60)
         leaky.lose(2)
         rig.gate.open.set()
@@ -153,7 +153,7 @@ def test_copies_overlap_and_their_room_is_limited(store_daemon: OpenStore) -> No
     rig = Rig()
     with rig.store(store_daemon("write")) as store:
         rig.gate.open.clear()
-        saved = [rig.copier.put(store, keys_of(n), [n], None) for n in range(IN_FLIGHT)]
+        saved = [rig.copier.put(store, b"".join(keys_of(n)), np.array([n]), None) for n in range(IN_FLIGHT)]
         assert not any(each.done() for each in saved)
         with ThreadPoolExecutor(1) as thread:
             another = thread.submit(rig.save, store, IN_FLIGHT)
@@ -186,8 +186,8 @@ def test_a_daemon_that_is_killed_during_copies_leaves_loads_right_and_saves_undo
     with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, rig.store(daemon) as store:
         rig.save(store, 1)
         rig.gate.open.clear()
-        loaded = rig.copier.get(store, keys_of(1), [40], None)
-        saved = rig.copier.put(store, keys_of(2), [2], None)
+        loaded = rig.copier.get(store, b"".join(keys_of(1)), np.array([40]), None)
+        saved = rig.copier.put(store, b"".join(keys_of(2)), np.array([2]), None)
         assert rig.gate.held_up.wait(60)
         daemon.process.kill()
         daemon.process.wait()

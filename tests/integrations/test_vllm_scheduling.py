@@ -19,6 +19,7 @@ from vllm_requests import FULL, FakeOutput, FakeRequest, chain
 from vllm_stub import name_of_block
 from waiting import until
 
+from kvservice.client.store.values import split_keys
 from kvservice.errors import InternalError
 from kvservice.integrations.vllm.scheduling import HOLD_S, ConnectorScheduler, SchedulingOptions
 from kvservice.integrations.vllm.steps import ConnectorStep, WorkerReport
@@ -53,7 +54,7 @@ def run(made: Engine, request: FakeRequest, blocks: list[int], external: int = 0
 
 def saves(message: Any) -> list[tuple[list[bytes], list[int]]]:
     """Return the keys and blocks that the workers are told to save."""
-    return [(list(save.keys), list(save.block_ids)) for save in message.step.saves]
+    return [(split_keys(save.keys), save.block_ids.tolist()) for save in message.step.saves]
 
 
 def keyed(made: Engine, message: Any) -> list[tuple[list[bytes], list[int]]]:
@@ -65,7 +66,7 @@ def keyed(made: Engine, message: Any) -> list[tuple[list[bytes], list[int]]]:
         leased = load.leased[0, 0]
         assert leased.memory == memory.identity
         keys = [FakeStore.numbered[number] for number in np.frombuffer(leased.offsets, np.uint64).tolist()]
-        found.append((keys, list(load.block_ids)))
+        found.append((keys, load.block_ids.tolist()))
     return found
 
 
@@ -177,7 +178,7 @@ def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
     made.allocated(second, [4, 5, 6, 7], 16)
     message = made.step()
     (load,) = message.step.loads
-    assert (load.request_id, list(load.keys), list(load.block_ids)) == ("b", chain(TOKENS), [4, 5, 6, 7])
+    assert (load.request_id, split_keys(load.keys), load.block_ids.tolist()) == ("b", chain(TOKENS), [4, 5, 6, 7])
     assert len(message.step.step_loads) == 1
     # The leases end when all workers have the blocks.
     finished = set(made.compute(message).finished_recving)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_store import FakeStore
@@ -45,7 +46,7 @@ class Rig:
     def load_in_step(self, *block_ids: int) -> Any:
         """Let a step load blocks, which it computes with. Returns the output."""
         leased = self.store.lease_of([KEYS[b] for b in block_ids])
-        step = ConnectorStep(step_loads=(StepLoad(7, block_ids, {(0, 0): leased}),))
+        step = ConnectorStep(step_loads=(StepLoad(7, np.array(block_ids), {(0, 0): leased}),))
         return self.engine.compute(self.engine.message_of(step))
 
     def counted(self, **expected: int) -> None:
@@ -207,7 +208,7 @@ def test_all_loads_of_a_step_are_one_copy(rig: Rig) -> None:
     rig.store.values |= {KEYS[n]: rig.value(n - 4) for n in (5, 6, 7)}
     rig.store.broken_leases = {rig.store.number(KEYS[7])}
     loads = [
-        StepLoad(number, blocks, {(0, 0): rig.store.lease_of([KEYS[n] for n in blocks])})
+        StepLoad(number, np.array(blocks), {(0, 0): rig.store.lease_of([KEYS[n] for n in blocks])})
         for number, blocks in ((7, (6, 5)), (8, (7,)))
     ]
     output = rig.engine.compute(rig.engine.message_of(ConnectorStep(step_loads=tuple(loads))))
@@ -239,7 +240,7 @@ def test_no_wrong_block_becomes_a_token_if_vllm_schedules_ahead(open_rig: OpenRi
 def test_a_mapping_that_is_lost_is_kept_for_steps_that_are_scheduled(rig: Rig) -> None:
     """The daemon has ended, and its memory is as it was."""
     rig.store.values[KEYS[5]] = rig.value(5)
-    step = ConnectorStep(step_loads=(StepLoad(7, (5,), {(0, 0): rig.store.lease_of([KEYS[5]])}),))
+    step = ConnectorStep(step_loads=(StepLoad(7, np.array((5,)), {(0, 0): rig.store.lease_of([KEYS[5]])}),))
     rig.store.is_mapped = False
     output = rig.engine.compute(rig.engine.message_of(step))
     assert output.invalid_block_ids == set()

@@ -101,6 +101,8 @@ def test_uses_that_are_reported_have_a_limit(store: RawStore) -> None:
         report = store_pb2.EngineReport(**{name: (1 << 53) + 1})
         code, _, named = refused(store, "touch", store_pb2.TouchRequest(namespace_id=store.id, engine=report))
         assert (code, named) == ("INVALID_ARGUMENT", f"engine.{name}")
+    request = store_pb2.TouchRequest(namespace_id=store.opened.namespace_id, missing=keys(*range(256)))
+    assert store.ok("touch", request).num_blocks == 0
     for missing in (keys(*range(257)), bytes(31)):
         request = store_pb2.TouchRequest(namespace_id=store.opened.namespace_id, missing=missing)
         code, _, named = refused(store, "touch", request)

@@ -9,9 +9,9 @@ import pytest
 from store_rig import DONE, NO_ROOM, Store, bits, key_of, keys_of, pack, unpack
 
 from kvservice import _ext
+from kvservice.client.store.memory import StoreChanges
 from kvservice.client.store.values import split_keys
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.vllm.events import StoreEvents
 
 SLAB_BYTES, NUM_SLABS = 16384, 4
 PLENTY, ALL = 1 << 40, 1 << 30
@@ -340,7 +340,7 @@ def test_random_changes(seed: int) -> None:
     numbers = [store.index.open(size, PLENTY) for size in sizes]
     views = [View(store, number) for number in numbers]
     leases: list[tuple[int, bytes, bytes]] = []
-    told = StoreEvents(lambda: Looked(views[0]))
+    told = StoreChanges(lambda: Looked(views[0]))
     there: set[bytes] = set()
     for _ in range(1500):
         which = draw.randrange(len(sizes))

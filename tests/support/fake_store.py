@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client import Lookup, PutStatus, Scatter
-from kvservice.client.store.values import SharedUses
+from kvservice.client.store.values import Keys, SharedUses, split_keys
 from kvservice.errors import InternalError
 from kvservice.integrations.vllm.steps import LeasedBlocks
 
@@ -25,10 +25,10 @@ class FakeMemory:
         self._store = store
         self.identity = (0, id(store.values))
 
-    def find(self, _keys: bytes) -> None:
+    def find(self, _keys: bytes, *, max_age_s: float) -> None:
         """The daemon is asked."""
 
-    def lease(self, _keys: bytes, *, leading_only: bool) -> None:
+    def lease(self, _keys: bytes, *, leading_only: bool, max_age_s: float) -> None:
         """The daemon is asked."""
 
     def look(self) -> None:
@@ -47,7 +47,8 @@ class FakeMemory:
 class FakeLease:
     """`offsets` and `versions` are the numbers of the keys."""
 
-    def __init__(self, store: FakeStore, keys: Sequence[bytes]) -> None:
+    def __init__(self, store: FakeStore, packed: Keys) -> None:
+        keys = listed(packed)
         self.store, self.keys = store, [key for key in keys if key in store.values]
         self.found = np.array([key in store.values for key in keys], np.bool_)
         self.alive = True
@@ -117,7 +118,7 @@ class FakeStore:
     def reachable(self) -> bool:
         return not self.away
 
-    def lease_of(self, keys: Sequence[bytes]) -> LeasedBlocks:
+    def lease_of(self, keys: Keys) -> LeasedBlocks:
         """Return what the scheduler's side tells the workers after it has leased blocks."""
         lease = self.acquire(keys)
         return LeasedBlocks(self._memory.identity, lease.offsets, lease.versions)
@@ -127,8 +128,9 @@ class FakeStore:
             self.numbered.append(key)
         return self.numbered.index(key)
 
-    def lookup(self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, **_: Any) -> Lookup:
+    def lookup(self, packed: Keys, *, max_wait_s: float = 0.0, **_: Any) -> Lookup:
         self._called("lookup")
+        keys = listed(packed)
         self.waits_s.append(max_wait_s)
         if self.away:
             return Lookup.of(np.zeros(len(keys), np.bool_), 0)
@@ -137,9 +139,10 @@ class FakeStore:
         return Lookup.of(np.array([key in self.values or key in in_time for key in keys], np.bool_), num_in_memory)
 
     def get(
-        self, keys: Sequence[bytes], out: Scatter, *, verify: bool = False, max_wait_s: float = 0.0, **_: Any
+        self, packed: Keys, out: Scatter, *, verify: bool = False, max_wait_s: float = 0.0, **_: Any
     ) -> npt.NDArray[np.bool_]:
         self._called("get")
+        keys = listed(packed)
         self._bring_up(keys, max_wait_s)
         return self._copy(keys, out, self.damaged if verify else set())
 
@@ -152,8 +155,9 @@ class FakeStore:
                     piece[:], data = data[: len(piece)], data[len(piece) :]
         return found
 
-    def put(self, keys: Sequence[bytes], values: Scatter) -> npt.NDArray[Any]:
+    def put(self, packed: Keys, values: Scatter) -> npt.NDArray[Any]:
         self._called("put")
+        keys = listed(packed)
         statuses = np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.PRESENT, np.uint8)
         if not self.away:
             for row, key in reversed(list(enumerate(keys))):
@@ -162,10 +166,9 @@ class FakeStore:
                     statuses[row] = PutStatus.DONE
         return statuses
 
-    def acquire(
-        self, keys: Sequence[bytes], *, max_wait_s: float = 0.0, leading_only: bool = False, **_: Any
-    ) -> FakeLease:
+    def acquire(self, packed: Keys, *, max_wait_s: float = 0.0, leading_only: bool = False, **_: Any) -> FakeLease:
         self._called("acquire")
+        keys = listed(packed)
         if self._in_time(keys, max_wait_s):
             self._hold_up("bring up")
         self._bring_up(keys, max_wait_s)
@@ -176,11 +179,12 @@ class FakeStore:
             lease.found = np.arange(len(keys)) < len(lease.found)
         return lease
 
-    def touch(self, keys: Sequence[bytes], *, uses: SharedUses | None = None) -> int:
+    def touch(self, packed: Keys, *, uses: SharedUses | None = None) -> int:
         if uses is not None:
             for name in ("hits", "misses", "read", "missing", "not_whole"):
                 setattr(self.uses, name, getattr(self.uses, name) + getattr(uses, name))
             self.uses.engine = uses.engine or self.uses.engine
+        keys = listed(packed)
         if not keys:
             return 0
         self._called("touch")
@@ -220,3 +224,7 @@ def pieces(places: Any, row: int) -> Iterator[npt.NDArray[np.uint8]]:
     bases = [places.base] * len(places.piece_bytes) if isinstance(places.base, np.ndarray) else places.base
     for base, offset, size in zip(bases, np.asarray(places.offsets)[row], places.piece_bytes, strict=True):
         yield np.asarray(base)[offset : offset + size]
+
+
+def listed(keys: Keys) -> list[bytes]:
+    return split_keys(keys) if isinstance(keys, bytes) else list(keys)

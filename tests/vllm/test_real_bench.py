@@ -17,7 +17,7 @@ def test_every_engine_gives_the_same_tokens_and_finds_what_was_asked_before() ->
     assert results["equal"].keys() == set(workloads)
     for by_name in results["equal"].values():
         assert len({tuple(counts) for counts in by_name.values()}) == 1
-        assert all(equal == total > 0 for equal, total in by_name.values())
+        assert all(equal == total > 0 == from_cache for equal, total, from_cache in by_name.values())
     rows = {(row["workload"], row["row"]): row["engines"] for row in results["rows"]}
     for length in (256, 263):
         stored = rows["found", f"{length:,} in the store"]

@@ -10,6 +10,8 @@ from vllm_connector import FakePool, cache_config, connector_config
 from vllm_processes import source_of
 from vllm_requests import FakeOutput
 
+from kvservice.client.store.values import split_keys
+
 # Imports of vLLM warn.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -45,7 +47,7 @@ def keys(algorithm: str = "sha256_cbor", **options: Any) -> list[bytes]:
     output = FakeOutput({request.request_id: 3 * BLOCK_SIZE}, new=[(request, [1, 2, 3], 0)])
     (save,) = connector.build_connector_meta(output).step.saves
     connector.shutdown()
-    return list(save.keys)
+    return split_keys(save.keys)
 
 
 def test_events_name_blocks_as_vllm_does() -> None:

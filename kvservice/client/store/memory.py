@@ -6,7 +6,9 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +63,7 @@ RECORD_BYTES = 64
 CHECKSUM_BYTE = 8
 # The place of the stride in the first record of a slab, which is 0 until the slab is there.
 STRIDE_BYTE = 56
-# How often new blocks are looked for, at most, and how many records a look-up has time for.
+# How often a look-up looks for new blocks, at most, and how many records it has time for.
 LOOK_S, LOOKED_AT = 0.01, 1 << 15
 # The records that are looked at in one go where nobody waits.
 LOOKED_AT_ASIDE = 1 << 17
@@ -189,22 +191,22 @@ class MappedStore:
         """Whether a block that `find` does not find is nowhere: there are no tiers below this memory."""
         return self._mirror is not None and not self._geometry.has_tiers
 
-    def find(self, keys: bytes) -> Flags | None:
-        """Return which blocks are there now, without asking the daemon. Those that were stored in the last hundredth
-        of a second may be missing, in a store of very many blocks also others until `look` was called. None: the daemon
-        is too old for that."""
+    def find(self, keys: bytes, *, max_age_s: float = LOOK_S) -> Flags | None:
+        """Return which blocks are there now, without asking the daemon. Those that were stored in the last `max_age_s`
+        seconds may be missing, in a store of very many blocks also others until `look` was called. None: the daemon is
+        too old for that."""
         if self._mirror is None:
             return None
-        self._look_around(self._mirror)
+        self._look_around(self._mirror, max_age_s)
         return flags_of(self._mirror.find(keys, False)[0], num_keys(keys))
 
-    def lease(self, keys: bytes, *, leading_only: bool = False) -> SharedLease | None:
+    def lease(self, keys: bytes, *, leading_only: bool = False, max_age_s: float = LOOK_S) -> SharedLease | None:
         """Lease blocks that `find` finds, with `leading_only` those before the first that it does not find, without
         asking the daemon, which does not count that as a use. None: the memory is mapped for reading only, or the
         daemon is too old."""
         if self._mirror is None or not self.writable:
             return None
-        self._look_around(self._mirror)
+        self._look_around(self._mirror, max_age_s)
         return SharedLease(self, self._mirror, num_keys(keys), self._mirror.lease(keys, leading_only))
 
     def changes(self) -> tuple[list[bytes], list[bytes], bool] | None:
@@ -213,19 +215,21 @@ class MappedStore:
         None: the daemon is too old for that."""
         if self._mirror is None:
             return None
-        self._look_around(self._mirror)
+        self._look_around(self._mirror, LOOK_S)
         gone, come, is_all = self._mirror.take_changes()
         return split_keys(gone), split_keys(come), is_all
 
     def look(self) -> None:
-        """Look for all new blocks, if there are so many that `find` has no time for that."""
-        if self._mirror is not None and self._num_records > LOOKED_AT:
+        """Look for all new blocks, without the interpreter lock. `find` looks at a part, if there are very many."""
+        if self._mirror is not None:
+            began = time.monotonic()
             for _ in range(0, self._num_records, LOOKED_AT_ASIDE):
                 self._mirror.refresh(LOOKED_AT_ASIDE)
+            self._looked_s = began
 
-    def _look_around(self, mirror: _ext.StoreMirror) -> None:
+    def _look_around(self, mirror: _ext.StoreMirror, max_age_s: float) -> None:
         now = time.monotonic()
-        if now >= self._looked_s + LOOK_S:
+        if now >= self._looked_s + max_age_s:
             mirror.refresh(LOOKED_AT)
             self._looked_s = time.monotonic()
 
@@ -282,3 +286,24 @@ class MappedStore:
         if len(starts) and int(starts.max()) > last:
             raise InternalError(f"the daemon names a block at {starts.max()}, the store has {len(self._bytes)} bytes")
         return starts
+
+
+class StoreChanges:
+    """Blocks that have come to a store, and gone from it, also by other processes."""
+
+    def __init__(self, memory: Callable[[], Any]) -> None:
+        """`memory` returns the memory of the store, a MappedStore, or None if it is not mapped."""
+        self._memory = memory
+        self._told: set[bytes] = set()
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys of the blocks that have gone since the last call, and of those that have come. If the
+        store cannot be seen any more, all have gone."""
+        memory = self._memory()
+        gone, come, is_all = (None if memory is None else memory.changes()) or ([], [], True)
+        # A block can come again before it was seen to go.
+        left = (self._told if is_all else self._told.intersection(gone)).difference(come)
+        gone, come = sorted(left), [key for key in dict.fromkeys(come) if key not in self._told]
+        self._told.difference_update(gone)
+        self._told.update(come)
+        return gone, come

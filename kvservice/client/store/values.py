@@ -143,8 +143,10 @@ def some_keys(keys: bytes, part: slice) -> bytes:
     return keys[KEY_BYTES * part.start : KEY_BYTES * part.stop]
 
 
-def chosen_keys(keys: bytes, chosen: Flags) -> bytes:
-    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen].tobytes()
+def chosen_keys(keys: bytes, chosen: npt.NDArray[Any]) -> bytes:
+    """`chosen`: a flag per key, or the places of some keys."""
+    some: npt.NDArray[np.uint8] = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen]
+    return some.tobytes()
 
 
 def flags_of(bitmap: bytes, count: int) -> Flags:

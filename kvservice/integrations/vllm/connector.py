@@ -1,7 +1,9 @@
-"""The class that vLLM loads. It passes vLLM's calls on to the scheduler's or the worker's side."""
+"""The class that vLLM loads. It passes vLLM's calls on to the scheduler's or the worker's side, and what they report on
+to vLLM's log, metrics and events."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import platform
 import time
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 import vllm
+from prometheus_client import Counter
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,22 +22,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvservice.client import KVClient, Store, StoreNamespace
+from kvservice.client.store.memory import StoreChanges
 from kvservice.integrations.common import ComputeTime, digest, session_name
 from kvservice.integrations.vllm import versions
-from kvservice.integrations.vllm.checks import VLLMOptions, check_supported
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout
-from kvservice.integrations.vllm.events import StoreEvents
 from kvservice.integrations.vllm.gpu_copies import block_copier
 from kvservice.integrations.vllm.groups import CacheGroups
-from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup
-from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler, SchedulingOptions
-from kvservice.integrations.vllm.steps import ConnectorStep, MemoryId, Rank, WorkerReport
+from kvservice.integrations.vllm.settings import VLLMOptions, check_supported, worker_namespace
+from kvservice.integrations.vllm.steps import ConnectorStep, MemoryId, Rank, TransferCounters, WorkerReport
 from kvservice.integrations.vllm.working import ConnectorWorker
 
 logger = logging.getLogger("vllm.kvservice")
@@ -72,6 +74,52 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """The sums of TransferCounters over workers and steps, by name."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+        names = self.data.keys() | other.data.keys()
+        self.data = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 6) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """A counter of each of TransferCounters for each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[Counter]
+        self._counters = {}
+        for field in dataclasses.fields(TransferCounters):
+            family = counter(
+                name=f"vllm:kvservice_{field.name}",
+                documentation=f"{field.name.replace('_', ' ')} by the connector of kvservice.",
+                labelnames=labelnames,
+            )
+            self._counters[field.name] = {
+                engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(value)
+
+
 class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # type: ignore[misc]
     """See the package. vLLM makes one object for its scheduler and one for each worker."""
 
@@ -90,7 +138,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         self._lookup: StoreLookup | None = None
         self._worker: ConnectorWorker | None = None
         self._namespace: StoreNamespace | None = None
-        self._events: StoreEvents | None = None
+        self._changes: StoreChanges | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         # Verified loads fail one by one, which vLLM must be able to mend. vLLM copies recurrent states to the block of
@@ -220,7 +268,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         )
         if versions.tells_events(self._vllm_config) and self._groups.leading and finders:
             first = next(iter(finders.values()))
-            self._events = StoreEvents(lambda: None if self._scheduler.has_own_keys else first.memory)
+            self._changes = StoreChanges(lambda: None if self._scheduler.has_own_keys else first.memory)
         self._scheduler.use(self._lookup, blocks_of, block_bytes)
         self._scheduler.received(report, (), frozenset())
 
@@ -265,9 +313,9 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
 
     def take_events(self) -> Iterable[Any]:
         """Tell routers which blocks the store has, if vLLM publishes events and this process maps the store."""
-        if self._events is None:
+        if self._changes is None:
             return ()
-        return versions.cache_events(*self._events.take(), self._groups.block_size)
+        return versions.cache_events(*self._changes.take(), self._groups.block_size)
 
     def reset_cache(self) -> bool:
         """Find nothing that was saved until now."""

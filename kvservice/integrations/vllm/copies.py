@@ -15,7 +15,7 @@ import torch
 
 from kvservice.client import Scatter
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.vllm.steps import LeasedBlocks
+from kvservice.integrations.vllm.steps import BlockIds, LeasedBlocks
 
 Flags = npt.NDArray[np.bool_]
 Statuses = npt.NDArray[np.uint8]
@@ -213,16 +213,16 @@ class BlockCopier(Protocol):
     def mark(self) -> Any:
         """Return what copies wait for: the computations that are queued now. Any thread may call this."""
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         """Fill blocks. The result is which of them are right."""
 
-    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         """Fill blocks from the memory of the store. The result is which of them are right."""
 
-    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:
+    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Statuses]:
         """Store blocks. The result is the PutStatus of each."""
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds) -> StepRead:
         """Fill blocks from the memory of the store for the computations that are queued from now on, which wait for
         them."""
 
@@ -246,23 +246,23 @@ class HostCopier:
     def mark(self) -> None:
         return None
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
+    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Flags]:  # noqa: ARG002
         return done(store.get(keys, self._places(block_ids), verify=self.verifies))
 
-    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: Any) -> Future[Flags]:  # noqa: ARG002
         return done(memory.read(leased.offsets, leased.versions, self._places(block_ids)))
 
-    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:  # noqa: ARG002
+    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Statuses]:  # noqa: ARG002
         return done(store.put(keys, self._places(block_ids)))
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds) -> StepRead:
         return StepRead.ended(memory.read(leased.offsets, leased.versions, self._places(block_ids)))
 
     def close(self) -> None:
         """Nothing is in use between calls."""
 
-    def _places(self, block_ids: Sequence[int]) -> Scatter:
-        offsets = self._starts + np.asarray(block_ids, np.int64)[:, None] * self._strides
+    def _places(self, block_ids: BlockIds) -> Scatter:
+        offsets = self._starts + block_ids[:, None] * self._strides
         return Scatter(self._layout.memories, offsets, self._layout.piece_bytes)
 
 

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from kvservice.client import PutStatus
+from kvservice.client.store.values import some_keys
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm.copies import (
     CALL_BYTES,
@@ -38,7 +39,7 @@ from kvservice.integrations.vllm.copies import (
     StepRead,
     done,
 )
-from kvservice.integrations.vllm.steps import LeasedBlocks
+from kvservice.integrations.vllm.steps import BlockIds, LeasedBlocks
 from kvservice.ops import cuda
 from kvservice.ops.block_pieces import (
     ALIGNMENT,
@@ -54,7 +55,6 @@ from kvservice.ops.cuda import HOST, DeviceArray
 logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.uint64]
-BlockIds = npt.NDArray[np.int64]
 
 # About the most bytes of one call without staging: the saves of a step are one, because each asks the daemon twice in a
 # process that computes. The daemon is asked meanwhile for the blocks of the next.
@@ -141,15 +141,15 @@ class MappedCopier:
         self._locks.busy()
         return self._gpu.mark()
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         if store.memory is None or self.verifies:
             return self._staged.get(store, keys, block_ids, mark)
         with ExitStack() as undo:
-            lease = undo.enter_context(store.acquire(b"".join(keys)))
+            lease = undo.enter_context(store.acquire(keys))
             found = lease.found
             if not found.any():
                 return done(found)
-            addresses, ids = lease.addresses[found], np.array(block_ids, np.int64)[found]
+            addresses, ids = lease.addresses[found], block_ids[found]
             with self._loads.room(), self._locks.covering(lease.memory, addresses) as locked:
                 if locked:
                     undo.callback(self._gpu.settle)  # a part of the copy may have been launched
@@ -166,16 +166,16 @@ class MappedCopier:
                     return result
         return self._staged.get(store, keys, block_ids, mark)
 
-    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:
+    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Statuses]:
         memory = store.memory
         if memory is None or not memory.writable:
             return self._staged.put(store, keys, block_ids, mark)
         with ExitStack() as undo:
-            reservation = undo.enter_context(store.reserve(b"".join(keys)))
+            reservation = undo.enter_context(store.reserve(keys))
             reserved = reservation.reserved
             if not reserved.any():
                 return done(reservation.statuses)
-            addresses, ids = reservation.addresses[reserved], np.array(block_ids, np.int64)[reserved]
+            addresses, ids = reservation.addresses[reserved], block_ids[reserved]
             with self._saves.room(), self._locks.covering(reservation.memory, addresses) as locked:
                 if locked:
                     undo.callback(self._gpu.settle)
@@ -195,12 +195,12 @@ class MappedCopier:
                     return result
         return self._staged.put(store, keys, block_ids, mark)
 
-    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         addresses = memory.addresses(leased.offsets)
         with ExitStack() as undo, self._loads.room(), self._locks.covering(memory, addresses) as locked:
             if locked:
                 undo.callback(self._gpu.settle)
-                passing = self._gpu.load(addresses, np.array(block_ids, np.int64), mark)
+                passing = self._gpu.load(addresses, block_ids, mark)
 
                 def end() -> Flags:
                     passing.synchronize()
@@ -212,14 +212,13 @@ class MappedCopier:
                 return result
         return self._staged.fetch(memory, leased, block_ids, mark)
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds) -> StepRead:
         addresses = memory.addresses(leased.offsets)
         if not self.verifies:
             with ExitStack() as undo, self._locks.covering(memory, addresses) as locked:
                 if locked:
                     undo.callback(self._gpu.settle)
-                    ids = np.array(block_ids, np.int64)
-                    passing = self._gpu.load(addresses, ids, self._gpu.mark())
+                    passing = self._gpu.load(addresses, block_ids, self._gpu.mark())
                     self._gpu.follow(passing)
                     undo.pop_all()
 
@@ -503,28 +502,24 @@ class StagedCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event) -> Future[Flags]:
+    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Flags]:
         def fill(part: slice, staged: torch.Tensor) -> Flags:
-            found: Flags = store.get(keys[part], staged, verify=self.verifies)
+            found: Flags = store.get(some_keys(keys, part), staged, verify=self.verifies)
             return found
 
         return done(self._gets.load(block_ids, mark, fill))
 
-    def put(
-        self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event
-    ) -> Future[Statuses]:
+    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Statuses]:
         def store_part(part: slice, staged: torch.Tensor) -> Statuses:
-            statuses: Statuses = store.put(keys[part], staged)
+            statuses: Statuses = store.put(some_keys(keys, part), staged)
             return statuses
 
         return done(self._puts.save(block_ids, mark, store_part))
 
-    def fetch(
-        self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int], mark: torch.cuda.Event
-    ) -> Future[Flags]:
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Flags]:
         return done(self._gets.load(block_ids, mark, _reader(memory, leased)))
 
-    def read(self, memory: Any, leased: LeasedBlocks, block_ids: Sequence[int]) -> StepRead:
+    def read(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds) -> StepRead:
         """The copies have ended when this returns, so that computations need not wait."""
         return StepRead.ended(self._reads.load(block_ids, self.mark(), _reader(memory, leased)))
 
@@ -558,9 +553,7 @@ class _Staging:
         self._buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def load(
-        self, block_ids: Sequence[int], mark: torch.cuda.Event, fill: Callable[[slice, torch.Tensor], Flags]
-    ) -> Flags:
+    def load(self, block_ids: BlockIds, mark: torch.cuda.Event, fill: Callable[[slice, torch.Tensor], Flags]) -> Flags:
         """`fill` fills the buffer for a part of the blocks, and returns which of them are right."""
         self._stream.wait_event(mark)
         found = []
@@ -577,7 +570,7 @@ class _Staging:
         return np.concatenate(found)
 
     def save(
-        self, block_ids: Sequence[int], mark: torch.cuda.Event, store: Callable[[slice, torch.Tensor], Statuses]
+        self, block_ids: BlockIds, mark: torch.cuda.Event, store: Callable[[slice, torch.Tensor], Statuses]
     ) -> Statuses:
         """`store` stores a part of the blocks from the buffer."""
         self._stream.wait_event(mark)

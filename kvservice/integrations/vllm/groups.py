@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.client.store.values import chosen_keys, num_keys, some_keys
 from kvservice.errors import InvalidArgumentError
+
+Places = npt.NDArray[np.intp]
 
 # vLLM's kinds of caches whose blocks have the K/V of their tokens and nothing else, and the one of recurrent states.
 SUPPORTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
@@ -90,12 +93,12 @@ class CacheGroups:
         """The number of a group that needs all blocks of a prefix."""
         return next((number for number, group in enumerate(self.groups) if group.is_full), None)
 
-    def needed(self, first: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Return block and group of what is needed to continue after `num_tokens` tokens, without blocks before
-        `first`."""
-        stop = -(-num_tokens // self.block_size)
-        starts = self._starts(first, num_tokens)
-        return [(block, group) for block in range(first, stop) for group, start in enumerate(starts) if block >= start]
+    def needed(self, first: int, num_tokens: int) -> Places:
+        """Return the places of what is needed to continue after `num_tokens` tokens, without blocks before `first`: a
+        block has a place for each group, one block after the other, and the first place is of block `first`."""
+        num_blocks = -(-num_tokens // self.block_size) - first
+        starts = np.array(self._starts(first, num_tokens)) - first
+        return np.flatnonzero(np.arange(max(num_blocks, 0))[:, None] >= starts)
 
     def longest(self, found: npt.NDArray[np.bool_], first: int, most_tokens: int) -> int:
         """Return the most blocks from `first` on after which a request can continue, at most after `most_tokens`
@@ -117,22 +120,18 @@ class CacheGroups:
         return ", ".join(map(str, self.groups))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wanted:
-    """The blocks of a prompt from block `first` on: `keys` of all groups of each, one block after the other. vLLM can
+    """The blocks of a prompt from block `first` on: `keys`, one after the other, of all groups of each block. vLLM can
     use at most those of `most_tokens` tokens of the prompt."""
 
-    keys: Sequence[bytes]
+    keys: bytes
     groups: CacheGroups
     first: int
     most_tokens: int
 
     def __len__(self) -> int:
-        return len(self.keys) // len(self.groups)
-
-    def num_tokens(self, num_blocks: int) -> int:
-        """Return the length of the prefix that ends with this block."""
-        return min((self.first + num_blocks) * self.groups.block_size, self.most_tokens)
+        return num_keys(self.keys) // len(self.groups)
 
     def longest(self, found: npt.NDArray[np.bool_]) -> int:
         """Return the most blocks that can be used if these `keys` are found."""
@@ -145,15 +144,15 @@ class Wanted:
 
     def key(self, block: int) -> bytes:
         """Return the key of a block, of the same group."""
-        return self.keys[block * len(self.groups) + (self.groups.full or 0)]
+        place = block * len(self.groups) + (self.groups.full or 0)
+        return some_keys(self.keys, slice(place, place + 1))
 
-    def needed(self, num_blocks: int) -> list[bytes]:
+    def needed(self, num_blocks: int) -> bytes:
         """Return the keys without which the first blocks cannot be used."""
         if self.groups.leading:
-            return list(self.keys[:num_blocks])
-        width = len(self.groups)
-        needed = self.groups.needed(self.first, self.num_tokens(num_blocks))
-        return [self.keys[(block - self.first) * width + group] for block, group in needed]
+            return some_keys(self.keys, slice(0, num_blocks))
+        num_tokens = min((self.first + num_blocks) * self.groups.block_size, self.most_tokens)
+        return chosen_keys(self.keys, self.groups.needed(self.first, num_tokens))
 
 
 def _group_of(spec: Any, block_size: int) -> Group:

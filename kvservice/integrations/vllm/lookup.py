@@ -29,10 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvservice.client.store.memory import SharedLease
-from kvservice.client.store.values import SharedUses
+from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
+from kvservice.client.store.values import KEY_BYTES, Flags, SharedUses, num_keys, some_keys
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -59,10 +58,11 @@ FRESH_S = 1.0
 # answer is used for some time, and asked for anew before that.
 MAX_EXPECTED, MAX_KEYS_EACH, MAX_KEYS = 4096, 512, 4096
 EXPECTED_S, RENEWED_S = 1.0, 0.4
-# Time between pings of a store that does not answer in time.
-PING_S = 0.1
-# How often leases in the mapped memory are renewed.
-RENEW_S = 1.0
+# Time between pings of a store that does not answer in time, and between renewals of leases in the mapped memory.
+PING_S, RENEW_S = 0.1, 1.0
+# How old the view of the mapped memory may be in a step that also computes for others, which would wait while it looks
+# for new blocks. A thread does so after each step that has asked.
+SEEN_S = 0.1
 # A lease is of blocks that are in memory. 0 would stand for no limit.
 _NO_WAIT_S = 1e-6
 
@@ -84,109 +84,62 @@ class BlockLease(Protocol):
     def release(self) -> None: ...
 
 
-class BlockFinder(Protocol):
-    """The blocks of one worker, in the store. A daemon that is away has none. Methods raise KVServiceError."""
+class StoreFinder:
+    """The blocks of one worker, in the store. A daemon that is away has none. The worker reads the blocks, so leases do
+    not count as reads unless it reads under them. Keys are those of blocks, one after the other. Methods raise
+    KVServiceError."""
 
-    rank: Rank
+    def __init__(self, rank: Rank, store: Any, background: Any, compute: ComputeTime) -> None:
+        """`background` is the same store in a session of its own: calls of a session wait for one another."""
+        self.rank, self._store, self._background, self.compute = rank, store, background, compute
 
     @property
-    def memory(self) -> Any:
-        """The memory of the store, a MappedStore, if it is mapped."""
+    def memory(self) -> MappedStore | None:
+        """The memory of the store, if it is mapped."""
+        return self._store.memory  # type: ignore[no-any-return]
 
     @property
     def sees_all(self) -> bool:
         """Whether `see` and `share` need no daemon, and what they do not find is nowhere."""
+        memory = self.memory
+        return memory is not None and memory.tells_all and memory.writable
 
-    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
+    def see(self, keys: bytes, max_age_s: float) -> Flags | None:
         """Return which blocks are there, from the mapped memory; None: ask the daemon."""
+        return None if (memory := self.memory) is None else memory.find(keys, max_age_s=max_age_s)
 
-    def share(self, keys: Sequence[bytes]) -> SharedLease | None:
+    def share(self, keys: bytes, max_age_s: float) -> SharedLease | None:
         """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon. The daemon
         counts nothing."""
+        memory = self.memory
+        return None if memory is None else memory.lease(keys, leading_only=True, max_age_s=max_age_s)
 
     def look(self) -> None:
         """Take the time to see all new blocks."""
-
-    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
-        counts the answer, but not why a block is missing."""
-
-    def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
-        """Return which keys are there, in memory, or below it and there sooner than this many blocks are computed. The
-        daemon counts the answer, but not why a block is missing."""
-
-    def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
-        """Return which blocks are there, in memory or below. The daemon does not count the answer."""
-
-    def lease(
-        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
-    ) -> BlockLease:
-        """Lease the blocks before the first that is missing, and bring those below the daemon's memory up, at most for
-        `wait_s` seconds. `counted`: the blocks are read under this lease."""
-
-    def compute_s(self, num_blocks: int) -> float:
-        """Return how long the engine takes to compute blocks."""
-
-    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
-        """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
-
-    def touch(self, keys: Sequence[bytes], uses: SharedUses | None) -> None:
-        """Make the blocks the most recently used; the first key is the most recent. The daemon counts `uses`."""
-
-    def answers(self, timeout_s: float) -> bool:
-        """Ask anything. Returns whether the answer came in time."""
-
-    def close(self) -> None:
-        """Close the session."""
-
-
-class StoreFinder:
-    """A BlockFinder over a store of the client. The worker reads the blocks, so leases do not count as reads unless
-    it reads under them."""
-
-    def __init__(self, rank: Rank, store: Any, background: Any, compute: ComputeTime) -> None:
-        """`background` is the same store in a session of its own: calls of a session wait for one another."""
-        self.rank, self._store, self._background, self._compute = rank, store, background, compute
-
-    @property
-    def memory(self) -> Any:
-        return self._store.memory
-
-    @property
-    def sees_all(self) -> bool:
-        memory = self._store.memory
-        return memory is not None and memory.tells_all and memory.writable
-
-    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
-        memory = self._store.memory
-        return None if memory is None else memory.find(b"".join(keys))
-
-    def share(self, keys: Sequence[bytes]) -> SharedLease | None:
-        memory = self._store.memory
-        return None if memory is None else memory.lease(b"".join(keys), leading_only=True)
-
-    def look(self) -> None:
-        if (memory := self._store.memory) is not None:
+        if (memory := self.memory) is not None:
             memory.look()
 
-    def find(self, keys: Sequence[bytes], timeout_s: float) -> FoundBlocks:
-        return find_blocks(self._store, keys, self._compute, explained=False, timeout_s=timeout_s)
+    def find(self, keys: bytes, timeout_s: float) -> FoundBlocks:
+        """Return how many keys are there before the first missing one, and how many of them are in memory. The daemon
+        counts the answer, but not why a block is missing."""
+        return find_blocks(self._store, keys, self.compute, explained=False, timeout_s=timeout_s)
 
-    def present(self, keys: Sequence[bytes], num_blocks: int, timeout_s: float) -> npt.NDArray[np.bool_]:
-        wait_s = self._compute.wait_s(num_blocks)
-        answer = self._store.lookup(keys, explained=False, max_wait_s=wait_s, timeout_s=timeout_s)
-        found: npt.NDArray[np.bool_] = answer.found
+    def present(self, keys: bytes, num_blocks: int, timeout_s: float) -> Flags:
+        """Return which keys are there, in memory, or below it and there sooner than this many blocks are computed. The
+        daemon counts the answer, but not why a block is missing."""
+        wait_s = self.compute.wait_s(num_blocks)
+        found: Flags = self._store.lookup(keys, explained=False, max_wait_s=wait_s, timeout_s=timeout_s).found
         return found
 
-    def flags(self, keys: Sequence[bytes], timeout_s: float) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self._background.lookup(keys, counted=False, timeout_s=timeout_s).found
+    def flags(self, keys: bytes, timeout_s: float) -> Flags:
+        """Return which blocks are there, in memory or below. The daemon does not count the answer."""
+        found: Flags = self._background.lookup(keys, counted=False, timeout_s=timeout_s).found
         return found
 
-    def lease(
-        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0, counted: bool = False
-    ) -> BlockLease:
-        store = self._background if wait_s else self._store
-        lease: BlockLease = store.acquire(
+    def lease(self, keys: bytes, timeout_s: float, *, wait_s: float = 0.0, counted: bool = False) -> BlockLease:
+        """Lease the blocks before the first that is missing, and bring those below the daemon's memory up, at most for
+        `wait_s` seconds. `counted`: the blocks are read under this lease."""
+        lease: BlockLease = (self._background if wait_s else self._store).acquire(
             keys,
             leading_only=True,
             counted=counted,
@@ -195,11 +148,9 @@ class StoreFinder:
         )
         return lease
 
-    def compute_s(self, num_blocks: int) -> float:
-        return self._compute.wait_s(num_blocks)
-
     def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
-        memory = self._store.memory
+        """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
+        memory = self.memory
         if memory is None or not lease.alive:
             return None
         if isinstance(lease, SharedLease) and lease.memory.identity != memory.identity:
@@ -207,14 +158,17 @@ class StoreFinder:
         stop = 8 * num_blocks
         return LeasedBlocks(memory.identity, lease.offsets[:stop], lease.versions[:stop])
 
-    def touch(self, keys: Sequence[bytes], uses: SharedUses | None) -> None:
+    def touch(self, keys: bytes, uses: SharedUses | None) -> None:
+        """Make the blocks the most recently used; the first key is the most recent. The daemon counts `uses`."""
         self._background.touch(keys, uses=uses)
 
     def answers(self, timeout_s: float) -> bool:
-        self._store.lookup([bytes(32)], counted=False, timeout_s=timeout_s)
+        """Ask anything. Returns whether the answer came in time."""
+        self._store.lookup(bytes(KEY_BYTES), counted=False, timeout_s=timeout_s)
         return bool(self._store.reachable)
 
     def close(self) -> None:
+        """Close the sessions."""
         self._store.close()
         self._background.close()
 
@@ -226,6 +180,9 @@ class Found(NamedTuple):
     at_hand: bool
 
 
+NOTHING = Found(0, True)
+
+
 @dataclass(eq=False)
 class _Promise:
     """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `read` is what a load of
@@ -234,7 +191,7 @@ class _Promise:
     wanted: Wanted
     until_s: float
     fresh_s: float = 0.0
-    found: Found = field(default_factory=lambda: Found(0, True))
+    found: Found = NOTHING
     leases: dict[Rank, BlockLease] = field(default_factory=dict)
     is_shared: bool = False
     read: tuple[int, list[tuple[Any, LeasedBlocks]]] = (0, [])
@@ -245,10 +202,10 @@ class _Promise:
 class _Expected:
     """The first blocks of a prompt that vLLM has not scheduled yet. `found` says which were there at `asked_s`."""
 
-    keys: Sequence[bytes]
-    found: npt.NDArray[np.bool_] | None = None
+    keys: bytes
+    found: Flags | None = None
     # Which of them some workers have.
-    some: npt.NDArray[np.bool_] | None = None
+    some: Flags | None = None
     asked_s: float = 0.0
 
     def is_miss(self, first: int, now: float) -> bool:
@@ -268,7 +225,7 @@ class StoreLookup:
 
     def __init__(
         self,
-        finders: Sequence[BlockFinder],
+        finders: Sequence[StoreFinder],
         step_s: float,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -285,10 +242,13 @@ class StoreLookup:
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
+        self._looks = False
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
         # The latest figures of the engine, for the daemon.
         self._engine, self._engine_told = Counter[str](), Counter[str]()
+        # The keys of each touch, and how many they are.
         self._touched: dict[bytes, None] = {}
+        self._num_touched = 0
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -309,17 +269,17 @@ class StoreLookup:
         """Whether no question needs the daemon now."""
         return bool(self._finders) and all(finder.sees_all for finder in self._finders)
 
-    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def expect(self, request_id: str, keys: bytes) -> None:
         """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
         is a miss. Ask early, for all that have come meanwhile."""
         if keys and len(self._expected) < MAX_EXPECTED and not self.sees_all:
-            self._expected[request_id] = _Expected(keys[:MAX_KEYS_EACH])
+            self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
 
-    def find(self, request_id: str, wanted: Wanted, *, reads: bool = False) -> Found | None:
+    def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:
         """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
         now on. None: it is being brought into memory, or the time of this step is used up: ask again in a later step.
-        `reads`: workers read the blocks under this lease."""
+        `reads`: workers read the blocks under this lease. `hurries`: others wait for this step."""
         promise = self._promises.get(request_id)
         if promise is not None and promise.bringing is not None and promise.wanted == wanted:
             if not promise.bringing.done():
@@ -331,18 +291,17 @@ class StoreLookup:
             return promise.found
         self.drop(request_id)
         began = self._clock()
-        if (shared := self._share(wanted, began)) is not None:
-            self._count(wanted, shared.found.num_blocks)
+        self._looks = True
+        if (shared := self._share(wanted, began, SEEN_S if hurries else LOOK_S)) is not None:
             self._keep(request_id, shared)
             return shared.found
         if not self._asks:
-            return Found(0, True)
+            return NOTHING
         expected = self._expected.get(request_id)
         if expected is not None and expected.is_miss(wanted.first, began):
-            self._count(wanted, 0)
-            self._explain(wanted, 0, int(expected.some[wanted.first]))  # type: ignore[index]
+            self._found(wanted, 0, int(expected.some[wanted.first]), counted=True)  # type: ignore[index]
             self._keep(request_id, _Promise(wanted, began + NOTHING_S))
-            return Found(0, True)
+            return NOTHING
         if self._left_s <= 0:
             return None  # too many have asked in this step
         likely = expected is not None and expected.is_hit(wanted.first, began)
@@ -359,37 +318,35 @@ class StoreLookup:
         while len(self._promises) > MAX_PROMISES:
             self.drop(next(iter(self._promises)))
 
-    def _share(self, wanted: Wanted, began: float) -> _Promise | None:
+    def _share(self, wanted: Wanted, began: float, max_age_s: float) -> _Promise | None:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
-        promise = _Promise(wanted, began + PROMISE_S, began + FRESH_S, is_shared=True)
-        keys, num_blocks, most = wanted.keys, len(wanted), 0
-        if not wanted.groups.leading:
-            seen = [flags for finder in self._finders if (flags := finder.see(keys)) is not None]
+        leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
+        if not leading:
+            seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
             num_blocks = wanted.longest(np.logical_and.reduce(seen))
             most = max(map(wanted.leading, seen))
             keys = wanted.needed(num_blocks)
+        leases: dict[Rank, BlockLease] = {}
+        counts: list[int] = []
         for finder in self._finders:
-            if (lease := finder.share(keys)) is not None:
-                promise.leases[finder.rank] = lease
-        num_leased = min(map(_num_leading, promise.leases.values()), default=0)
-        if num_leased < len(keys):
-            num_blocks = num_leased if wanted.groups.leading else 0
-        if wanted.groups.leading:
-            most = max(map(_num_leading, promise.leases.values()), default=0)
-        all_seen = len(promise.leases) == len(self._finders) and (num_blocks == len(wanted) or self.sees_all)
-        if not all_seen or not num_blocks:
-            self._release(promise.leases)
-            promise.leases = {}
-        promise.found = Found(num_blocks, True)
-        if not num_blocks:
-            promise.until_s = began + NOTHING_S
-        if not all_seen:
+            if (lease := finder.share(keys, max_age_s)) is not None:
+                leases[finder.rank] = lease
+                counts.append(lease.num_blocks)
+        all_see = bool(counts) and len(counts) == len(self._finders)
+        if all_see and min(counts) < num_keys(keys):
+            num_blocks = min(counts) if leading else 0
+        if not all_see or not num_blocks:
+            self._release(leases)
+            leases = {}
+        if not all_see or (num_blocks < len(wanted) and not self.sees_all):
+            self._release(leases)
             return None
-        self._explain(wanted, num_blocks, most)
-        return promise
+        self._found(wanted, num_blocks, max(counts) if leading else most, counted=True)
+        until_s = began + (PROMISE_S if num_blocks else NOTHING_S)
+        return _Promise(wanted, until_s, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
@@ -408,7 +365,7 @@ class StoreLookup:
             needed = promise.wanted.needed(num_blocks)
             self.touch(needed)
             with self._uses_lock:
-                self._uses.read += len(needed)
+                self._uses.read += num_keys(needed)
         if not self._read[load]:
             return None
         return {finder.rank: places for finder, (_, places) in zip(self._finders, self._read[load], strict=True)}
@@ -421,12 +378,12 @@ class StoreLookup:
             return None
         if num_blocks < promise.found.num_blocks and not promise.wanted.groups.leading:
             return None  # fewer blocks need others than are leased
-        num_keys = len(promise.wanted.needed(num_blocks))
+        num_needed = num_keys(promise.wanted.needed(num_blocks))
         found: dict[Rank, LeasedBlocks] = {}
         for finder in self._finders:
             lease = promise.leases.get(finder.rank)
-            places = None if lease is None else finder.places(lease, num_keys)
-            if places is None or len(places.offsets) != 8 * num_keys:
+            places = None if lease is None else finder.places(lease, num_needed)
+            if places is None or places.num_blocks != num_needed:
                 return None
             found[finder.rank] = places
         promise.read = num_blocks, [(finder.memory, found[finder.rank]) for finder in self._finders]
@@ -460,10 +417,11 @@ class StoreLookup:
             promise.bringing.add_done_callback(self._release_brought)
         self._release(promise.leases)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: bytes) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
-        if len(self._touched) < MAX_TOUCHED:
-            self._touched.update(dict.fromkeys(keys))
+        if keys and self._num_touched < MAX_TOUCHED and keys not in self._touched:
+            self._touched[keys] = None
+            self._num_touched += num_keys(keys)
 
     def end_step(self, engine: Counter[str] | None = None) -> None:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
@@ -475,14 +433,17 @@ class StoreLookup:
         for request_id in old:
             self.drop(request_id)
         self._ask_early(now)
+        if self._looks:
+            self._looks = False
+            self._queue.put(self._look)
         if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
-            keys, self._touched, self._touch_s = list(self._touched), {}, now
-            self._queue.put(lambda: self._touch_and_count(keys))
+            touched, self._touched, self._num_touched, self._touch_s = self._touched, {}, 0, now
+            self._queue.put(lambda: self._touch_and_count(b"".join(touched)))
 
     def close(self, timeout_s: float) -> None:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
         self._closing.set()
-        self._queue.put(lambda: self._touch_and_count(()))
+        self._queue.put(lambda: self._touch_and_count(b""))
         self._queue.put(None)
         self._thread.join(timeout_s)
         for threads in (self._bringing, self._asking, self._aside):
@@ -494,19 +455,19 @@ class StoreLookup:
         """Ask for the requests that have come, and those whose answers get old, unless such a question is under way."""
         if not self._asks or (self._expecting is not None and not self._expecting.done()):
             return
-        chosen, num_keys = [], 0
+        chosen, num_asked = [], 0
         for expected in self._expected.values():
             if expected.found is None or now >= expected.asked_s + RENEWED_S:
                 chosen.append(expected)
-                num_keys += len(expected.keys)
-                if num_keys >= MAX_KEYS:
+                num_asked += num_keys(expected.keys)
+                if num_asked >= MAX_KEYS:
                     break
         if chosen:
             self._expecting = self._aside.submit(self._answer_early, chosen)
 
     def _answer_early(self, chosen: Sequence[_Expected]) -> None:
         """On a thread of its own. An error leaves the answers as they are: `find` asks."""
-        keys = [key for expected in chosen for key in expected.keys]
+        keys = b"".join(expected.keys for expected in chosen)
         asked_s = self._clock()
         try:
             flags = [finder.flags(keys, self._timeout_s) for finder in self._finders]
@@ -516,27 +477,24 @@ class StoreLookup:
             return
         stop = 0
         for expected in chosen:
-            start, stop = stop, stop + len(expected.keys)
+            start, stop = stop, stop + num_keys(expected.keys)
             expected.asked_s, expected.found, expected.some = asked_s, found[start:stop], some[start:stop]
 
-    def _count(self, wanted: Wanted, num_blocks: int) -> None:
-        """The daemon counts how many of the blocks that are looked up it has. It has not been asked for these."""
+    def _found(self, wanted: Wanted, num_blocks: int, most: int, *, counted: bool) -> None:
+        """Let the daemon count why a look-up has found no more than `num_blocks`, and with `counted` also how many
+        blocks were looked up, for which it was not asked. `most`: how many leading blocks any worker has, of a group
+        that needs all."""
         with self._uses_lock:
-            self._uses.hits += num_blocks * len(wanted.groups)
-            self._uses.misses += (len(wanted) - num_blocks) * len(wanted.groups)
+            uses, num_missing = self._uses, len(wanted) - num_blocks
+            if counted:
+                uses.hits += num_blocks * len(wanted.groups)
+                uses.misses += num_missing * len(wanted.groups)
+            if num_missing and most > num_blocks:
+                uses.not_whole += 1
+            elif num_missing and len(uses.missing) < MAX_MISSING:
+                uses.missing.append(wanted.key(num_blocks))
 
-    def _explain(self, wanted: Wanted, num_blocks: int, most: int) -> None:
-        """Let the daemon count why a look-up has found no more than `num_blocks`. `most`: how many leading blocks any
-        worker has, of a group that needs all."""
-        if num_blocks == len(wanted):
-            return
-        with self._uses_lock:
-            if most > num_blocks:
-                self._uses.not_whole += 1
-            elif len(self._uses.missing) < MAX_MISSING:
-                self._uses.missing.append(wanted.key(num_blocks))
-
-    def _touch_and_count(self, keys: Sequence[bytes]) -> None:
+    def _touch_and_count(self, keys: bytes) -> None:
         """On the thread: tell the daemon what was used. It counts for all ranks alike, but reasons of misses once."""
         uses = self._take_uses()
         for finder in self._finders if keys or uses is not None else ():
@@ -577,10 +535,10 @@ class StoreLookup:
         def left_s() -> float:
             return max(self._step_s - (self._clock() - began), _NO_WAIT_S)
 
-        def lease(keys: Sequence[bytes]) -> int:
+        def lease(keys: bytes) -> int:
             """Return how many keys all have leased before the first that is missing."""
 
-            def of(finder: BlockFinder) -> None:
+            def of(finder: StoreFinder) -> None:
                 promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
 
             self._of_each(of)
@@ -596,26 +554,26 @@ class StoreLookup:
             """Return the number of leased blocks of a prefix that is its first blocks."""
             keys = wanted.keys
             num_leased = lease(keys) if likely else 0
-            if num_leased == len(keys):
-                self._count(wanted, num_leased)
+            if num_leased == len(wanted):
+                self._found(wanted, num_leased, num_leased, counted=True)
                 return num_leased
             found = self._of_each(lambda finder: finder.find(keys, left_s()))
             num_blocks = min(each.num_leading for each in found)
-            self._explain(wanted, num_blocks, max(each.num_leading for each in found))
+            self._found(wanted, num_blocks, max(each.num_leading for each in found), counted=False)
             num_in_memory = min(each.num_in_memory for each in found)
             if num_in_memory < num_blocks:
                 return bring_up(num_blocks, num_in_memory)
             if num_blocks and not likely:
-                num_leased = lease(keys[:num_blocks])
+                num_leased = lease(some_keys(keys, slice(0, num_blocks)))
             return min(num_blocks, num_leased)
 
         def longest() -> int:
             """Return the number of leased blocks of a prefix of which several groups need different blocks."""
             flags = self._of_each(lambda finder: finder.present(wanted.keys, len(wanted), left_s()))
             num_blocks = wanted.longest(np.logical_and.reduce(flags))
-            self._explain(wanted, num_blocks, max(map(wanted.leading, flags)))
+            self._found(wanted, num_blocks, max(map(wanted.leading, flags)), counted=False)
             keys = wanted.needed(num_blocks)
-            return bring_up(num_blocks, 0) if keys and lease(keys) < len(keys) else num_blocks
+            return bring_up(num_blocks, 0) if keys and lease(keys) < num_keys(keys) else num_blocks
 
         num_blocks = 0
         try:
@@ -633,7 +591,7 @@ class StoreLookup:
             promise.leases = {}
         return promise
 
-    def _of_each(self, ask: Callable[[BlockFinder], T]) -> list[T]:
+    def _of_each(self, ask: Callable[[StoreFinder], T]) -> list[T]:
         """Ask all finders at the same time. Returns their answers when all have come, or raises one of their errors."""
         asked = [self._asking.submit(ask, finder) for finder in self._finders[1:]]
         try:
@@ -648,9 +606,9 @@ class StoreLookup:
         try:
             for finder in self._finders:
                 if num_blocks:
-                    keys, wait_s = wanted.needed(num_blocks), finder.compute_s(max(num_blocks - num_in_memory, 0))
+                    keys, wait_s = wanted.needed(num_blocks), finder.compute.wait_s(max(num_blocks - num_in_memory, 0))
                     lease = leases[finder.rank] = finder.lease(keys, self._timeout_s, wait_s=wait_s)
-                    if (num_leased := _num_leading(lease)) < len(keys):
+                    if (num_leased := _num_leading(lease)) < num_keys(keys):
                         num_blocks = num_leased if wanted.groups.leading else 0
         except Exception as error:
             self._failed("blocks could not be brought into the daemon's memory", error)
@@ -718,10 +676,13 @@ class StoreLookup:
                 for lease in leases.values():
                     if isinstance(lease, SharedLease):
                         lease.renew()
-            for finder in self._finders:
-                finder.look()
+            self._look()
             if self._asks:
-                self._touch_and_count(())
+                self._touch_and_count(b"")
+
+    def _look(self) -> None:
+        for finder in self._finders:
+            finder.look()
 
     @staticmethod
     def _failed(what: str, error: Exception) -> None:

@@ -11,8 +11,6 @@ The workers tell when they have ended. Held blocks come back in any case:
     held ── all workers report the end, also of a failure ──▶ free
       └──── vLLM forgets its prefix cache, or a worker does not report for HOLD_S ──▶ free; the next step tells the
             workers first, which give up what they have not begun and wait for copies in progress
-
-Only a part of the pool is held. Other blocks wait, and are held later if vLLM still has them in its prefix cache.
 """
 
 from __future__ import annotations
@@ -23,14 +21,20 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.client.store.values import KEY_BYTES, chosen_keys, num_keys, some_keys
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
-from kvservice.integrations.vllm.identity import AdapterIdentities
+from kvservice.integrations.vllm.holding import FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
 from kvservice.integrations.vllm.lookup import StoreLookup
+from kvservice.integrations.vllm.settings import AdapterIdentities
 from kvservice.integrations.vllm.steps import (
+    BlockIds,
     BlockLoad,
     BlockSave,
     ConnectorStep,
@@ -45,17 +49,14 @@ logger = logging.getLogger(__name__)
 
 # The least number of decoded blocks of a request that are saved together, unless it ends.
 DECODED_BLOCKS = 8
-# How many times as many blocks may be held while requests use them, too.
-SHARED = 5
-# How long blocks are held for workers that do not report, and how long vLLM waits for them instead of preempting.
-HOLD_S, DELAY_S = 30.0, 1.0
+# How long blocks are held for workers that do not report.
+HOLD_S = 30.0
 
 
 # The daemon shows these of TransferCounters to operators.
 _COUNTED = ("blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
 
-NameOf = Callable[[Any, int], Any]
-"""Returns how vLLM calls a block of a group in its prefix cache, from its hash."""
+NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 BlockTable = list[list[int]]
 """For each group, the blocks of a request from its first token on. vLLM takes those back of which a window does not
 need any more: only the groups with full attention have all."""
@@ -89,7 +90,7 @@ class _Tracked:
     block_ids: BlockTable = field(default_factory=list)
     num_offered: int = 0
     loaded: range = range(0)
-    targets: frozenset[int] = frozenset()
+    targets: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     waits: bool = False
 
 
@@ -97,108 +98,15 @@ class _Tracked:
 class _StepLoading:
     """A load of a step that not all workers have ended."""
 
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     num_ended: int = 0
 
 
-class _FullBlock(NamedTuple):
-    """A full block that may be saved: its key, and the hash for which vLLM has it in a group."""
-
-    key: bytes
-    block_id: int
-    block_hash: bytes
-    group: int
-
-
-class _OfferedBlocks(NamedTuple):
-    """Full blocks of a request, in lists of their parts: a step may offer hundreds."""
-
-    keys: Sequence[bytes]
-    block_ids: Sequence[int]
-    hashes: Sequence[bytes]
-    groups: Sequence[int]
-
-    def blocks(self) -> Iterator[_FullBlock]:
-        return map(_FullBlock._make, zip(*self, strict=True))
-
-
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """The answer to vLLM about a request of which it has `num_local` blocks itself."""
 
     num_local: int
     in_step: bool = False
-
-
-class HeldBlocks:
-    """References to blocks of vLLM's pool, by the number of the save that reads them."""
-
-    def __init__(self, pool: Any, name_of: NameOf, most: float, clock: Callable[[], float]) -> None:
-        """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
-        held together with requests. `pool` is vLLM's BlockPool, in which `name_of` are the hashes of cached blocks."""
-        self._pool, self._name_of, self._clock = pool, name_of, clock
-        self.most = int(pool.num_gpu_blocks * most)
-        self._most_shared = int(pool.num_gpu_blocks * min(SHARED * most, 1.0))
-        self._saves: dict[int, tuple[tuple[int, ...], float]] = {}
-        self._held: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._saves)
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._held
-
-    def has_none(self, block_ids: Iterable[int]) -> bool:
-        return self._held.isdisjoint(block_ids)
-
-    def is_cached(self, block_id: int, block_hash: bytes, group: int) -> bool:
-        """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
-        return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
-
-    @property
-    def num_spare(self) -> int:
-        """How many blocks that nobody uses may be held: as many stay free as may be held for saves alone, or half."""
-        num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
-        return max(num_free - min(self.most, num_blocks // 2), 0)
-
-    def is_used(self, block_id: int) -> bool:
-        """Whether a block is used, by a request or by a save."""
-        return bool(self._pool.blocks[block_id].ref_cnt)
-
-    @property
-    def room(self) -> int:
-        """How many more blocks may be held."""
-        shared = max(self._most_shared - len(self._held), 0)
-        if len(self._held) < self.most:
-            return shared
-        alone = sum(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._held)
-        return shared if alone < self.most else 0
-
-    def hold(self, number: int, block_ids: Sequence[int]) -> None:
-        """Hold blocks that are not held yet."""
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-        self._saves[number] = (tuple(block_ids), self._clock())
-        self._held.update(block_ids)
-
-    def free(self, number: int) -> None:
-        """Give the blocks of a save back, if they have not been given back before."""
-        block_ids, _ = self._saves.pop(number, ((), 0.0))
-        self._held.difference_update(block_ids)
-        # As vLLM does it: the last block of a prefix is the first to be evicted.
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
-
-    def numbers(self, older_than_s: float = 0.0) -> list[int]:
-        now = self._clock()
-        return [number for number, (_, began) in self._saves.items() if now - began >= older_than_s]
-
-    @property
-    def delays_others(self) -> bool:
-        """Whether a block would be free now if it were not held, and will be soon."""
-        now = self._clock()
-        return any(
-            now - began < DELAY_S and any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in block_ids)
-            for block_ids, began in self._saves.values()
-        )
 
 
 class ConnectorScheduler:
@@ -209,18 +117,16 @@ class ConnectorScheduler:
         self._options, self._groups, self._clock = options, options.groups, clock
         self._block_size = options.groups.block_size
         self._lookup: StoreLookup | None = None
-        self._held: HeldBlocks | None = None
+        self._pool: PoolBlocks | None = None
         self._blocks_of: dict[Rank, Rank] = {}
         self._block_bytes = 0
         self._memories: dict[Rank, MemoryId | None] = {}
         self._requests: dict[str, _Tracked] = {}
         # Requests that have blocks to offer, or will have.
         self._unsaved: set[str] = set()
-        # Blocks for whose save there was no room, the oldest first.
-        self._waiting: dict[int, _FullBlock] = {}
         # Blocks of requests that ended while blocks were being filled that they had computed with: with the numbers of
         # these loads.
-        self._unsure: list[tuple[set[int], list[_FullBlock]]] = []
+        self._unsure: list[tuple[set[int], FullBlocks]] = []
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
@@ -232,10 +138,10 @@ class ConnectorScheduler:
         self._num_skipped = 0
         self._abandoned: set[int] = set()
         self._number = 0
-        # The loads of steps that the workers have not ended, by their number; the blocks that they fill, with the
-        # number of the load.
+        # The loads of steps that the workers have not ended, by their number. For each block of the pool the number of
+        # the load that fills it, or 0.
         self._loading: dict[int, _StepLoading] = {}
-        self._filling: dict[int, int] = {}
+        self._filling = np.zeros(0, np.int64)
         self._figures: Counter[str] = Counter()
         self._num_ended: dict[int, int] = {}
 
@@ -245,8 +151,9 @@ class ConnectorScheduler:
         self._lookup, self._blocks_of, self._block_bytes = lookup, dict(blocks_of), block_bytes
 
     def bind(self, pool: Any, name_of: NameOf) -> None:
-        """Hold blocks of this pool, see HeldBlocks. Without one, nothing is saved."""
-        self._held = HeldBlocks(pool, name_of, self._options.max_held, self._clock)
+        """Hold blocks of this pool, see PoolBlocks. Without one, nothing is saved."""
+        self._pool = PoolBlocks(pool, name_of, self._options.max_held, self._clock)
+        self._filling = np.zeros(int(pool.num_gpu_blocks), np.int64)
 
     # ---- loads
 
@@ -261,7 +168,8 @@ class ConnectorScheduler:
             and group is not None  # otherwise no block is always needed
         ):
             every = self._keys(request, 0, request.num_tokens // self._block_size)
-            self._lookup.expect(request.request_id, every[group :: len(self._groups)])
+            places = np.arange(group, num_keys(every), len(self._groups))
+            self._lookup.expect(request.request_id, chosen_keys(every, places))
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
@@ -278,9 +186,10 @@ class ConnectorScheduler:
         keys = self._keys(request, first, stop)
         if not keys:
             return 0, False
-        fits = self._step_bytes + len(keys) * self._block_bytes <= self._options.max_step_bytes
+        fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
         wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        found = self._lookup.find(request.request_id, wanted, reads=fits)
+        hurries = self._others_compute(request.request_id)
+        found = self._lookup.find(request.request_id, wanted, reads=fits, hurries=hurries)
         if found is None:
             return None, False
         in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
@@ -315,28 +224,27 @@ class ConnectorScheduler:
         if not num_blocks:
             return
         stop, num_tokens = first + num_blocks, first * self._block_size + num_external_tokens
-        if self._groups.leading:
-            targets = tuple(block_ids[0][first:stop])
-        else:
+        targets = np.array([ids[first:stop] for ids in block_ids], np.int64).T.ravel()
+        if not self._groups.leading:
             needed = self._groups.needed(first, num_tokens)
-            targets = tuple(block_ids[group][block] for block, group in needed)
             # vLLM takes all blocks that it has allocated for computed. Its null block, 0, stands for the others.
-            taken = {
-                (block, group) for group, ids in enumerate(block_ids) for block in range(first, stop) if ids[block]
-            }
-            assert taken == set(needed), "vLLM wants other blocks loaded than a request needs"
-        keys = self._needed_keys(request, first, num_tokens)
-        assert len(keys) == len(targets), "a load needs a block for each key"
-        tracked.loaded, tracked.targets = range(first, stop), frozenset(targets)
+            is_right = np.array_equal(np.flatnonzero(targets), needed)
+            assert is_right, "vLLM wants other blocks loaded than a request needs"
+            targets = targets[needed]
+        tracked.loaded, tracked.targets = range(first, stop), targets
         if not answer.in_step:
             tracked.waits = True
-            self._loads.append(BlockLoad(request_id, tuple(keys), targets, leased))
+            keys = self._needed_keys(request, first, num_tokens)
+            assert num_keys(keys) == len(targets), "a load needs a block for each key"
+            self._loads.append(BlockLoad(request_id, keys, targets, leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
+        assert all(each.num_blocks == len(targets) for each in leased.values()), "a load needs a place for each block"
         self._step_bytes += len(targets) * self._block_bytes
         self._step_loads.append(StepLoad(self._number, targets, leased))
         self._loading[self._number] = _StepLoading(targets)
-        self._filling.update(dict.fromkeys(targets, self._number))
+        if self._pool is not None:
+            self._filling[targets] = self._number
 
     def received(
         self,
@@ -351,7 +259,7 @@ class ConnectorScheduler:
         self._memories.update(report.memories)
         if wrong:
             for tracked in self._requests.values():
-                if not wrong.isdisjoint(tracked.targets):
+                if not wrong.isdisjoint(tracked.targets.tolist()):
                     tracked.loaded = range(0)  # vLLM computes them again
         for request_id in failed:
             if (request := self._requests.get(request_id)) is not None:
@@ -373,13 +281,14 @@ class ConnectorScheduler:
             if self._num_ended[number] >= len(self._blocks_of):
                 del self._num_ended[number]
                 self._abandoned.discard(number)
-                if self._held is not None:
-                    self._held.free(number)
-        for numbers, blocks in list(self._unsure):
-            if numbers.isdisjoint(self._loading):
-                self._unsure.remove((numbers, blocks))
-                if self._held is not None and self._held.most and not wrong:
-                    self._waiting.update((block.block_id, block) for block in blocks)
+                if self._pool is not None:
+                    self._pool.free(number)
+        known = [blocks for numbers, blocks in self._unsure if numbers.isdisjoint(self._loading)]
+        if known:
+            self._unsure = [each for each in self._unsure if not each[0].isdisjoint(self._loading)]
+            for blocks in known:
+                if self._pool is not None and self._pool.most and not wrong:
+                    self._pool.wait(blocks)
                 else:
                     self._num_skipped += len(blocks)
 
@@ -401,10 +310,9 @@ class ConnectorScheduler:
         return any(not other.waits for name, other in self._requests.items() if name != request_id)
 
     def _end_step_load(self, number: int) -> None:
-        loading = self._loading.pop(number)
-        for block_id in loading.block_ids:
-            if self._filling.get(block_id) == number:
-                del self._filling[block_id]
+        block_ids = self._loading.pop(number).block_ids
+        if self._pool is not None:
+            self._filling[block_ids[self._filling[block_ids] == number]] = 0
         self._release(number)
 
     def _release(self, load: str | int) -> None:
@@ -424,8 +332,8 @@ class ConnectorScheduler:
             if not self._options.save_decode and self._num_prompt_blocks(tracked) <= tracked.num_offered:
                 self._unsaved.discard(request_id)
         self._hold(offers)
-        if self._held is not None:
-            for number in self._held.numbers(HOLD_S):
+        if self._pool is not None:
+            for number in self._pool.numbers(HOLD_S):
                 logger.warning("workers have not reported a save for %.0f s: its blocks are given back", HOLD_S)
                 self._give_up(number)
         step = ConnectorStep(
@@ -462,7 +370,8 @@ class ConnectorScheduler:
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
                 offer = self._offer(tracked, num_tokens, is_last=True)
-                self._hold(() if offer is None else (offer,))
+                if offer is not None:
+                    self._hold((offer,))
             self._lookup.touch(self._needed_keys(request, 0, tracked.num_offered * self._block_size))
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
@@ -482,26 +391,26 @@ class ConnectorScheduler:
 
     def free_held(self) -> None:
         """Give all held blocks back at once: vLLM is about to forget its prefix cache, which needs all blocks."""
-        self._waiting.clear()
         self._unsure.clear()
-        if self._held is not None:
-            for number in self._held.numbers():
+        if self._pool is not None:
+            self._pool.forget_waiting()
+            for number in self._pool.numbers():
                 self._give_up(number)
         self._saves = []
 
     @property
     def holds(self) -> bool:
         """Whether workers have something to save, or to report."""
-        return bool(self._held or self._waiting)
+        return self._pool is not None and (self._pool.holds or self._pool.waits)
 
     @property
     def delays_others(self) -> bool:
         """Whether blocks will be free as soon as they are saved."""
-        return self._held is not None and self._held.delays_others
+        return self._pool is not None and self._pool.delays_others
 
     def _give_up(self, number: int) -> None:
-        assert self._held is not None
-        self._held.free(number)
+        assert self._pool is not None
+        self._pool.free(number)
         self._abandoned.add(number)
 
     def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
@@ -512,10 +421,9 @@ class ConnectorScheduler:
                 self._replace(new.req_id, new.block_ids)
                 yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
+        self._taken(ids for block_ids in cached.new_block_ids if block_ids for ids in block_ids)
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in rows:
-            if block_ids:
-                self._taken(block_ids)
             if request_id not in self._unsaved:
                 continue
             if request_id in cached.resumed_req_ids:
@@ -531,26 +439,19 @@ class ConnectorScheduler:
 
     def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
         """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
-        if self._unsure:
-            taken = {block_id for ids in block_ids for block_id in ids}
-            self._unsure = [
-                (numbers, [block for block in blocks if block.block_id not in taken])
-                for numbers, blocks in self._unsure
-            ]
-        for block_id in itertools.chain.from_iterable(block_ids) if self._waiting else ():
-            offer = self._waiting.pop(block_id, None)
-            if offer is not None and not self._is_there(offer):
-                self._num_skipped += 1
-
-    def _is_there(self, offer: _FullBlock) -> bool:
-        return self._held is not None and self._held.is_cached(offer.block_id, offer.block_hash, offer.group)
+        if not self._unsure and (self._pool is None or not self._pool.waits):
+            return
+        taken = np.fromiter(itertools.chain.from_iterable(block_ids), np.int64)
+        self._unsure = [(numbers, blocks[~np.isin(blocks["block_id"], taken)]) for numbers, blocks in self._unsure]
+        if self._pool is not None:
+            self._num_skipped += self._pool.taken(taken)
 
     # ---- saves
 
     def _num_prompt_blocks(self, tracked: _Tracked) -> int:
         return int(tracked.request.num_prompt_tokens) // self._block_size
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> _OfferedBlocks | None:
+    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> Offer | None:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
         vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
         blocks are being filled that it computes with: its own would be wrong if these were. If it ends, it is known
@@ -562,110 +463,86 @@ class ConnectorScheduler:
             stop = num_full
         if stop <= tracked.num_offered:
             return None
-        tables = tracked.block_ids if self._filling else ()
-        filling = {self._filling[block] for ids in tables for block in ids[:num_full] if block in self._filling}
-        if filling and not is_last:
-            return None
+        filling: set[int] = set()
+        if self._loading and self._pool is not None:
+            numbers = np.concatenate([self._filling[ids[:num_full]] for ids in tracked.block_ids])
+            if numbers.any():
+                if not is_last:
+                    return None
+                filling = set(numbers[numbers > 0].tolist())
         first = tracked.num_offered
         keys = self._keys(tracked.request, first, stop)
-        tracked.num_offered += len(keys) // len(self._groups)
-        offer = self._full_blocks(tracked, first, keys)
-        if not filling:
-            return offer
-        self._unsure.append((filling, list(offer.blocks())))
+        tracked.num_offered += num_keys(keys) // len(self._groups)
+        offer = self._offered(tracked, first, keys)
+        if not filling or not offer.block_ids:
+            return offer if offer.block_ids else None
+        self._unsure.append((filling, full_blocks([offer])))
         return None
 
-    def _full_blocks(self, tracked: _Tracked, first: int, keys: Sequence[bytes]) -> _OfferedBlocks:
+    def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
-        hashes = tracked.request.block_hashes
-        if self._groups.leading and not tracked.loaded:
-            stop = first + len(keys)
-            return _OfferedBlocks(keys, tracked.block_ids[0][first:stop], hashes[first:stop], [0] * len(keys))
-        every = ((block, group) for block in itertools.count(first) for group in range(len(self._groups)))
-        found = [
-            _FullBlock(key, block_id, hashes[block], group)
-            for key, (block, group) in zip(keys, every, strict=False)
-            if block not in tracked.loaded and (block_id := self._block_of(tracked, block, group)) is not None
+        width = len(self._groups)
+        num_blocks = num_keys(keys) // width
+        hashes = tracked.request.block_hashes[first : first + num_blocks]
+        # Those from `start` to `stop` have.
+        start, stop = (min(max(block - first, 0), num_blocks) for block in (tracked.loaded.start, tracked.loaded.stop))
+        if self._groups.leading:
+            ids = tracked.block_ids[0][first : first + num_blocks]
+            kept_keys = some_keys(keys, slice(0, start)) + some_keys(keys, slice(stop, num_blocks))
+            kept_ids = ids[:start] + ids[stop:]
+            return Offer(kept_keys, b"".join(hashes[:start] + hashes[stop:]), kept_ids, bytes(len(kept_ids)))
+        block_ids = np.array([ids[first : first + num_blocks] for ids in tracked.block_ids], np.int64).T.ravel()
+        blocks = np.arange(len(block_ids)) // width
+        places = np.flatnonzero((blocks < start) | (blocks >= stop))
+        # vLLM may have taken a window's blocks back, and given them to others.
+        is_full = [group.is_full for group in self._groups.groups]
+        has = [
+            is_full[place % width]
+            or (self._pool is not None and self._pool.is_cached(block_id, hashes[place // width], place % width))
+            for place, block_id in zip(places.tolist(), block_ids[places].tolist(), strict=True)
         ]
-        return _OfferedBlocks(*zip(*found, strict=True)) if found else _OfferedBlocks((), (), (), ())
+        places = places[np.array(has, np.bool_)]
+        kept = chosen_keys(b"".join(hashes), places // width)
+        groups = (places % width).astype(np.uint8).tobytes()
+        return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups)
 
-    def _block_of(self, tracked: _Tracked, block: int, group: int) -> int | None:
-        """Return where a block of a request is. vLLM may have taken a window's back, and given it to others."""
-        block_id = tracked.block_ids[group][block]
-        if self._groups.groups[group].is_full:
-            return block_id
-        block_hash = tracked.request.block_hashes[block]
-        return block_id if self._held is not None and self._held.is_cached(block_id, block_hash, group) else None
-
-    def _hold(self, offers: Sequence[_OfferedBlocks]) -> None:
+    def _hold(self, offers: Sequence[Offer]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
         first those that wait for it, then these. The others wait."""
-        held = self._held
-        if held is None or not held.most:
-            self._num_skipped += sum(len(offer.keys) for offer in offers)
-            return
-        if not offers and not self._waiting:
-            return
-        room = held.room
-        keys = [key for offer in offers for key in offer.keys]
-        block_ids = [block_id for offer in offers for block_id in offer.block_ids]
-        if self._waiting or len(keys) > room or len(set(keys)) < len(keys) or not held.has_none(block_ids):
-            chosen = self._chosen(offers, room)
-            keys, block_ids = list(chosen), list(chosen.values())
-        if keys:
-            self._number += 1
-            held.hold(self._number, block_ids)
-            self._saves.append(BlockSave(self._number, tuple(keys), tuple(block_ids)))
+        pool = self._pool
+        if pool is None or not pool.most:
+            self._num_skipped += sum(len(offer.block_ids) for offer in offers)
+        elif offers or pool.waits:
+            keys, block_ids, num_gone = pool.choose(offers)
+            self._num_skipped += num_gone
+            if len(block_ids):
+                self._number += 1
+                pool.hold(self._number, block_ids)
+                self._saves.append(BlockSave(self._number, keys, block_ids))
 
-    def _chosen(self, offers: Sequence[_OfferedBlocks], room: int) -> dict[bytes, int]:
-        """Return keys and blocks for which there is room, each once, without those that are held. The others wait."""
-        held = self._held
-        assert held is not None
-        chosen = self._waited(room)
-        blocks = (block for offer in offers for block in offer.blocks())
-        rest = {block.key: block for block in blocks if block.block_id not in held and block.key not in chosen}
-        num_fitting = max(room - len(chosen), 0)
-        chosen |= {block.key: block.block_id for block in itertools.islice(rest.values(), num_fitting)}
-        for block in itertools.islice(rest.values(), num_fitting, None):
-            self._waiting[block.block_id] = block
-        return chosen
-
-    def _waited(self, room: int) -> dict[bytes, int]:
-        """Return keys and blocks that no longer wait, at most `room`."""
-        held, chosen = self._held, dict[bytes, int]()
-        assert held is not None
-        num_spare = held.num_spare
-        for offer in list(itertools.islice(self._waiting.values(), room)):
-            is_spare = not held.is_used(offer.block_id)
-            if is_spare and not num_spare:
-                continue
-            del self._waiting[offer.block_id]
-            if offer.block_id in held or offer.key in chosen:
-                continue
-            if not self._is_there(offer):
-                self._num_skipped += 1
-                continue
-            num_spare -= is_spare
-            chosen[offer.key] = offer.block_id
-        return chosen
-
-    def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
+    def _keys(self, request: Any, first: int, stop: int) -> bytes:
         """Return the keys of the blocks from `first` to `stop` whose tokens are known, of all groups of a block one
         after the other. There are none if the request's adapter is unknown."""
         identity = self._adapters.of(request)
         if identity is None:
-            return []
-        hashes, more = request.block_hashes[first:stop], self._epoch + identity
-        if len(self._groups) > 1:
-            groups = [more + group.to_bytes(4, "little") for group in range(len(self._groups))]
-            return [hashlib.sha256(each + group).digest() for each in hashes for group in groups]
-        return [hashlib.sha256(each + more).digest() for each in hashes] if more else list(hashes)
+            return b""
+        hashes, more, width = b"".join(request.block_hashes[first:stop]), self._epoch + identity, len(self._groups)
+        if width == 1 and not more:
+            return hashes
+        # Hashes that are combined with different numbers are as different as other hashes.
+        parts = [group.to_bytes(4, "little") for group in range(width)] if width > 1 else [b""]
+        masks = b"".join([hashlib.sha256(more + part).digest() for part in parts])
+        mixed = _words(hashes).reshape(-1, 1, KEY_BYTES // 8) ^ _words(masks).reshape(width, -1)
+        return mixed.tobytes()
 
-    def _needed_keys(self, request: Any, first: int, num_tokens: int) -> list[bytes]:
+    def _needed_keys(self, request: Any, first: int, num_tokens: int) -> bytes:
         """Return the keys of what is needed to continue after `num_tokens` tokens, without blocks before `first`."""
         keys = self._keys(request, first, -(-num_tokens // self._block_size))
         if self._groups.leading:
             return keys
-        width = len(self._groups)
-        places = ((block - first) * width + group for block, group in self._groups.needed(first, num_tokens))
-        return [keys[place] for place in places if place < len(keys)]
+        places = self._groups.needed(first, num_tokens)
+        return chosen_keys(keys, places[places < num_keys(keys)])
+
+
+def _words(keys: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(keys, np.uint64)

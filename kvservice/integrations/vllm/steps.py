@@ -6,12 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvservice.errors import InternalError
 
 Rank = tuple[int, int]
 """The pipeline-parallel rank of a worker, and the tensor-parallel one."""
 MemoryId = tuple[int, int]
 """Names a memory of a store: see `MappedStore.identity`."""
+BlockIds = npt.NDArray[np.int64]
+"""The numbers of blocks in vLLM's pool, `[num_blocks]`."""
 
 
 @dataclass(frozen=True)
@@ -32,35 +37,35 @@ class LeasedBlocks:
         return LeasedBlocks(self.memory, self.offsets[numbers], self.versions[numbers])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockLoad:
-    """The blocks of a request that are loaded before it continues. `keys[i]` belongs to `block_ids[i]`. `leased` has
-    them for each rank, if they are in memory that all ranks map."""
+    """The blocks of a request that are loaded before it continues. `keys` are those of `block_ids`, one after the
+    other. `leased` has them for each rank, if they are in memory that all ranks map."""
 
     request_id: str
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    keys: bytes
+    block_ids: BlockIds
     leased: Mapping[Rank, LeasedBlocks] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepLoad:
     """Blocks that a step loads before it computes with them. `leased` has them for each rank, in the order of
     `block_ids`. The scheduler's side gets the `number` back when the load has ended."""
 
     number: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     leased: Mapping[Rank, LeasedBlocks]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockSave:
-    """Blocks that are full after a step. `keys[i]` belongs to `block_ids[i]`. The scheduler's side gets the `number`
-    back when nothing reads the blocks any more."""
+    """Blocks that are full after a step. `keys` are those of `block_ids`, one after the other. The scheduler's side
+    gets the `number` back when nothing reads the blocks any more."""
 
     number: int
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    keys: bytes
+    block_ids: BlockIds
 
 
 @dataclass(frozen=True)

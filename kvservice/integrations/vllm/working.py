@@ -25,9 +25,12 @@ import numpy as np
 
 from kvservice.client import PutStatus
 from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.values import some_keys
 from kvservice.integrations.vllm.copies import BlockCopier, Flags, Statuses, StepRead
 from kvservice.integrations.vllm.steps import (
+    BlockIds,
     BlockLoad,
+    BlockSave,
     ConnectorStep,
     LeasedBlocks,
     MemoryId,
@@ -68,9 +71,7 @@ class _Save:
     """The saves of one or more steps. `mark` is after the computations of the last. `num_parts` calls have not ended.
     If one of the saves is given up, all are."""
 
-    numbers: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
     mark: Any = None
     began: float = 0.0
     num_parts: int = 0
@@ -168,7 +169,7 @@ class ConnectorWorker:
             )
             try:
                 if (kept := self._memories.get(identity)) is not None:
-                    reading = self._copier.read(kept[0], leased, [b for load in loads for b in load.block_ids])
+                    reading = self._copier.read(kept[0], leased, _blocks_of(loads))
             except Exception:
                 logger.exception("blocks could not be loaded")
             self._in_step.append((loads, began, reading))
@@ -194,9 +195,7 @@ class ConnectorWorker:
                 self._may_save.notify()
             job.mark = mark
             for save in step.saves:
-                job.numbers.append(save.number)
-                job.keys += save.keys
-                job.block_ids += save.block_ids
+                job.saves.append(save)
                 self._saving[save.number] = job
 
     def end_step(self, *, computes: bool) -> EndedLoads:
@@ -267,12 +266,12 @@ class ConnectorWorker:
     # ---- loads
 
     def _end_step_loads(self, loads: Sequence[StepLoad], began: float, reading: StepRead | None) -> None:
-        block_ids = [block_id for load in loads for block_id in load.block_ids]
-        wrong = set(block_ids)
+        block_ids = _blocks_of(loads)
+        wrong = set(block_ids.tolist())
         try:
             if reading is not None:
                 right = reading.wait() if self._recomputes else reading.right
-                wrong = set() if right is None else {block_ids[i] for i in np.flatnonzero(~right)}
+                wrong = set() if right is None else set(block_ids[~right].tolist())
         except Exception:
             logger.exception("blocks could not be loaded")
         with self._lock:
@@ -299,22 +298,23 @@ class ConnectorWorker:
         leased = None if load.leased is None or self._copier.verifies else load.leased[self._blocks_of]
         with self._lock:
             kept = None if leased is None else self._memories.get(leased.memory)
-        parts = self._parts(load.keys)
+        parts = self._parts(len(load.block_ids))
         work.num_parts = len(parts)
         for part in parts:
             if leased is None or kept is None:
-                started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], work.mark)
+                some = some_keys(load.keys, part)
+                started = _started(self._copier.get, self._store, some, load.block_ids[part], work.mark)
             else:
                 started = _started(self._copier.fetch, kept[0], leased[part], load.block_ids[part], work.mark)
             started.add_done_callback(partial(self._part_loaded, work, load.block_ids[part]))
 
-    def _part_loaded(self, work: _Load, block_ids: tuple[int, ...], part: Future[Flags]) -> None:
+    def _part_loaded(self, work: _Load, block_ids: BlockIds, part: Future[Flags]) -> None:
         try:
-            wrong = {block_ids[i] for i in np.flatnonzero(~part.result())}
+            wrong = set(block_ids[~part.result()].tolist())
         except Exception:
             # Whatever the error is, the request must go on.
             logger.exception("blocks could not be loaded, vLLM computes them")
-            wrong = set(block_ids)
+            wrong = set(block_ids.tolist())
         with self._lock:
             work.failed |= wrong
             work.num_parts -= 1
@@ -323,7 +323,7 @@ class ConnectorWorker:
                 if work.failed:
                     self._failed_requests.add(work.load.request_id)
                 self._finished.add(work.load.request_id)
-                self._count_load(len(work.load.keys), len(work.failed), work.began)
+                self._count_load(len(work.load.block_ids), len(work.failed), work.began)
                 self._lock.notify_all()
 
     def _count_load(self, num_blocks: int, num_failed: int, began: float) -> None:
@@ -345,15 +345,17 @@ class ConnectorWorker:
         began = -SAVE_INTERVAL_S
         while (job := self._take_save(began + SAVE_INTERVAL_S)) is not None:
             began = time.monotonic()
-            parts = self._parts(job.keys)
+            keys, block_ids = b"".join(save.keys for save in job.saves), _blocks_of(job.saves)
+            parts = self._parts(len(block_ids))
             job.num_parts = len(parts)
             for part in parts:
                 if job.given_up or not self._store.reachable:
                     started: Future[Statuses] = Future()
-                    started.set_result(np.full(len(job.keys[part]), PutStatus.UNREACHABLE, np.uint8))
+                    started.set_result(np.full(len(block_ids[part]), PutStatus.UNREACHABLE, np.uint8))
                 else:
-                    started = _started(self._copier.put, self._store, job.keys[part], job.block_ids[part], job.mark)
-                started.add_done_callback(partial(self._part_saved, job, len(job.keys[part])))
+                    some = some_keys(keys, part)
+                    started = _started(self._copier.put, self._store, some, block_ids[part], job.mark)
+                started.add_done_callback(partial(self._part_saved, job, len(block_ids[part])))
 
     def _take_save(self, not_before_s: float) -> _Save | None:
         """Wait for the next job, and until it may begin. Returns None at the end."""
@@ -382,14 +384,18 @@ class ConnectorWorker:
             if job.num_parts:
                 return
             counters.save_seconds += time.monotonic() - job.began
-            for number in job.numbers:
-                del self._saving[number]
-                self._report.saves[number] += 1
+            for save in job.saves:
+                del self._saving[save.number]
+                self._report.saves[save.number] += 1
             self._lock.notify_all()
         job.ended.set()
 
-    def _parts(self, keys: Sequence[bytes]) -> list[slice]:
-        return [slice(first, first + self._at_once) for first in range(0, len(keys), self._at_once)]
+    def _parts(self, num_blocks: int) -> list[slice]:
+        return [slice(first, first + self._at_once) for first in range(0, num_blocks, self._at_once)]
+
+
+def _blocks_of(parts: Sequence[StepLoad] | Sequence[BlockSave]) -> BlockIds:
+    return np.concatenate([part.block_ids for part in parts])
 
 
 def _started(start: Callable[..., Future[Any]], *arguments: Any) -> Future[Any]:

@@ -47,6 +47,8 @@ MAX_PING_BYTES: Final = 1 << 20
 # The limits on the pieces of a block of the store, and on the leases that one request may end.
 MAX_PIECES: Final = 16384
 MAX_LEASE_IDS: Final = 4096
+# The limit on missing keys of which one request asks for the reason.
+MAX_MISSING: Final = 256
 # The limit on the layers that one request names.
 MAX_LAYERS: Final = 4096
 # The limit on the calls of one message of a session's stream.
@@ -92,6 +94,7 @@ _BYTES: Final[dict[str, int | None]] = {
     "kvservice.v1.ExtraKey.key": MAX_EXTRA_KEYS * MAX_EXTRA_KEY_BYTES,
     "kvservice.v1.Scatter.offsets": None,
     "kvservice.v1.BatchPutRequest.data": None,
+    "kvservice.v1.TouchRequest.missing": MAX_MISSING * 32,
 }
 # Fields with something for each of max_request_blocks blocks, by field name: the bytes for each.
 _BYTES_PER_BLOCK: Final = {"keys": 32, "written": 1, "checksums": 8}

@@ -78,11 +78,14 @@ def test_blocks_come_back_as_they_were(store_daemon: OpenStore, layout: str, sha
         copier = rig.copier(store)
         assert isinstance(copier, MappedCopier)
         numbers = [3, 50, 4, 63, 0]
-        assert copier.put(store, keys_of(*numbers), numbers, copier.mark()).result(60).tolist() == [DONE] * 5
+        assert (
+            copier.put(store, b"".join(keys_of(*numbers)), np.array(numbers), copier.mark()).result(60).tolist()
+            == [DONE] * 5
+        )
         rig.clear()
         # The checksums that the GPU has computed are those of the daemon.
         assert store.get(keys_of(*numbers), np.empty((5, rig.layout.block_bytes), np.uint8), verify=True).all()
-        found = copier.get(store, keys_of(63, 99, 0, 50), [40, 41, 7, 62], copier.mark()).result(60)
+        found = copier.get(store, b"".join(keys_of(63, 99, 0, 50)), np.array([40, 41, 7, 62]), copier.mark()).result(60)
         assert found.tolist() == [True, False, True, True]
         rig.check([63, 0, 50], [40, 7, 62])
         copier.close()
@@ -165,7 +168,7 @@ def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStor
     with KVClient(store_daemon("write").address) as client, rig.open(client) as mapped:
         store = FakeStore() if staged else mapped
         copier = StagedCopier(rig.layout, verify=False) if staged else rig.copier(mapped)
-        copier.put(store, keys_of(5), [5], copier.mark()).result(60)
+        copier.put(store, b"".join(keys_of(5)), np.array([5]), copier.mark()).result(60)
         # Computations behind a long one write a block that is saved, and one that is loaded into.
         busy = torch.randn(8192, 8192, device="cuda")
         for _ in range(20):
@@ -173,11 +176,11 @@ def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStor
         for tensor in rig.tensors.values():
             tensor[:, 6] = busy.flatten()[: tensor[:, 6].numel()].view(tensor[:, 6].shape)
             tensor[:, 40] = 0
-        loaded = copier.get(store, keys_of(5), [40], copier.mark())
-        copier.put(store, keys_of(6), [6], copier.mark()).result(60)
+        loaded = copier.get(store, b"".join(keys_of(5)), np.array([40]), copier.mark())
+        copier.put(store, b"".join(keys_of(6)), np.array([6]), copier.mark()).result(60)
         assert loaded.result(60).tolist() == [True]
         rig.before = {name: tensor.clone() for name, tensor in rig.tensors.items()}
-        assert copier.get(store, keys_of(6), [41], copier.mark()).result(60).tolist() == [True]
+        assert copier.get(store, b"".join(keys_of(6)), np.array([41]), copier.mark()).result(60).tolist() == [True]
         for name, tensor in rig.tensors.items():
             now, before = blocks_of(tensor), blocks_of(rig.before[name])
             assert torch.equal(now[[40, 41]], before[[5, 6]])
@@ -190,7 +193,7 @@ def test_computations_of_a_step_wait_for_its_loads(store_daemon: OpenStore, lock
     rig = Rig()
     with KVClient(store_daemon("write").address) as client, rig.open(client) as store:
         saver = rig.copier(store)
-        saver.put(store, keys_of(5, 6), [5, 6], saver.mark()).result(60)
+        saver.put(store, b"".join(keys_of(5, 6)), np.array([5, 6]), saver.mark()).result(60)
         copier = saver if locked else StagedCopier(rig.layout, verify=False)
         busy = torch.randn(8192, 8192, device="cuda")
         for _ in range(20):
@@ -199,7 +202,7 @@ def test_computations_of_a_step_wait_for_its_loads(store_daemon: OpenStore, lock
             tensor[:, 40:42] = busy.flatten()[: tensor[:, 40:42].numel()].view(tensor[:, 40:42].shape)
         with store.acquire(keys_of(6, 5)) as lease:
             leased = LeasedBlocks(lease.memory.identity, lease.offsets, lease.versions)
-            end = copier.read(lease.memory, leased, [40, 41])
+            end = copier.read(lease.memory, leased, np.array([40, 41]))
             read = {name: tensor[:, 40:42].clone() for name, tensor in rig.tensors.items()}
             assert end.wait().tolist() == [True, True]
         for name, tensor in read.items():
@@ -218,11 +221,11 @@ def test_a_block_whose_lease_ends_during_the_copy_is_wrong(store_daemon: OpenSto
         copier, leaky = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False), LeakyStore(store)
         lock(copier, store)
         gate.open.set()
-        copier.put(store, keys_of(1, 2, 3), [1, 2, 3], copier.mark()).result(60)
+        copier.put(store, b"".join(keys_of(1, 2, 3)), np.array([1, 2, 3]), copier.mark()).result(60)
         rig.clear()
         gate.open.clear()
         gate.held_up.clear()
-        loaded = copier.get(leaky, keys_of(1, 2, 3), [40, 41, 42], copier.mark())
+        loaded = copier.get(leaky, b"".join(keys_of(1, 2, 3)), np.array([40, 41, 42]), copier.mark())
         assert gate.held_up.wait(60)
         leaky.lose(2)
         gate.open.set()
@@ -244,12 +247,12 @@ def test_the_daemon_is_killed_during_copies() -> None:
         copier = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False)
         lock(copier, store)
         gate.open.set()
-        copier.put(store, keys_of(1), [1], copier.mark()).result(60)
+        copier.put(store, b"".join(keys_of(1)), np.array([1]), copier.mark()).result(60)
         rig.clear()
         gate.open.clear()
         gate.held_up.clear()
-        loaded = copier.get(store, keys_of(1), [40], copier.mark())
-        saved = copier.put(store, keys_of(2), [2], copier.mark())
+        loaded = copier.get(store, b"".join(keys_of(1)), np.array([40]), copier.mark())
+        saved = copier.put(store, b"".join(keys_of(2)), np.array([2]), copier.mark())
         assert gate.held_up.wait(60)
         daemon.process.kill()
         daemon.process.wait()
@@ -269,11 +272,11 @@ def test_two_clients_lock_the_same_memory_and_closing_unlocks_it(store_daemon: O
         client.store(store.namespace, timeout_s=30.0) as second,
     ):
         one, two = rig.copier(store), other.copier(second)
-        one.put(store, keys_of(1, 2), [1, 2], one.mark()).result(60)
+        one.put(store, b"".join(keys_of(1, 2)), np.array([1, 2]), one.mark()).result(60)
         other.clear()
         other.before = rig.before
-        assert one.get(store, keys_of(1), [1], one.mark()).result(60).all()
-        assert two.get(second, keys_of(1, 2), [40, 41], two.mark()).result(60).all()
+        assert one.get(store, b"".join(keys_of(1)), np.array([1]), one.mark()).result(60).all()
+        assert two.get(second, b"".join(keys_of(1, 2)), np.array([40, 41]), two.mark()).result(60).all()
         other.check([1, 2], [40, 41])
         with store.acquire(keys_of(1)) as lease:
             memory = lease.memory

@@ -1,0 +1,206 @@
+"""The blocks of vLLM's pool that are being saved, and those that wait for it.
+
+Only a part of the pool is held. Other blocks wait, and are held later if vLLM still has them in its prefix cache. A
+step may offer hundreds of blocks, so they are in arrays: Python would take longer for them than the step has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.client.store.values import KEY_BYTES
+from kvservice.integrations.vllm.steps import BlockIds
+
+# How many times as many blocks may be held while requests use them, too.
+SHARED = 5
+# The most blocks that waited for room and are saved by one step: vLLM is asked for each.
+AT_ONCE = 256
+# How long vLLM waits for held blocks instead of preempting.
+DELAY_S = 1.0
+
+NameOf = Callable[[Any, int], Any]
+"""Returns how vLLM calls a block of a group in its prefix cache, from its hash."""
+
+
+class Offer(NamedTuple):
+    """Full blocks of a request that may be saved: their keys, and the hashes for which vLLM has them in a group, one
+    after the other. A byte is the number of a group."""
+
+    keys: bytes
+    hashes: bytes
+    block_ids: list[int]
+    groups: bytes
+
+
+# Full blocks that may be saved, see Offer.
+_KEY = np.dtype(f"V{KEY_BYTES}")
+FULL_BLOCK = np.dtype([("key", _KEY), ("hash", _KEY), ("block_id", np.int64), ("group", np.uint8)])
+FullBlocks = npt.NDArray[Any]
+
+
+def full_blocks(offers: Sequence[Offer]) -> FullBlocks:
+    """Return the blocks of all offers."""
+    block_ids = _block_ids(offers)
+    blocks = np.empty(len(block_ids), FULL_BLOCK)
+    blocks["key"] = np.frombuffer(b"".join([offer.keys for offer in offers]), _KEY)
+    blocks["hash"] = np.frombuffer(b"".join([offer.hashes for offer in offers]), _KEY)
+    blocks["block_id"] = block_ids
+    blocks["group"] = np.frombuffer(b"".join([offer.groups for offer in offers]), np.uint8)
+    return blocks
+
+
+class PoolBlocks:
+    """Blocks of vLLM's pool: references to those that are being saved, by the number of the save that reads them, and
+    others that wait until there is room to hold them, the oldest first."""
+
+    def __init__(self, pool: Any, name_of: NameOf, most: float, clock: Callable[[], float]) -> None:
+        """Nothing more is held if this part of the pool's blocks would be free otherwise, or a few times as many are
+        held together with requests. `pool` is vLLM's BlockPool, in which `name_of` are the hashes of cached blocks."""
+        self._pool, self._name_of, self._clock = pool, name_of, clock
+        num_blocks = int(pool.num_gpu_blocks)
+        self.most = int(num_blocks * most)
+        self._most_shared = int(num_blocks * min(SHARED * most, 1.0))
+        # By the number of a save: vLLM's blocks, their numbers, and when it began.
+        self._saves: dict[int, tuple[list[Any], BlockIds, float]] = {}
+        self._is_held = np.zeros(num_blocks, np.bool_)
+        self._num_held = 0
+        # Some in this list do not wait any more. By the number of a block that waits: its place in the list, counted
+        # from 1; otherwise 0.
+        self._waiting = np.empty(0, FULL_BLOCK)
+        self._place = np.zeros(num_blocks, np.int64)
+        self._num_waiting = 0
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._saves)
+
+    @property
+    def waits(self) -> bool:
+        return self._num_waiting > 0
+
+    def is_cached(self, block_id: int, block_hash: bytes, group: int) -> bool:
+        """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
+        return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[bytes, BlockIds, int]:
+        """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these,
+        without those that are held or have the key of another one; and how many that waited are not there any more. The
+        others wait."""
+        keys, block_ids, room = b"".join([offer.keys for offer in offers]), _block_ids(offers), self._room()
+        words = _words(keys)
+        words.sort()
+        all_differ = not (words[1:] == words[:-1]).any()
+        if not self.waits and len(block_ids) <= room and all_differ and not self._is_held[block_ids].any():
+            return keys, block_ids, 0
+        offered = full_blocks(offers)
+        waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits and room else (offered[:0], 0)
+        blocks = np.concatenate([waited, offered])
+        _, first = np.unique(_words(blocks["key"].tobytes()), return_index=True)
+        is_new = ~self._is_held[blocks["block_id"]]
+        blocks = blocks[np.sort(first[is_new[first]])]
+        self.wait(blocks[room:])
+        blocks = blocks[:room]
+        return blocks["key"].tobytes(), blocks["block_id"].copy(), num_gone
+
+    def _waited(self, most: int) -> tuple[FullBlocks, int]:
+        """Take at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for saves alone,
+        or half of all."""
+        waiting = self._still_waiting()
+        blocks = waiting[:most]
+        used = self._blocks(blocks["block_id"])
+        pairs = zip(used, blocks["hash"].tolist(), blocks["group"].tolist(), strict=True)
+        is_there = np.array([block.block_hash == self._name_of(key, group) for block, key, group in pairs], np.bool_)
+        is_spare = np.array([not block.ref_cnt for block in used], np.bool_) & is_there
+        num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
+        num_spare = max(num_free - min(self.most, num_blocks // 2), 0)
+        stays = is_spare & (np.cumsum(is_spare) > num_spare)
+        self._set_waiting(np.concatenate([blocks[stays], waiting[most:]]))
+        return blocks[is_there & ~stays], int((~is_there).sum())
+
+    def wait(self, blocks: FullBlocks) -> None:
+        """Let blocks wait for room."""
+        if len(blocks):
+            self._set_waiting(np.concatenate([self._still_waiting(), blocks]))
+
+    def taken(self, block_ids: BlockIds) -> int:
+        """A request has these blocks now. Those of them with its tokens need not wait: it offers them itself. Returns
+        how many waited and are not there any more."""
+        places = self._place[block_ids]
+        places = places[places > 0] - 1
+        if not len(places):
+            return 0
+        gone = self._waiting[places]
+        self._place[gone["block_id"]] = 0
+        self._num_waiting -= len(gone)
+        named = gone[["block_id", "hash", "group"]].tolist()
+        return sum(not self.is_cached(block_id, block_hash, group) for block_id, block_hash, group in named)
+
+    def forget_waiting(self) -> None:
+        self._set_waiting(np.empty(0, FULL_BLOCK))
+
+    def _still_waiting(self) -> FullBlocks:
+        places = np.arange(1, len(self._waiting) + 1)
+        blocks: FullBlocks = self._waiting[self._place[self._waiting["block_id"]] == places]
+        return blocks
+
+    def _set_waiting(self, blocks: FullBlocks) -> None:
+        self._place[self._waiting["block_id"]] = 0
+        self._waiting, self._num_waiting = blocks, len(blocks)
+        self._place[blocks["block_id"]] = np.arange(1, len(blocks) + 1)
+
+    def _room(self) -> int:
+        """Return how many more blocks may be held."""
+        shared = max(self._most_shared - self._num_held, 0)
+        if not shared or self._num_held < self.most:
+            return shared
+        return shared if sum(map(_num_unused, self._saves.values())) < self.most else 0
+
+    def hold(self, number: int, block_ids: BlockIds) -> None:
+        """Hold blocks that are not held yet."""
+        blocks = self._blocks(block_ids)
+        self._pool.touch(blocks)
+        self._saves[number] = blocks, block_ids, self._clock()
+        self._is_held[block_ids] = True
+        self._num_held += len(blocks)
+
+    def free(self, number: int) -> None:
+        """Give the blocks of a save back, if they have not been given back before."""
+        if (save := self._saves.pop(number, None)) is not None:
+            blocks, block_ids, _ = save
+            self._is_held[block_ids] = False
+            self._num_held -= len(blocks)
+            # As vLLM does it: the last block of a prefix is the first to be evicted.
+            self._pool.free_blocks(blocks[::-1])
+
+    def numbers(self, older_than_s: float = 0.0) -> list[int]:
+        """Return the saves that have held blocks so long."""
+        now = self._clock()
+        return [number for number, (_, _, began) in self._saves.items() if now - began >= older_than_s]
+
+    @property
+    def delays_others(self) -> bool:
+        """Whether a block would be free now if it were not held, and will be soon."""
+        now = self._clock()
+        return any(now - save[2] < DELAY_S and _num_unused(save) for save in self._saves.values())
+
+    def _blocks(self, block_ids: BlockIds) -> list[Any]:
+        return list(map(self._pool.blocks.__getitem__, block_ids.tolist()))
+
+
+def _block_ids(offers: Sequence[Offer]) -> BlockIds:
+    return np.fromiter(itertools.chain.from_iterable([offer.block_ids for offer in offers]), np.int64)
+
+
+def _words(keys: bytes) -> npt.NDArray[np.uint64]:
+    """Return the first word of each key. Keys are hashes: that much tells them apart."""
+    return np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8].copy()
+
+
+def _num_unused(save: tuple[list[Any], BlockIds, float]) -> int:
+    """Return how many blocks of a save nothing else uses."""
+    return [block.ref_cnt for block in save[0]].count(1)
