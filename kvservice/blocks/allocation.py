@@ -267,8 +267,8 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
 
 def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
     """Create the sequences of a plan that describes the current state, with these flags."""
-    state.sequences.require_free_rows(len(plan.sequences), "requests", namespace.quota)
     if plan.status is not AllocStatus.OK:
+        state.sequences.require_free_rows(len(plan.sequences), "requests", namespace.quota)
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
