@@ -81,7 +81,7 @@ def test_mamba_and_attention(daemon: Daemon, tmp_path: Path) -> None:
 def test_gated_delta_networks_and_attention(daemon: Daemon, tmp_path: Path) -> None:
     """vLLM chooses blocks of 544 tokens, and has the states at the ends of steps: of the last prompt, 1,632 tokens of
     the attention are there, and the state after 1,088. Damaged blocks are computed again."""
-    options = {"max_num_batched_tokens": 1280, "prefix_cache_retention_interval": 544}
+    options: dict[str, Any] = {"max_num_batched_tokens": 1280, "prefix_cache_retention_interval": 544}
     # On processors with AVX-512 for bfloat16, the states would be float32 otherwise, and the blocks twice as large.
     options |= {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"}
     prompts = [prompt(0, 1500), prompt(1, 1088), prompt(2, 3000), prompt(2, 2000) + prompt(3, 50)]
