@@ -177,9 +177,9 @@ def _is_socket(descriptor: int) -> bool:
 
 # Exit statuses of the daemon. After a device fault the content of the pool is lost.
 DEVICE_FAULT = 70
-# The daemon exits with these if it refuses its command line or its configuration, as it would again. A keeper that
-# holds state waits until that is mended.
-NEVER_RESTARTED = (2, 78)
+# The daemon exits with this if its command line has an unknown option, as it would again. A keeper that holds state
+# waits until that is mended.
+USAGE_ERROR = 2
 # The time that a draining daemon may take beyond its own limit before it is killed.
 DRAIN_MARGIN_S = 10.0
 # The same for one that is asked to stop, which also closes its disk.
@@ -435,7 +435,7 @@ class Keeper:
         if ending.exit_status == 0:
             return True
         at_first_start = not self._has_served and not ending.signal and ending.exit_status != DEVICE_FAULT
-        return at_first_start or (ending.exit_status in NEVER_RESTARTED and not self._store.has_state)
+        return at_first_start or (ending.exit_status == USAGE_ERROR and not self._store.has_state)
 
     def _restart(self, daemon: _Daemon, ending: Ending) -> None:
         now = self._clock()

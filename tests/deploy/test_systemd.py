@@ -13,7 +13,7 @@ import pytest
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
-from kvservice.keeper.keeper import MAX_DESCRIPTORS, NEVER_RESTARTED
+from kvservice.keeper.keeper import MAX_DESCRIPTORS, USAGE_ERROR
 from kvservice.server.rpc.listening import needed_files
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/kvservice.service"
@@ -39,7 +39,7 @@ def test_systemd_keeps_what_the_keeper_would(settings: dict[str, list[str]]) -> 
     assert (one(settings, "Type"), one(settings, "NotifyAccess")) == ("notify", "main")
     # The daemon ends with status 0 when it hands over.
     assert one(settings, "Restart") == "always"
-    assert one(settings, "RestartPreventExitStatus") == " ".join(map(str, NEVER_RESTARTED))
+    assert one(settings, "RestartPreventExitStatus") == str(USAGE_ERROR)
 
 
 def test_the_daemon_needs_no_second_exec(settings: dict[str, list[str]]) -> None:
