@@ -11,13 +11,13 @@ from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.kept import KeptState
-from kvservice.server.memory.host import ALIGNMENT, NUM_SLOTS, StepTables
+from kvservice.server.memory.host import ALIGNMENT, NUM_SLOTS, SharedStepTables
 
 WORD_BYTES = 16 * NUM_SLOTS
 
 
-def in_memory(num_bytes: int) -> StepTables:
-    return StepTables(KeptState.fresh().memory("test", num_bytes, read_only=True))
+def in_memory(num_bytes: int) -> SharedStepTables:
+    return SharedStepTables(KeptState.fresh().memory("test", num_bytes, read_only=True))
 
 
 def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
@@ -32,7 +32,7 @@ def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
     )
 
 
-def read(tables: StepTables, found: tuple[int, int], wanted: Any) -> list[np.ndarray]:
+def read(tables: SharedStepTables, found: tuple[int, int], wanted: Any) -> list[np.ndarray]:
     """Read a step as the contract specifies for clients."""
     offset, parts = found[1], []
     for part in (wanted.slot_mapping, wanted.query_lens, wanted.context_lens, wanted.block_tables):
@@ -42,11 +42,11 @@ def read(tables: StepTables, found: tuple[int, int], wanted: Any) -> list[np.nda
     return parts
 
 
-def word(tables: StepTables, slot: int) -> int:
+def word(tables: SharedStepTables, slot: int) -> int:
     return int(np.frombuffer(tables.memory.map, np.int64, 1, 8 * slot)[0])
 
 
-def check(tables: StepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> None:
+def check(tables: SharedStepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> None:
     for step_id, (found, one) in live.items():
         assert word(tables, found[0]) == step_id
         parts = read(tables, found, one)

@@ -47,7 +47,7 @@ MAX_COPIES = 16
 # How often a waiting call checks that the daemon is alive.
 LOOK_S = 0.25
 
-Entry = tuple[int, int]
+LanePlace = tuple[int, int]
 # Reason, field and message of an error; an empty reason means success.
 Answer = tuple[str, str, str]
 
@@ -56,12 +56,12 @@ class Placed(NamedTuple):
     """The places of a call's tensors as the native lane client takes them, (region number, offset in bytes) each, and
     the result tensors in the regions."""
 
-    query: Entry
-    key: Entry
-    value: Entry
-    output_place: Entry
-    lse_place: Entry | None
-    alibi_slopes: Entry | None
+    query: LanePlace
+    key: LanePlace
+    value: LanePlace
+    output_place: LanePlace
+    lse_place: LanePlace | None
+    alibi_slopes: LanePlace | None
     output: Tensor
     lse: Tensor | None
 
@@ -308,24 +308,24 @@ class LaneTransport(Transport):
             except ConnectionLostError as error:
                 raise self._lost(error) from None
 
-    def _input(self, staging: Staging, tensor: Tensor) -> Entry:
-        entry = self._place(tensor)
-        return _entry(staging.put(tensor)[1]) if entry is None else entry
+    def _input(self, staging: Staging, tensor: Tensor) -> LanePlace:
+        place = self._place(tensor)
+        return _lane_place(staging.put(tensor)[1]) if place is None else place
 
     def _result(
         self, staging: Staging, wanted: Tensor | None, shape: tuple[int, ...], dtype: str
-    ) -> tuple[Tensor, Entry]:
-        entry = None if wanted is None else self._place(wanted)
-        if wanted is not None and entry is not None:
-            return wanted, entry
-        tensor, place = staging.place(shape, dtype)
-        return tensor, _entry(place)
+    ) -> tuple[Tensor, LanePlace]:
+        place = None if wanted is None else self._place(wanted)
+        if wanted is not None and place is not None:
+            return wanted, place
+        tensor, staged = staging.place(shape, dtype)
+        return tensor, _lane_place(staged)
 
-    def _place(self, tensor: Tensor) -> Entry | None:
+    def _place(self, tensor: Tensor) -> LanePlace | None:
         """Return the place of a tensor, or None if lanes do not support it: it is not in a region with a number, or not
         aligned to 16 bytes."""
         place = self.context.regions.find(tensor)
-        return None if place is None or place.region.number is None or place.offset % 16 else _entry(place)
+        return None if place is None or place.region.number is None or place.offset % 16 else _lane_place(place)
 
     async def write_prepared(self, call: WriteCall) -> None:
         await self._rest.write(call)
@@ -348,6 +348,6 @@ async def open_lane(context: Context, *, again: bool = False) -> _ext.LaneClient
     return _ext.LaneClient(memory, SPIN_US[kind])
 
 
-def _entry(place: RegionRange) -> Entry:
+def _lane_place(place: RegionRange) -> LanePlace:
     assert place.region.number is not None, "lanes take it"
     return place.region.number, place.offset

@@ -72,7 +72,7 @@ class HostAccess:
         self._shared: LaneSession | None = None
         self._lane: LaneServer | None = None
         self._lane_memory: BudgetedMemory | None = None
-        self._tables: StepTables | None = None
+        self._tables: SharedStepTables | None = None
         self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
@@ -178,7 +178,7 @@ class HostAccess:
             raise
         if self._table_memory is None:
             self._table_memory = memory
-            self._tables = StepTables(memory.sealed)
+            self._tables = SharedStepTables(memory.sealed)
             self._share_steps()
             self._mappings.count += 1
         self._writable = self._writable or writable
@@ -230,7 +230,7 @@ class HostAccess:
             )  # fmt: skip
 
     def following(self, step_id: int) -> contextlib.AbstractContextManager[Run | None]:
-        """See StepTables.following."""
+        """See SharedStepTables.following."""
         return contextlib.nullcontext() if self._tables is None else self._tables.following(step_id)
 
     def publish(
@@ -409,7 +409,7 @@ class Run(NamedTuple):
     first_id: int
 
 
-class StepTables:
+class SharedStepTables:
     """The step tables of one session. The daemon writes them, and the client maps them read-only."""
 
     def __init__(self, memory: SealedMemory) -> None:
