@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import socket
+import struct
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +37,12 @@ from kvservice.server.rpc.peers import (
     LOOK_AGAIN_S,
     LOOK_QUIET_S,
     LOOK_S,
+    LOOK_UNIX_S,
     MAX_MESSAGES,
     SUSPECT_BYTES,
     SUSPECT_S,
     Peers,
+    SockDiag,
     TcpConnection,
     name_of,
 )
@@ -57,6 +63,7 @@ class Kernel:
     def __init__(self, clock: ManualClock, **options: Any) -> None:
         self.config = ServeConfig(**options)
         self.peers = Peers(self.config, lambda: clock.now)
+        self.peers.watch_tcp("127.0.0.1:1")  # for the calls; no connection of the host is looked at
         self.received: dict[bytes, int] = {}
 
     def look(self) -> dict[bytes, str]:
@@ -364,5 +371,98 @@ def test_without_the_kernels_list_there_is_a_warning(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(peers, "SockDiag", refuse)
-    Kernel(clock).peers.watch_tcp("127.0.0.1:1")
+    kernel = Kernel(clock)
     assert "the kernel does not list connections (Operation not permitted)" in caplog.text
+    kernel.peers.called("ipv4:10.0.0.1:5")
+    assert not kernel.peers._calls, "nobody looks, and forgets it"
+
+
+def test_an_address_that_is_opened_later_is_looked_at() -> None:
+    async def scenario() -> None:
+        watching = Peers(ServeConfig(first_call_s=1))
+        looking = asyncio.create_task(watching.run(lambda: 0))
+        await asyncio.sleep(0)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            watching.watch_tcp(f"127.0.0.1:{listener.getsockname()[1]}")
+            with socket.create_connection(listener.getsockname()), listener.accept()[0]:
+                await asyncio.to_thread(until, lambda: watching.num_closed["no_call"] == 1)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_list_that_is_not_read_to_its_end_does_not_keep_the_next_one_from_being_read() -> None:
+    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
+        diag = SockDiag(f"127.0.0.1:{listener.getsockname()[1]}")
+        for _ in range(300):  # more than one message
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            stack.enter_context(listener.accept()[0])
+        unread = diag.connections()
+        next(unread)
+        assert len([*diag.connections()]) == 300
+        unread.close()
+        assert len([*diag.connections()]) == 300
+
+
+def test_looks_go_on_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[Any] = [OSError(errno.ENOBUFS, "No buffer space"), TimeoutError("timed out"), OSError(16, "Busy")]
+
+    def connections(_: SockDiag) -> list[TcpConnection]:
+        if answers:
+            raise answers.pop(0)
+        return [TcpConnection(peer_of(1, 5), 0)]
+
+    async def scenario() -> None:
+        watching = Peers(ServeConfig())
+        watching.watch_tcp("127.0.0.1:1")
+        monkeypatch.setattr(SockDiag, "connections", connections)
+        looking = asyncio.create_task(watching.run(lambda: 0))
+        await asyncio.to_thread(until, lambda: watching._known)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert caplog.text.count("a look at the connections failed") == 3
+
+
+@dataclass
+class UnixConnection:
+    """A connection of another user to the unix socket."""
+
+    is_closed: bool = False
+    family: int = socket.AF_UNIX
+
+    def __enter__(self) -> UnixConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def getsockname(self) -> str:
+        return "k.sock"
+
+    def getsockopt(self, *_: object) -> bytes:
+        return struct.pack("=iII", 1, ANOTHER_UID, ANOTHER_UID)
+
+    def shutdown(self, _: int) -> None:
+        self.is_closed = True
+
+
+def test_the_oldest_connections_to_the_unix_socket_stay_whatever_their_inodes(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked at once a second, because that reads all descriptors."""
+    old, new = UnixConnection(), UnixConnection()
+    opened = {30: old}
+    monkeypatch.setattr(peers, "_own_sockets", lambda: opened.items())
+    watching = Kernel(clock, unix_socket_mode="0666", max_connections_per_peer=1).peers
+    watching.watch_unix("k.sock")
+    watching.look()
+    opened[20] = new
+    clock.advance(LOOK_UNIX_S - 0.1)
+    watching.look()
+    assert not new.is_closed
+    clock.advance(0.2)
+    watching.look()
+    assert new.is_closed
+    assert not old.is_closed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import ipaddress
 import logging
 import os
@@ -37,6 +36,8 @@ CAUSES: Final[tuple[Cause, ...]] = ("connections", "no_call", "bytes")
 LOOK_S: Final = 0.1
 LOOK_AGAIN_S: Final = 0.025
 LOOK_QUIET_S: Final = 1.0
+# The time between two looks at the connections to the unix socket: each reads all descriptors of the process.
+LOOK_UNIX_S: Final = 1.0
 # The bytes that a connection may receive before its first call is accepted, and those that it may have received for as
 # long as FIRST_S then: gRPC's windows let a client send the beginning of a large message. An address that has sent more
 # has the second limit at once for some time.
@@ -76,7 +77,7 @@ class SockDiag:
     """Lists the established connections to a TCP address of this network namespace."""
 
     def __init__(self, address: str) -> None:
-        """`address` is a host and a port. Raises OSError if the kernel has no such sockets."""
+        """`address` is a host and a port. Raises OSError if the kernel does not list its connections."""
         host, _, port = address.rpartition(":")
         self._port = int(port)
         # Other servers may have the port at other addresses. None: this one has it at all, or at a name's.
@@ -84,22 +85,24 @@ class SockDiag:
         with contextlib.suppress(ValueError):
             if not (parsed := ipaddress.ip_address(host.strip("[]").partition("%")[0])).is_unspecified:
                 self._host = parsed
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 4)
-        self._socket.settimeout(5.0)
+        list(self.connections())
 
     def connections(self) -> Iterator[TcpConnection]:
         """Raises OSError."""
-        for family in (socket.AF_INET, socket.AF_INET6):
-            yield from self._of_family(family)
+        # A socket whose list was not read to its end gives no other.
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 4) as asking:
+            asking.settimeout(5.0)
+            for family in (socket.AF_INET, socket.AF_INET6):
+                yield from self._of_family(asking, family)
 
-    def _of_family(self, family: int) -> Iterator[TcpConnection]:
+    def _of_family(self, asking: socket.socket, family: int) -> Iterator[TcpConnection]:
         wanted = 1 << (_INET_DIAG_INFO - 1)
         request = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, wanted, 1 << _ESTABLISHED)
         request += struct.pack(">H", self._port) + bytes(46)
         header = struct.pack("=IHHII", _MESSAGE_BYTES + len(request), _SOCK_DIAG_BY_FAMILY, _DUMP, 0, 0)
-        self._socket.send(header + request)
+        asking.send(header + request)
         while True:
-            data = self._socket.recv(1 << 18)
+            data = asking.recv(1 << 18)
             at = 0
             while at < len(data):
                 length, kind = struct.unpack_from("=IH", data, at)
@@ -112,9 +115,6 @@ class SockDiag:
                 if self._host is None or local == self._host.packed:
                     yield _parsed(message, family)
                 at += (length + 3) & ~3
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _parsed(message: bytes, family: int) -> TcpConnection:
@@ -195,6 +195,9 @@ class Peers:
         self._is_quiet = True
         self._diag: SockDiag | None = None
         self._unix_path = ""
+        self._unix_look_at = 0.0
+        # The users of the connections to the unix socket, by inode, the oldest first.
+        self._unix_users: dict[int, int] = {}
         self.num_closed: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
 
     def watch_tcp(self, address: str) -> None:
@@ -203,20 +206,17 @@ class Peers:
         try:
             self._diag = SockDiag(address)
         except OSError as error:
-            self._no_diag(error)
+            message = "the kernel does not list connections (%s): no limits on those without calls, and of an address"
+            logger.warning(message, error.strerror or error)
 
     def watch_unix(self, bound: str) -> None:
         """`bound` is the path to which the socket was bound, before it was moved to its own."""
         self._unix_path = bound
 
-    def _no_diag(self, error: OSError) -> None:
-        self._diag = None
-        message = "the kernel does not list connections (%s): no limits on those without calls, and of an address"
-        logger.warning(message, error.strerror or error)
-
     def called(self, peer: str) -> None:
         """Note a call that was accepted on a connection. `peer` is gRPC's name of the other end."""
-        self._calls[peer] = self._calls.get(peer, 0) + 1
+        if self._diag is not None:  # else nobody looks, and forgets it
+            self._calls[peer] = self._calls.get(peer, 0) + 1
 
     async def run(self, num_begun: Callable[[], int]) -> None:
         """Look until cancelled. `num_begun` returns how many calls of all clients have begun. A thread looks, because
@@ -231,7 +231,10 @@ class Peers:
             looking.join()
 
     def _look_until(self, stopped: threading.Event, num_begun: Callable[[], int]) -> None:
-        while self._diag is not None or (self._unix_path and self._others_connect):
+        while not stopped.is_set():
+            if self._diag is None and not (self._unix_path and self._others_connect):
+                stopped.wait(LOOK_QUIET_S)  # an address that the process could not have may be opened yet
+                continue
             pause_s = self.pause_s(num_begun())
             # A call ends a pause for quiet: it could be kept waiting.
             while pause_s > 0 and (pause_s < LOOK_QUIET_S or num_begun() == self._num_begun):
@@ -253,17 +256,12 @@ class Peers:
 
     def look(self) -> None:
         """Close the connections of who is over."""
-        if self._diag is not None:
-            try:
-                over = self.over(self._diag.connections())
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:  # the list was longer than the kernel's buffer
-                    self._no_diag(error)
-                return
-            if over:
-                self._close_tcp(over)
-        if self._unix_path and self._others_connect:
+        now = self._clock()
+        if self._unix_path and self._others_connect and now >= self._unix_look_at:
+            self._unix_look_at = now + LOOK_UNIX_S
             self._close_unix()
+        if self._diag is not None and (over := self.over(self._diag.connections())):
+            self._close_tcp(over)
 
     def over(self, connections: Iterable[TcpConnection]) -> dict[bytes, Cause]:
         """Return the connections that are to be closed, of all that there are now, by peer."""
@@ -320,7 +318,7 @@ class Peers:
 
     def _close_tcp(self, over: dict[bytes, Cause]) -> None:
         wanted = {name_of(peer)[0]: peer for peer in over}
-        for opened in _own_sockets():
+        for _, opened in _own_sockets():
             with opened, contextlib.suppress(OSError):
                 if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.getsockname()[1] != self._port:
                     continue
@@ -336,16 +334,25 @@ class Peers:
     def _close_unix(self) -> None:
         """Close the newest connections of users who have more than their share. The daemon's own user and root may have
         all: they could stop the daemon, too."""
-        of_user: Counter[int] = Counter()
-        for opened in _own_sockets():
+        users = {}
+        for inode, opened in _own_sockets():
             with opened, contextlib.suppress(OSError):
-                if opened.family != socket.AF_UNIX or opened.getsockname() != self._unix_path:
-                    continue
-                _, uid, _ = struct.unpack("=iII", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                of_user[uid] += 1
-                if of_user[uid] > self._per_peer and uid not in (0, os.geteuid()):
+                if opened.family == socket.AF_UNIX and opened.getsockname() == self._unix_path:
+                    credentials = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                    users[inode] = struct.unpack("=iII", credentials)[1]
+        # The numbers of inodes do not tell which is older.
+        self._unix_users = {inode: uid for inode, uid in self._unix_users.items() if inode in users} | users
+        of_user: Counter[int] = Counter()
+        over = set()
+        for inode, uid in self._unix_users.items():
+            of_user[uid] += 1
+            if of_user[uid] > self._per_peer and uid not in (0, os.geteuid()):
+                over.add(inode)
+        for inode, opened in _own_sockets() if over else ():
+            with opened, contextlib.suppress(OSError):
+                if inode in over:
                     _end(opened)
-                    self._note("connections", f"user {uid}")
+                    self._note("connections", f"user {users[inode]}")
 
     def _note(self, cause: Cause, who: str) -> None:
         self.num_closed[cause] += 1
@@ -364,26 +371,19 @@ def _note_address(addresses: OrderedDict[str, float], address: str, until: float
         addresses.popitem(last=False)
 
 
-def _own_sockets() -> Iterator[socket.socket]:
-    """Yield duplicates of the sockets of this process, the oldest first."""
-    found = []
+def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the inodes and duplicates of the sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.append((status.st_ino, int(name)))
-    for inode, descriptor in sorted(found):
-        with contextlib.suppress(OSError):
-            copy = os.dup(descriptor)
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            copy = os.dup(int(name))
             try:
                 opened = socket.socket(fileno=copy)
             except OSError:  # it is no socket any more
                 os.close(copy)
                 continue
-            if os.fstat(opened.fileno()).st_ino == inode:
-                yield opened
-            else:
-                opened.close()
+            yield os.fstat(copy).st_ino, opened
 
 
 def _end(opened: socket.socket) -> None:
