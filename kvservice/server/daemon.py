@@ -285,7 +285,8 @@ class KVServer:
         its address would stay closed."""
         error: Exception | None = None
         try:
-            await server.wait_for_termination()
+            # If this is cancelled, the server is to be stopped yet.
+            await asyncio.shield(server.wait_for_termination())
         except Exception as raised:
             error = raised
         if not self._stop.is_set():
@@ -316,10 +317,10 @@ class KVServer:
             return EXIT_FAULT
         self.engine.manager.save_steps()
         self.core.kept.mark_clean()
+        if self._server_ended:
+            return EXIT_REFUSED  # a crash, after which the next process goes on
         if self.dispatcher.restarting and self._manager is not None:
             self._manager.send(HANDOVER)
-        if self._server_ended and self._manager is None:
-            return EXIT_REFUSED  # nobody takes over
         logger.info("stopped%s", ", the next process goes on" if self.dispatcher.restarting else "")
         return 0
 
@@ -376,8 +377,9 @@ class KVServer:
         self._servers.append(server)
 
     async def _listen_again(self, cleanup: contextlib.ExitStack) -> None:
-        """Serve the fd-passing socket, and first open the addresses that this process could not have at its start."""
-        stalled: list[asyncio.Task[None]] = []
+        """Serve the fd-passing socket, if there is one, and first open the addresses that this process could not have
+        at its start. Runs until cancelled if there are such ones."""
+        beside: list[asyncio.Task[None]] = []
         try:
             while self._not_open:
                 await asyncio.sleep(LISTEN_AGAIN_S)
@@ -388,12 +390,13 @@ class KVServer:
                         del self._not_open[option]
                         for server in self._servers[num_servers:]:
                             await server.start()
-                            stalled.append(asyncio.create_task(self._slots[-1].end_stalled()))
-                            stalled.append(asyncio.create_task(self._outlast(server)))
+                            beside.append(asyncio.create_task(self._slots[-1].end_stalled()))
+                            beside.append(asyncio.create_task(self._outlast(server)))
                         logger.warning("%s is open now: %s", option, self._addresses[option])
             await self.sessions.fd_server.serve()
+            await asyncio.gather(*beside)
         finally:
-            for task in stalled:
+            for task in beside:
                 task.cancel()
 
     def _leave_paths(self) -> None:
