@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -31,12 +31,11 @@ from waiting import PATIENCE_S, until
 
 from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.config import ServeConfig
-from kvservice.errors import ResourceExhaustedError
+from kvservice.errors import ResourceExhaustedError, UnknownSessionError
 from kvservice.health import ask, check, door_of
 from kvservice.keeper import MAX_SOCKET_PATH_BYTES
 from kvservice.launch import Daemon
 from kvservice.server.rpc.limits import (
-    MAX_UNATTACHED,
     RPC,
     STALL_S,
     Rpc,
@@ -44,12 +43,15 @@ from kvservice.server.rpc.limits import (
     kind_limits,
     max_rpcs,
     max_rpcs_of_connection,
+    max_unattached,
     task_factory,
 )
+from kvservice.server.rpc.stream import Stream
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 CONFIG = ServeConfig(max_sessions=3, max_event_streams=2)
 LIMITS = kind_limits(CONFIG)
+MAX_UNATTACHED = max_unattached(ServeConfig())
 HANDLER = Mock()
 WATCH, PING, FREE = "/grpc.health.v1.Health/Watch", "/kvservice.v1.PoolService/Ping", "/kvservice.v1.BlockService/Free"
 
@@ -142,15 +144,17 @@ def test_a_connection_is_no_more_than_a_part() -> None:
         assert sum(kind_limits(config).values()) < max_rpcs(config)
 
 
-def test_an_address_has_a_fourth_of_a_kind_and_half_of_the_streams_of_events() -> None:
+def test_an_address_has_a_fourth_of_a_kind_and_half_of_the_streams_of_events_and_of_unattached_ones() -> None:
     config = ServeConfig(max_sessions=3, max_event_streams=5)
     with each_row() as row:
-        for kind, share in (("health watch", LIMITS["health watch"] // 4), ("event stream", 2), ("unattached", 16)):
+        for kind, share in (("health watch", LIMITS["health watch"] // 4), ("event stream", 2), ("unattached", 32)):
             with row(kind):
                 assert_share(Slots(config), kind, share)
+        with row("a host with many sessions"):
+            assert_share(Slots(ServeConfig(max_sessions=256)), "unattached", 128, 256)
 
 
-def assert_share(port: Slots, kind: Any, share: int) -> None:
+def assert_share(port: Slots, kind: Any, share: int, most: int = 64) -> None:
     """An address takes its share, from several of its connections. Others, and the unix socket, have theirs."""
 
     @contextlib.contextmanager
@@ -170,14 +174,46 @@ def assert_share(port: Slots, kind: Any, share: int) -> None:
         with pytest.raises(ResourceExhaustedError, match=f"{share} .* of 10.0.0.1 "):
             open_.enter_context(taken("ipv4:10.0.0.1:999"))
         open_.enter_context(taken("ipv4:10.0.0.2:5"))
-        for _ in range(MAX_UNATTACHED - share - 1):  # peers on the unix socket cannot be distinguished
+        for _ in range(most - share - 1):  # peers on the unix socket cannot be distinguished
             open_.enter_context(taken("unix:"))
         if kind == "unattached":
-            with pytest.raises(ResourceExhaustedError, match=f"^{MAX_UNATTACHED} session streams are not"):
+            with pytest.raises(ResourceExhaustedError, match=f"^{most} session streams are not"):
                 open_.enter_context(taken("unix:"))
         open_.pop_all().close()
     with taken("ipv4:10.0.0.1:999"):
         pass
+
+
+def test_a_stream_that_waits_for_its_session_to_be_restored_leaves_its_place() -> None:
+    async def scenario() -> None:
+        port, sessions, context, peer = Slots(CONFIG), Mock(), Mock(), "ipv4:10.0.0.1:5"
+        restored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answered, ends = asyncio.Event(), asyncio.Event()
+        sessions.restoring.return_value = restored
+        attach = session_pb2.Call(call_id=1, attach=session_pb2.AttachRequest(session_token=b"saved"))
+
+        async def messages() -> AsyncIterator[Any]:
+            yield attach
+            answered.set()
+            await ends.wait()
+            yield grpc.aio.EOF
+
+        context.peer.return_value, context.read, context.write = peer, aiter(messages()).__anext__, AsyncMock()
+        for _ in range(31):
+            port.add_unattached(peer)
+        stream = asyncio.create_task(Stream(Mock(), sessions, context, Mock(called_again=None), port, Mock()).serve())
+        while not sessions.restoring.called:
+            await asyncio.sleep(0)
+        port.check_unattached(peer)
+        restored.set_exception(UnknownSessionError("it was closed"))
+        await answered.wait()
+        with pytest.raises(ResourceExhaustedError, match="^32 session streams of 10"):
+            port.check_unattached(peer)
+        ends.set()
+        await stream
+        port.check_unattached(peer)
+
+    asyncio.run(scenario())
 
 
 def test_who_stalls_an_rpc_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,10 +328,9 @@ Kind: TypeAlias = Literal["session stream", "event stream", "health watch", "ref
 # The time that a client may stall an RPC: by not sending the rest of its message, or by not reading the response.
 STALL_S: Final = 60.0
 SWEEP_S: Final = 5.0
-# The limit on session streams that are not attached yet, and the time they have to attach.
-MAX_UNATTACHED: Final = 64
+# The time that session streams have to attach.
 UNATTACHED_S: Final = 30.0
-# One address may use 1/_PEERS of the slots of a kind and of MAX_UNATTACHED, and half of the streams of events.
+# One address may use 1/_PEERS of the slots of a kind, and half of the unattached streams and of the streams of events.
 _PEERS: Final = 4
 # Extra RPCs beyond the limits, so that they can be refused with a status.
 _REFUSING: Final = 64
@@ -341,10 +340,15 @@ DOOR_CONNECTIONS: Final = 16
 _SESSIONLESS: Final[tuple[Kind, ...]] = ("event stream", "health watch", "reflection")
 
 
+def max_unattached(config: ServeConfig) -> int:
+    """Return the limit on session streams that are not attached yet. After a restart all sessions may come at once."""
+    return max(64, config.max_sessions)
+
+
 def kind_limits(config: ServeConfig) -> dict[Kind, int]:
     """Return the limit on open RPCs of each kind on one port."""
     return {
-        "session stream": config.max_sessions + MAX_UNATTACHED,
+        "session stream": config.max_sessions + max_unattached(config),
         # EventStreams enforces the limit over all ports, with an error that names the option.
         "event stream": config.max_event_streams + _REFUSING,
         "health watch": 64,
@@ -440,6 +444,7 @@ class Slots(grpc.GenericRpcHandler):
         self._of_peer: Counter[tuple[Kind, str]] = Counter()
         self._methods: dict[str, tuple[Kind, Handler]] = {}
         self._rpcs: set[Rpc] = set()
+        self._max_unattached = max_unattached(config)
         self._num_unattached = 0
         self._unattached_of: Counter[str] = Counter()
         self._shares = {kind: max(1, limit // _PEERS) for kind, limit in self._limits.items()}
@@ -489,20 +494,21 @@ class Slots(grpc.GenericRpcHandler):
                 del self._of_peer[key]
 
     def check_unattached(self, peer: str) -> None:
-        """Raise ResourceExhaustedError if MAX_UNATTACHED session streams are not attached yet, or the address of this
-        peer has its share of them."""
-        address, share = peer_address(peer), MAX_UNATTACHED // _PEERS
+        """Raise ResourceExhaustedError if too many session streams are not attached yet, or the address of this peer
+        has half of them."""
+        address, most = peer_address(peer), self._max_unattached
+        share = most // 2
         if address and self._unattached_of[address] >= share:
             raise ResourceExhaustedError(f"{share} session streams of {address} are not attached, more are not taken")
-        if self._num_unattached >= MAX_UNATTACHED:
-            raise ResourceExhaustedError(f"{MAX_UNATTACHED} session streams are not attached, more are not taken")
+        if self._num_unattached >= most:
+            raise ResourceExhaustedError(f"{most} session streams are not attached, more are not taken")
 
     def add_unattached(self, peer: str) -> None:
         self._num_unattached += 1
         self._unattached_of[peer_address(peer)] += 1
 
     def remove_unattached(self, peer: str) -> None:
-        """The stream is attached, or has ended."""
+        """The stream is attached, or waits for the daemon to restore its session, or has ended."""
         address = peer_address(peer)
         self._num_unattached -= 1
         self._unattached_of[address] -= 1

@@ -226,7 +226,6 @@ class Stream:
                 await self._context.abort_with_status(status)
 
     async def serve(self) -> None:
-        self._slots.add_unattached(self._context.peer())
         self._expect_attach()
         try:
             while not self._ended and (call := await self._context.read()) is not grpc.aio.EOF:
@@ -248,15 +247,16 @@ class Stream:
             if self._session is not None:
                 self._sessions.detach(self._session, self.end)
             else:
-                self._attached()
+                self._expect_no_attach()
 
     def _expect_attach(self) -> None:
-        """End the stream if it is not attached in time."""
+        """Count the stream as unattached, and end it if it is not attached in time."""
+        self._slots.add_unattached(self._context.peer())
         late = FailedPreconditionError(f"the stream was not attached within {UNATTACHED_S:g} s")
         self._unattached = asyncio.get_running_loop().call_later(UNATTACHED_S, self.end, late)
 
-    def _attached(self) -> None:
-        """Stop the attach timeout, because the stream was attached or has ended."""
+    def _expect_no_attach(self) -> None:
+        """The stream was attached, or waits for the daemon to restore its session, or has ended."""
         self._unattached.cancel()
         self._slots.remove_unattached(self._context.peer())
 
@@ -331,7 +331,7 @@ class Stream:
         self._dispatcher.refuse_new_work()
         restoring = None if request.reconnects else self._sessions.restoring(request.session_token)
         if restoring is not None:
-            self._unattached.cancel()  # the client waits for the daemon
+            self._expect_no_attach()
             try:
                 await restoring
             finally:
@@ -339,7 +339,7 @@ class Stream:
             self._dispatcher.refuse_new_work()
         with self._dispatcher.noting_refusals():
             self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
-        self._attached()
+        self._expect_no_attach()
         return session_pb2.AttachResponse(
             session_id=self._session.session_id, daemon_start=self._sessions.daemon_start, max_calls=MAX_CALLS
         )
