@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -31,6 +32,8 @@ from kvservice.config import ServeConfig
 from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.server.rpc import peers
+from kvservice.server.rpc.callers import Audit, RemoteCallers
+from kvservice.server.rpc.limits import Slots
 from kvservice.server.rpc.peers import (
     BETWEEN_CALLS_S,
     FIRST_BYTES,
@@ -46,7 +49,8 @@ from kvservice.server.rpc.peers import (
     TcpConnection,
     name_of,
 )
-from kvservice.v1 import store_pb2, store_pb2_grpc
+from kvservice.server.rpc.stream import Services
+from kvservice.v1 import pool_pb2, session_pb2_grpc, store_pb2, store_pb2_grpc
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 WINDOW_UPDATE = b"\0\0\4\x08\0\0\0\0\0" + b"\0\0\0\1"
@@ -144,6 +148,31 @@ def test_bytes_between_two_calls(clock: ManualClock) -> None:
     kernel.received = {one: 1000 + 2 * (allowed + 1)}
     clock.advance(1.1)
     assert kernel.look() == {one: "bytes"}
+
+
+def test_a_connection_may_receive_a_message_of_each_open_rpc_besides(clock: ManualClock) -> None:
+    kernel = Kernel(clock)
+    one, name = peer_of(1, 5), "ipv4:10.0.0.1:5"
+    allowed = (MAX_MESSAGES + 2) * kernel.config.max_message_bytes + FIRST_BYTES
+    with kernel.peers.opened(name):
+        with kernel.peers.opened(name), kernel.peers.opened("ipv4:10.0.0.1:6"):
+            assert kernel.look() == {}
+            kernel.received = {one: 0}
+            assert kernel.look() == {}
+            clock.advance(BETWEEN_CALLS_S + 0.1)
+            kernel.received = {one: FIRST_BYTES + 1}
+            assert kernel.look() == {one: "bytes"}, "no call was accepted"
+            kernel.received = {one: 0}
+            kernel.peers.called(name)
+            assert kernel.look() == {}
+            clock.advance(BETWEEN_CALLS_S + 0.1)
+            kernel.received = {one: allowed}
+            assert kernel.look() == {}
+            kernel.received = {one: allowed + 1}
+            assert kernel.look() == {one: "bytes"}
+        kernel.received = {one: allowed}
+        assert kernel.look() == {one: "bytes"}
+    assert not kernel.peers._open
 
 
 def test_time_before_the_first_call(clock: ManualClock) -> None:
@@ -336,6 +365,42 @@ def test_a_large_first_call_with_a_token_that_arrives_slowly_is_no_flood_and_one
         assert kv.describe([sequence])[0].length == 3
         until(lambda: "a connection of ipv4:127.0.0.4:" in daemon.daemon.log.read_text())
         assert "a connection of ipv4:127.0.0.2:" not in daemon.daemon.log.read_text()
+
+
+def test_an_rpc_is_open_while_its_message_is_on_its_way_and_without_a_token_no_call_yet() -> None:
+    async def scenario() -> None:
+        watching = Peers(ServeConfig())
+        watching.watch_tcp("127.0.0.1:1")
+        callers, config, slots = (
+            RemoteCallers(None, False, Audit(), watching, None),
+            ServeConfig(),
+            Slots(ServeConfig()),
+        )
+        answer = AsyncMock(return_value=pool_pb2.PingResponse())
+        services = Services(Mock(call=answer, tracer=None), Mock(), Mock(), config.request_limits, callers, slots)
+        slots.add(services.handlers())
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((slots,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            # The messages of streams are sent when the client likes.
+            ping: Any = channel.stream_unary("/kvservice.v1.PoolService/Ping", pool_pb2.PingRequest.SerializeToString)()
+            stream: Any = session_pb2_grpc.SessionServiceStub(channel).Connect()
+            while [*watching._open.values()] != [2]:
+                await asyncio.sleep(0.01)
+            assert [*watching._calls.values()] == [1], "the session's stream"
+            await ping.write(pool_pb2.PingRequest())
+            await ping.done_writing()
+            await ping
+            assert [*watching._calls.values()] == [2]
+            assert [*watching._open.values()] == [1]
+            stream.cancel()
+            while watching._open:
+                await asyncio.sleep(0.01)
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 HOLD = """

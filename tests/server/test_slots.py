@@ -207,7 +207,7 @@ def test_a_stream_that_waits_for_its_session_to_be_restored_leaves_its_place() -
         port.check_unattached(peer)
         restored.set_exception(UnknownSessionError("it was closed"))
         await answered.wait()
-        with pytest.raises(ResourceExhaustedError, match="^32 session streams of 10"):
+        with pytest.raises(ResourceExhaustedError, match=r"^32 session streams of 10"):
             port.check_unattached(peer)
         ends.set()
         await stream

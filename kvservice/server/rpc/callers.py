@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -50,6 +51,9 @@ class Callers(Protocol):
     def called_again(self) -> Callable[[Context], None] | None:
         """Notes a further call of an RPC that was admitted. None where nobody counts them."""
 
+    def opened(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which messages of this RPC may be on their way."""
+
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
 
@@ -70,6 +74,10 @@ class LocalCallers:
             DOOR.set(self._door)
             if not is_check:
                 self._tenants.caller()
+
+    def opened(self, _context: Context) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: nobody counts the bytes at the unix socket."""
+        return contextlib.nullcontext()
 
     def check(self, _caller: Identity) -> None:
         """Do nothing: local callers have no tokens."""
@@ -121,6 +129,9 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
 
     def called_again(self, context: Context) -> None:
         self._peers.called(context.peer())
+
+    def opened(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        return self._peers.opened(context.peer())
 
     def check(self, caller: Identity) -> None:
         if caller.credential and self._tokens is not None and not self._tokens.value.has(caller):

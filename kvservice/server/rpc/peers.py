@@ -46,9 +46,9 @@ SUSPECT_BYTES: Final = 64 << 10
 FIRST_S: Final = 0.1
 SUSPECT_S: Final = 60.0
 MAX_ADDRESSES: Final = 4096
-# A connection with calls may receive so many of the largest messages between two of them, or as much as it likes in
-# this time: many calls may be on their way together, and slowly. So may the first connection again of an address that
-# has made a call lately, whose first call may be large.
+# A connection with calls may receive so many of the largest messages between two of them, and one more for each RPC
+# that is open on it, or as much as it likes in this time: many calls may be on their way together, and slowly. So may
+# the first connection again of an address that has made a call lately, whose first call may be large.
 MAX_MESSAGES: Final = 16
 BETWEEN_CALLS_S: Final = 1.0
 KNOWN_S: Final = 3600.0
@@ -175,13 +175,14 @@ class Peers:
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_peer = config.peer_connection_limit
         self._first_call_s = config.first_call_s
-        self._between_bytes = MAX_MESSAGES * config.max_message_bytes + FIRST_BYTES
+        self._max_message_bytes = config.max_message_bytes
         # Only the daemon's own user and root can connect otherwise, who may have all of it.
         self._others_connect = bool(int(config.unix_socket_mode, 8) & 0o066)
         self._clock = clock
         self._log = LogBudget(logger, clock)
         self._known: dict[bytes, _WatchedConnection] = {}
         self._calls: dict[str, int] = {}
+        self._open: Counter[str] = Counter()
         # Addresses that sent too much without a call, with the time until which they have the lower limit.
         self._suspects: OrderedDict[str, float] = OrderedDict()
         # Addresses that made calls, with the time until which they are known for it.
@@ -217,6 +218,17 @@ class Peers:
         """Note a call that was accepted on a connection. `peer` is gRPC's name of the other end."""
         if self._diag is not None:  # else nobody looks, and forgets it
             self._calls[peer] = self._calls.get(peer, 0) + 1
+
+    @contextlib.contextmanager
+    def opened(self, peer: str) -> Iterator[None]:
+        """Count an RPC of which a message may be on its way for the duration of the context."""
+        self._open[peer] += 1
+        try:
+            yield
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]
 
     async def run(self, num_begun: Callable[[], int]) -> None:
         """Look until cancelled. `num_begun` returns how many calls of all clients have begun. A thread looks, because
@@ -304,7 +316,9 @@ class Peers:
             _note_address(self._callers, known.address, now + KNOWN_S)
         if self._callers.get(known.address, 0.0) > now and (known.num_calls or now - known.since <= self._first_call_s):
             idle_s = now - known.called_at
-            return "bytes" if num_bytes > self._between_bytes and idle_s > BETWEEN_CALLS_S else None
+            num_messages = MAX_MESSAGES + self._open.get(known.name, 0)
+            allowed_bytes = num_messages * self._max_message_bytes + FIRST_BYTES
+            return "bytes" if num_bytes > allowed_bytes and idle_s > BETWEEN_CALLS_S else None
         suspect = self._suspects.get(known.address, 0.0) > now
         much = num_bytes > SUSPECT_BYTES
         self._looks_again |= suspect or much

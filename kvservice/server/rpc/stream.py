@@ -121,23 +121,19 @@ class Services:
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
         answer = self._unary(call_name(method))
-        if not self._callers.counts_begun:
+        if self._callers.local:
             return grpc.unary_unary_rpc_method_handler(answer, parse, _serialize)
         # gRPC runs the handler of a unary RPC when the message is there, that of a stream when the RPC begins.
         return grpc.stream_unary_rpc_method_handler(answer, parse, _serialize)
 
     def _unary(self, name: str) -> Any:
-        called_again = self._callers.called_again if self._callers.counts_begun else None
-
         async def answer(request: Any, context: Context) -> Any:
             rpc = RPC.get()
             try:
-                self._callers.admit(context)
-                if called_again is not None:
-                    request = await context.read()
-                    if request is grpc.aio.EOF:
-                        raise InvalidArgumentError("the RPC has no message")
-                    called_again(context)
+                if self._callers.local:
+                    self._callers.admit(context)
+                else:
+                    request = await self._read(context)
                 rpc.stalled_since = None
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
@@ -148,6 +144,21 @@ class Services:
                 rpc.stalled_since = time.monotonic()
 
         return answer
+
+    async def _read(self, context: Context) -> Any:
+        """Admit a unary RPC over TCP, and return its request."""
+        counts_begun, called_again = self._callers.counts_begun, self._callers.called_again
+        if counts_begun:
+            self._callers.admit(context)
+        with self._callers.opened(context):
+            request = await context.read()
+        if request is grpc.aio.EOF:
+            raise InvalidArgumentError("the RPC has no message")
+        if not counts_begun:
+            self._callers.admit(context)
+        elif called_again is not None:
+            called_again(context)
+        return request
 
     async def _subscribe(self, request: Any, context: Context) -> None:
         try:
@@ -172,7 +183,7 @@ class Services:
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
         rpc = RPC.get()
-        with rpc.working():
+        with self._callers.opened(context), rpc.working():
             await Stream(self._dispatcher, self._sessions, context, self._callers, self._slots, rpc).serve()
 
 
