@@ -371,13 +371,9 @@ def test_an_rpc_is_open_while_its_message_is_on_its_way_and_without_a_token_no_c
     async def scenario() -> None:
         watching = Peers(ServeConfig())
         watching.watch_tcp("127.0.0.1:1")
-        callers, config, slots = (
-            RemoteCallers(None, False, Audit(), watching, None),
-            ServeConfig(),
-            Slots(ServeConfig()),
-        )
-        answer = AsyncMock(return_value=pool_pb2.PingResponse())
-        services = Services(Mock(call=answer, tracer=None), Mock(), Mock(), config.request_limits, callers, slots)
+        callers, slots = RemoteCallers(None, False, Audit(), watching, None), Slots(ServeConfig())
+        dispatcher = Mock(call=AsyncMock(return_value=pool_pb2.PingResponse()), tracer=None)
+        services = Services(dispatcher, Mock(), Mock(), ServeConfig().request_limits, callers, slots)
         slots.add(services.handlers())
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((slots,))
@@ -450,9 +446,10 @@ def test_an_address_that_is_opened_later_is_looked_at() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             watching.watch_tcp(f"127.0.0.1:{listener.getsockname()[1]}")
             with socket.create_connection(listener.getsockname()), listener.accept()[0]:
-                await asyncio.to_thread(until, lambda: watching.num_closed["no_call"] == 1)
+                await asyncio.to_thread(until, lambda: watching.num_closed["no_call"])
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
+        assert watching.num_closed == {"connections": 0, "no_call": 1, "bytes": 0}
 
     asyncio.run(scenario())
 
@@ -466,7 +463,7 @@ def test_a_list_that_is_not_read_to_its_end_does_not_keep_the_next_one_from_bein
         unread = diag.connections()
         next(unread)
         assert len([*diag.connections()]) == 300
-        unread.close()
+        del unread
         assert len([*diag.connections()]) == 300
 
 
