@@ -277,12 +277,14 @@ def bench_vllm(engine: str | None, no_engine: bool, as_json: bool, **options: An
     the other options, only --quick and --json count then.
     """
     prepare_grpc()
-    from kvservice.bench import vllm, vllm_steps
-
     if no_engine:
+        with needs("torch"):
+            from kvservice.bench import vllm_steps
         steps = vllm_steps.StepsOptions.quick() if options["quick"] else vllm_steps.StepsOptions()
         _report(lambda: vllm_steps.run(steps), vllm_steps.render, as_json)
         return
+    from kvservice.bench import vllm
+
     try:
         more = json.loads(engine or "{}")
     except ValueError as error:

@@ -481,6 +481,8 @@ class PoolShares:
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64
+# How many requests in front of others are passed over because they would be refused. Each look costs microseconds.
+_MAX_PASSED_OVER: Final = 256
 # Requests that one step admits, or a few more, so that no step takes long.
 _MAX_ADMITTED: Final = 256
 
@@ -516,12 +518,12 @@ class Admission:
     def admissible(self, queue: WaitingQueue) -> Iterator[RequestState]:
         """Yield the requests of a queue in their order, without those that would be refused if they came now, because
         quotas are lower or guarantees higher than when they came. They wait until that changes, or they are
-        aborted."""
+        aborted. So many of them that a step would be slow hold back those behind."""
         if self._namespace.quota is None:
             return iter(queue)
         return (
             state
-            for state in queue
+            for state in itertools.islice(queue, _MAX_PASSED_OVER)
             if not self.refusal(state.group.request, state.group.num_prompt_tokens, _places(state.unit))
         )
 

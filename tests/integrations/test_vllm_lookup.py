@@ -26,6 +26,7 @@ from kvservice.integrations.vllm.lookup import (
     FRESH_S,
     MAX_KEYS_EACH,
     MAX_PROMISES,
+    MAX_TOUCHED,
     PROMISE_S,
     RENEW_S,
     RENEWED_S,
@@ -169,6 +170,7 @@ class Finder:
         self.leases: list[FakeLease] = []
         self.touched: list[list[bytes]] = []
         self.early: list[list[bytes]] = []
+        self.looks = 0
         self.uses = SharedUses()
         self.missing: set[bytes] = set()
         self.is_back = threading.Event()
@@ -186,6 +188,7 @@ class Finder:
 
     def look(self) -> None:
         """Nothing is seen."""
+        self.looks += 1
 
     def find(self, keys: bytes, timeout_s: float) -> FoundBlocks:
         self.asked.append(split_keys(keys))
@@ -384,8 +387,27 @@ def test_touches_are_gathered_and_have_a_limit(finder: Any, lookup: StoreLookup)
     finder.now = 3600.0
     lookup.end_step()
     until(lambda: len(finder.touched) == 3)
-    assert finder.touched[2] == many[: len(finder.touched[2])]
-    assert len(finder.touched[2]) < 20_000
+    assert finder.touched[2] == many[:MAX_TOUCHED]
+    # A prefix that many have counts once.
+    for number in range(64):
+        lookup.touch(b"".join(many[:512] + many[512 + 16 * number : 528 + 16 * number]))
+    finder.now = 7200.0
+    lookup.end_step()
+    until(lambda: len(finder.touched) == 4)
+    assert finder.touched[3] == many[: 512 + 64 * 16]
+
+
+def test_one_look_at_most_waits_for_the_thread(finder: Any, lookup: StoreLookup) -> None:
+    """The thread is away for some steps."""
+    away = threading.Event()
+    lookup._queue.put(away.wait)
+    for number in range(20):
+        lookup.find(f"r{number}", wanted(KEYS[:1]))
+        lookup.end_step()
+    assert lookup._queue.qsize() <= 2
+    looks = finder.looks
+    away.set()
+    until(lambda: finder.looks > looks)
 
 
 def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:

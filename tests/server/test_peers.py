@@ -220,6 +220,25 @@ def test_it_rests_while_nobody_does_anything(clock: ManualClock) -> None:
         assert kernel.peers.pause_s(1) == pause_s
 
 
+def test_a_call_ends_a_pause_for_quiet(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(clock)
+    kernel.look()
+    waited: list[float] = []
+    looked: list[int] = []
+    monkeypatch.setattr(kernel.peers, "look", lambda: looked.append(len(waited)))
+
+    class Stopped(threading.Event):
+        def is_set(self) -> bool:
+            return bool(looked)
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout or 0.0)
+            return False
+
+    kernel.peers._look_until(Stopped(), lambda: int(len(waited) >= 3))
+    assert looked == [3]
+
+
 def strangers(port: int, count: int, stack: contextlib.ExitStack, address: str = "127.0.0.2") -> list[socket.socket]:
     """Return connections from another address of this host, which have sent HTTP/2's first frames."""
     made = []

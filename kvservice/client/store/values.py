@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -137,6 +138,16 @@ def num_keys(keys: bytes) -> int:
 
 def split_keys(keys: bytes) -> list[bytes]:
     return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+
+
+def distinct_keys(gathered: Iterable[bytes], most: int) -> bytes:
+    """Return the keys of these in their order, each once, and no more than `most`."""
+    distinct: dict[bytes, None] = {}
+    for keys in gathered:
+        distinct.update(dict.fromkeys(split_keys(keys)))
+        if len(distinct) >= most:
+            break
+    return b"".join(itertools.islice(distinct, most))
 
 
 def some_keys(keys: bytes, part: slice) -> bytes:

@@ -185,11 +185,11 @@ class ForwardPass:
 
     def unpack(self, output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, heads, head_size]` -> `[batch, columns, heads, head_size]`, zeros where there is no token."""
-        batch, num_heads, arguments, head_size = like.shape
+        batch, num_heads, columns, head_size = like.shape
         output = output.to(like.device)
         if self.tokens is None:
-            return output.view(batch, arguments, num_heads, head_size)
-        padded = like.new_zeros((batch, arguments, num_heads, head_size))
+            return output.view(batch, columns, num_heads, head_size)
+        padded = like.new_zeros((batch, columns, num_heads, head_size))
         padded[self.tokens.to(like.device)] = output
         return padded
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
-from kvservice.client.store.values import KEY_BYTES, Flags, SharedUses, num_keys, some_keys
+from kvservice.client.store.values import KEY_BYTES, Flags, SharedUses, distinct_keys, num_keys, some_keys
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -44,6 +44,8 @@ T = TypeVar("T")
 TOUCH_INTERVAL_S = 0.5
 # The most keys of one such request. Others are touched the next time they are used.
 MAX_TOUCHED = 16384
+# How many keys are gathered for that. Requests with a common prefix repeat its keys.
+MAX_GATHERED = 8 * MAX_TOUCHED
 # The most missing keys of which one such request asks the daemon to count the reason. It takes no more.
 MAX_MISSING = 256
 # Requests whose blocks are brought into the daemon's memory at one time.
@@ -242,7 +244,7 @@ class StoreLookup:
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
-        self._looks = False
+        self._looks = self._look_queued = False
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
         # The latest figures of the engine, for the daemon.
         self._engine, self._engine_told = Counter[str](), Counter[str]()
@@ -419,7 +421,7 @@ class StoreLookup:
 
     def touch(self, keys: bytes) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
-        if keys and self._num_touched < MAX_TOUCHED and keys not in self._touched:
+        if keys and self._num_touched < MAX_GATHERED and keys not in self._touched:
             self._touched[keys] = None
             self._num_touched += num_keys(keys)
 
@@ -435,10 +437,12 @@ class StoreLookup:
         self._ask_early(now)
         if self._looks:
             self._looks = False
-            self._queue.put(self._look)
+            if not self._look_queued:
+                self._look_queued = True
+                self._queue.put(self._look)
         if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
             touched, self._touched, self._num_touched, self._touch_s = self._touched, {}, 0, now
-            self._queue.put(lambda: self._touch_and_count(b"".join(touched)))
+            self._queue.put(lambda: self._touch_and_count(distinct_keys(touched, MAX_TOUCHED)))
 
     def close(self, timeout_s: float) -> None:
         """Do what is pending, at most for `timeout_s` seconds, and close the finders."""
@@ -681,6 +685,7 @@ class StoreLookup:
                 self._touch_and_count(b"")
 
     def _look(self) -> None:
+        self._look_queued = False
         for finder in self._finders:
             finder.look()
 

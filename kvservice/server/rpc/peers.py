@@ -248,8 +248,9 @@ class Peers:
                 stopped.wait(LOOK_QUIET_S)  # an address that the process could not have may be opened yet
                 continue
             pause_s = self.pause_s(num_begun())
+            is_quiet = pause_s >= LOOK_QUIET_S
             # A call ends a pause for quiet: it could be kept waiting.
-            while pause_s > 0 and (pause_s < LOOK_QUIET_S or num_begun() == self._num_begun):
+            while pause_s > 0 and not (is_quiet and num_begun() != self._num_begun):
                 if stopped.wait(min(pause_s, LOOK_S)):
                     return
                 pause_s -= LOOK_S
