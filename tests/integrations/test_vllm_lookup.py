@@ -400,7 +400,7 @@ def test_touches_are_gathered_and_have_a_limit(finder: Any, lookup: StoreLookup)
 def test_one_look_at_most_waits_for_the_thread(finder: Any, lookup: StoreLookup) -> None:
     """The thread is away for some steps."""
     away = threading.Event()
-    lookup._queue.put(away.wait)
+    lookup._queue.put(lambda: until(away.is_set))
     for number in range(20):
         lookup.find(f"r{number}", wanted(KEYS[:1]))
         lookup.end_step()
