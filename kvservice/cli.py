@@ -205,6 +205,16 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
         raise click.ClickException(f"not serving: {answer.reason}")
 
 
+def _daemon_address(given: str | None) -> str:
+    """Return the given address, or that of a daemon with the usual configuration. Raises UsageError."""
+    from kvservice.health import address_of
+
+    where = given or address_of(usual_configuration())
+    if not where:
+        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
+    return where
+
+
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
 @click.option("--interval", type=Number(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
@@ -224,14 +234,12 @@ def top(
         raise click.UsageError("--json needs --once")
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: --once prints one snapshot")
-    from kvservice.health import address_of, door_of
+    from kvservice.health import door_of
     from kvservice.top import SORT_KEYS, TopOptions, run
 
     if sort not in SORT_KEYS:
         raise click.BadParameter(f"one of {', '.join(SORT_KEYS)}", param_hint="--sort")
-    where = address or address_of(usual_configuration())
-    if not where:
-        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
+    where = _daemon_address(address)
     try:
         run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
@@ -239,10 +247,10 @@ def top(
 
 
 @main.command()
-@click.option("--address", required=True, help="unix:///path/of.sock or host:port.")
+@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @connection_options
-def tenants(address: str, as_json: bool, presented: Presented) -> None:
+def tenants(address: str | None, as_json: bool, presented: Presented) -> None:
     """Show what the tenants of the daemon use, and their quotas.
 
     An observer sees its own tenant, an admin all of them, as does the daemon's user on the same host. Quotas are in the
@@ -254,14 +262,16 @@ def tenants(address: str, as_json: bool, presented: Presented) -> None:
     from kvservice.health import door_of
     from kvservice.top.source import Source, to_json
 
+    where = _daemon_address(address)
+
     async def asked() -> list[dict[str, object]]:
-        async with Source(door_of(address), presented.at(address)) as source:
+        async with Source(door_of(where), presented.at(where)) as source:
             return [to_json(tenant) for tenant in (await source.first_snapshot()).tenants]
 
     try:
         found = asyncio.run(asked())
     except KVServiceError as error:
-        raise failed(address, error) from None
+        raise failed(where, error) from None
     if as_json:
         click.echo(plain_json.dumps({"tenants": found}))
         return
@@ -274,7 +284,7 @@ def tenants(address: str, as_json: bool, presented: Presented) -> None:
     for tenant in found:
         quotas: list[dict[str, float]] = tenant["quotas"]  # type: ignore[assignment]  # as the contract says
         for one in quotas:
-            quota = "" if one["value"] is None else f"{one['value']:,g}"
+            quota = "" if one["value"] is None else f"{one['value']:,.12g}"
             table.add_row(str(tenant["name"]), str(one["limit"]), f"{one['used']:,.0f}", quota, f"{one['refused']:,}")
     console = Console()
     (console if console.is_terminal else Console(width=100)).print(table)

@@ -216,13 +216,19 @@ class ClientCore:
 
     async def ask(self, waiting: Waiting, send: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
         """Make a unary call, and again if the daemon is being replaced and has not executed it."""
+        self._check_open()
         return await once_more(waiting, send, self._wait_s(timeout_s), RestartingError)
 
     async def ask_patiently(
         self, waiting: Waiting, send: Callable[[], Awaitable[T]], timeout_s: float | None = None
     ) -> T:
         """Make a unary call that may be repeated, and again while the daemon is away."""
+        self._check_open()
         return await once_more(waiting, send, self._wait_s(timeout_s), (RestartingError, ConnectionLostError))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionLostError("the client is closed")
 
     def _wait_s(self, timeout_s: float | None) -> float:
         """Return how long a call with this time limit waits for a daemon that is away, in seconds."""
@@ -260,6 +266,7 @@ class ClientCore:
         """Open a session, also after waiting for a daemon that is away with `patiently`. `send` sends a request to a
         method. A session whose caller does not get the answer is closed in the background: its token is known, because
         it is chosen here."""
+        self._check_open()
         ask = self.ask_patiently if patiently else self.ask
         request.session_token = token = secrets.token_bytes(TOKEN_BYTES)
         try:

@@ -45,6 +45,7 @@ from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
     InvalidArgumentError,
+    LengthMismatchError,
     UnknownPinError,
     UnknownSequenceError,
 )
@@ -120,9 +121,10 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> bytes:
         """Detach from the session and return its token, with which another client can resume it.
 
-        The session waits for `ttl_s` seconds, 0: as long as the daemon allows; None: as it was opened, and 0 if it is
-        `durable`. With `durable` its sequences are on the daemon's disk when this returns. They survive a reboot, and
-        need no memory until the session is resumed. Steps, pins and regions end.
+        The session waits for `ttl_s` seconds, 0: as long as the daemon allows; None: as it was opened, for
+        `session_grace_s` seconds if not as detachable, and 0 if it is `durable`. With `durable` its sequences are on
+        the daemon's disk when this returns. They survive a reboot, and need no memory until the session is resumed.
+        Steps, pins and regions end.
 
         Raises SavedSessionsOffError, DiskFullError, DiskFailedError and QuotaExceededError. The session then goes on.
         """
@@ -243,22 +245,27 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> StepT:
         """Append tokens to sequences and open a step over all their pending tokens. `num_tokens` gives the number of
-        tokens of each sequence; None: one each."""
+        tokens of each sequence; None: one each. Raises LengthMismatchError if another append to one of the sequences
+        was under way: one of them counts."""
         if self._dropped or self.context.cut.pending:
             await self._settle(timeout_s)
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         if counts is not None and len(counts) != len(sequences):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
+        lengths = list(map(_LENGTH, sequences))
         request = build(
             blocks_pb2.AppendRequest,
             request_id=next(self._request_ids),
             sequence_ids=growing_ids_of(sequences, "sequences"),
             token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
-            expected_lengths=list(map(_LENGTH, sequences)),
+            expected_lengths=lengths,
             lookahead=whole(lookahead, "lookahead"),
         )
         response = await self._send("append", request, timeout_s)
+        if lengths != list(map(_LENGTH, sequences)):
+            # To the daemon, an append of the same tokens to a sequence of this length is the last one, repeated.
+            raise LengthMismatchError("another append to one of these was under way", field="sequences")
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
         return self._step(sequences, response)

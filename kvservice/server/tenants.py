@@ -235,6 +235,8 @@ def _tables(found: dict[str, Any]) -> dict[str, _Settings]:
     tables = found.get("tenant", {})
     if not isinstance(tables, dict):
         raise InvalidArgumentError("must be tables [tenant.NAME]", field="tenant")
+    if not tables:  # perhaps it is being written
+        raise InvalidArgumentError("has no tenant", field="tenant")
     if len(tables) > MAX_TENANTS:
         raise InvalidArgumentError(f"has more than {MAX_TENANTS} tenants", field="tenant")
     return {name: _settings(name, table) for name, table in tables.items()}

@@ -237,6 +237,32 @@ def free_request(sequence_id: int) -> Any:
     return blocks_pb2.FreeRequest(sequence_ids=[sequence_id])
 
 
+def test_one_of_several_appends_at_once_counts(daemon: Daemon) -> None:
+    """Also if all have the same token, so that they look like one append that is repeated."""
+
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client, client.session() as session:
+            for tokens in ([7, 7, 7], [7, 8, 9]):
+                sequence = await session.allocate(range(20))
+                await session.open_step([sequence])
+                appends = [session.append([sequence], [token]) for token in tokens]
+                done = await asyncio.gather(*appends, return_exceptions=True)
+                assert sorted(type(one).__name__ for one in done) == ["AsyncStep", *["LengthMismatchError"] * 2]
+                assert sequence.length == (await session.describe([sequence]))[0].length == 21
+                await session.append([sequence], [7])
+                await session.free([sequence])
+
+    run(scenario())
+
+
+def test_a_closed_client_says_so(daemon: Daemon) -> None:
+    client = KVClient(daemon.address)
+    client.close()
+    for call in (client.session, client.ping):
+        with pytest.raises(ConnectionLostError, match="the client is closed"):
+            call()
+
+
 def test_a_cancelled_call_harms_no_other(daemon: Daemon) -> None:
     big = tensors(1, LAYERS, 200)[:2]
 

@@ -80,7 +80,7 @@ async def open_late(fails):
 def output_of(program: str, folder: Path) -> tuple[str, str]:
     """Return what a process prints, and its log."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", PROGRAM + program, str(folder)]
+    command = [sys.executable, "-P", "-c", PROGRAM + program, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -106,6 +106,7 @@ def life(options: dict[str, Any], clock: Any) -> Iterator[Life]:
             "more than max_blocks = 9",
         ),
         ("[tenant.a", "", "Expected ']'"),
+        ("", "tenant", "has no tenant"),
         (f"[tenant.a]\nmax_sessions = {'9' * 5000}", "", "Exceeds the limit"),
         (f"[tenant.a]\nengines = {'[' * 5000}{']' * 5000}", "", "maximum recursion depth"),
     ],

@@ -33,7 +33,7 @@ WRITTEN = 'kvservice_tier_values_written_total{tier="mooncake"}'
 READ = 'kvservice_tier_values_read_total{tier="mooncake"}'
 OPEN = 'kvservice_tier_state{tier="mooncake",state="open"}'
 OPEN = 'kvservice_tier_state{state="open",tier="mooncake"}'
-CLIENT = "-m kvservice.mooncake "
+CLIENT = "-m kvservice.mooncake.serving "
 
 
 @pytest.fixture(scope="module")
