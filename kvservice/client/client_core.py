@@ -205,6 +205,7 @@ class ClientCore:
         # The sessions without an answer that are being closed, by token, each with a flag for its end.
         self._unanswered: dict[bytes, tuple[Background, Signal]] = {}
         self._closed = False
+        self._ended = False  # stores and sessions have been closed, too
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
@@ -227,7 +228,7 @@ class ClientCore:
         return await once_more(waiting, send, self._wait_s(timeout_s), (RestartingError, ConnectionLostError))
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._ended:
             raise ConnectionLostError("the client is closed")
 
     def _wait_s(self, timeout_s: float | None) -> float:
@@ -245,6 +246,7 @@ class ClientCore:
             remote.close()
         for connection in list(self._connections):
             await connection.close()
+        self._ended = True
 
     async def open_store(self, dialer: Dialer, options: StoreOptions) -> StoreAccess:
         """Open the link of a store. Raises the errors of StoreAccess.start."""
