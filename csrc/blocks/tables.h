@@ -61,8 +61,8 @@ AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int
 // The columns of a sequence's state that steps read and write.
 enum StateColumn : int64_t { kLength = 0, kNumComputed = 1, kNumBlocks = 2, kStep = 3, kSwapped = 4, kStepColumns = 5 };
 
-// What steps read and write of a pool: tables int32[num_rows, width], states[num_rows, num_columns], and of each block
-// its references, whether it is in the prefix index, and its tokens, int32[num_blocks, 1 << shift].
+// Steps read and write these arrays of a pool: tables int32[num_rows, width], states[num_rows, num_columns], and of
+// each block its references, whether it is in the prefix index, and its tokens, int32[num_blocks, 1 << shift].
 struct StepTables {
   int32_t* tables;
   int64_t num_rows, width;

@@ -1,4 +1,4 @@
-"""What the benches on a CUDA device share: timing, shapes of attention, inputs, and attention in float64."""
+"""The benches on a CUDA device share this: timing, shapes of attention, inputs, and attention in float64."""
 
 from __future__ import annotations
 

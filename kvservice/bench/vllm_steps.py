@@ -1,4 +1,4 @@
-"""What the connector takes of the thread on which vLLM schedules, without vLLM: `bench vllm --no-engine`.
+"""Measures the time that the connector takes of vLLM's scheduling thread, without vLLM: `bench vllm --no-engine`.
 
 A stand-in for vLLM's scheduler makes the calls that vLLM makes, in their order, to both sides of the connector, with a
 real daemon. Every few steps 16 prompts come at once; between them requests decode. While a device would compute, the
@@ -104,8 +104,8 @@ class Block:
 
 
 class StandInPool:
-    """What the connector uses of vLLM's BlockPool, at about its costs. Free blocks are in the order in which they are
-    evicted."""
+    """Stands in for vLLM's BlockPool, with the methods that the connector calls, at about their costs. Free blocks are
+    in the order in which they are evicted."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_gpu_blocks = num_blocks

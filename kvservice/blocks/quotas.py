@@ -256,7 +256,7 @@ class BlockOwners:
         """Return the order int64[n] in which these owners lose these blocks, see `losing`: indices into all of them, of
         each owner the oldest first, and one owner after another."""
         numbers, counts = np.array(losing).T
-        # What the owner of each block has above its guaranteed blocks when it loses this one.
+        # So many blocks has the owner of each block above its guaranteed ones when it loses this block.
         levels = np.repeat((self._held + self._cached - self._guaranteed)[numbers], counts) - places_within(counts)
         keys = -(levels * self.num_owners + np.repeat(numbers, counts))
         return np.argsort(keys, kind="stable")  # it merges the owners' blocks, which are in order

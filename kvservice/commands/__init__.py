@@ -1,4 +1,4 @@
-"""What commands share: numbers, the configuration, the environment, packages that only some need, and the options of
+"""Commands share this: numbers, the configuration, the environment, packages that only some need, and the options of
 those that connect to a daemon over TCP. Commands with much of their own are modules here."""
 
 from __future__ import annotations

@@ -24,18 +24,24 @@ def bench() -> None:
 
 
 def _report(
-    run: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any], Console], None], as_json: bool
+    run: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any], Console], None],
+    as_json: bool,
+    failures: Callable[[dict[str, Any]], list[str]] = lambda _: [],
 ) -> None:
+    """Run a benchmark and show its results. Exits with 1 if there are failures in them."""
     try:
         results = run()
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(plain_json.dumps(results))
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    render(results, Console())
+        render(results, Console())
+    if failed := failures(results):
+        raise click.ClickException("; ".join(failed))
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -292,16 +298,7 @@ def bench_vllm(engine: str | None, no_engine: bool, as_json: bool, **options: An
     if not isinstance(more, dict):
         raise click.BadParameter("a JSON object", param_hint="--engine")
     chosen = {name: value for name, value in options.items() if value != ()}
-    failed: list[str] = []
-
-    def run() -> dict[str, Any]:
-        results = vllm.run(vllm.VLLMBenchOptions(engine=more, **chosen))
-        failed.extend(vllm.failures(results))
-        return results
-
-    _report(run, vllm.render, as_json)
-    if failed:
-        raise click.ClickException("; ".join(failed))
+    _report(lambda: vllm.run(vllm.VLLMBenchOptions(engine=more, **chosen)), vllm.render, as_json, vllm.failures)
 
 
 @bench.command("limits")
@@ -339,16 +336,9 @@ def bench_soak(seconds: float, as_json: bool) -> None:
     reexec_with_environment()
     from kvservice.bench import soak
 
-    grown: list[str] = []
-
-    def run() -> dict[str, Any]:
-        results = soak.run(seconds)
-        grown.extend(results["grown"])
-        return results
-
-    _report(run, soak.render, as_json)
-    if grown:
-        raise click.ClickException(f"grown: {', '.join(grown)}")
+    _report(
+        lambda: soak.run(seconds), soak.render, as_json, lambda results: [f"grown: {one}" for one in results["grown"]]
+    )
 
 
 @bench.command("attention")
@@ -385,16 +375,8 @@ def bench_attention(device: str, quick: bool, as_json: bool, **options: Any) -> 
 def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
     with needs("torch"):
         from kvservice.bench import attention_cuda
-    failed: list[str] = []
-
-    def run() -> dict[str, Any]:
-        results = attention_cuda.run(attention_cuda.DeviceBenchOptions(quick=quick, **options))
-        failed.extend(attention_cuda.failures(results))
-        return results
-
-    _report(run, attention_cuda.render, as_json)
-    if failed:
-        raise click.ClickException("; ".join(failed))
+    chosen = attention_cuda.DeviceBenchOptions(quick=quick, **options)
+    _report(lambda: attention_cuda.run(chosen), attention_cuda.render, as_json, attention_cuda.failures)
 
 
 @bench.command("lane")
