@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings/exceptions.h"
+#include "bindings/gil.h"
 #include "cuda/attention.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/decode_tables.h"
@@ -36,7 +37,7 @@ int device_count() {
 py::dict device_facts(int device) {
   cudaDeviceProp facts;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     check_cuda(cudaGetDeviceProperties(&facts, device), "cudaGetDeviceProperties");
   }
   py::dict result;
@@ -170,7 +171,7 @@ void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t n
   p.num_copies = from.size();
   p.src_ids = from.data();
   p.dst_ids = to.data();
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   check_copy_blocks(p);
   copy_blocks_cuda(p, stream_at(stream));
 }
@@ -188,7 +189,7 @@ void advance_tables(uintptr_t positions, uintptr_t growth, uintptr_t shift, uint
   t.num_rows = num_rows;
   t.max_blocks = max_blocks;
   t.block_size = block_size;
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   advance_tables_cuda(t, stream_at(stream));
 }
 
@@ -222,7 +223,7 @@ void move_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, cons
   const auto places = numbers_of<uint64_t>(addresses, "addresses");
   const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
   const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   move(params);
 }
 

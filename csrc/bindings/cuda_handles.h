@@ -8,12 +8,13 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/gil.h"
 #include "errors.h"
 #include "pool.h"
 
 namespace kvservice {
 
-using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+using Unlocked = pybind11::call_guard<WithoutGil>;
 
 template <class T = void>
 T* at(uintptr_t address) {
@@ -32,7 +33,7 @@ class Owned {
   ~Owned() { close(); }
   void close() {
     std::unique_ptr<T> owned = std::move(owned_);
-    const pybind11::gil_scoped_release release;
+    const WithoutGil without_gil;
     owned.reset();
   }
   const T& get() const {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/gil.h"
 #include "cuda/ipc.h"
 #include "cuda/memory.h"
 #include "cuda/runtime.h"
@@ -38,7 +39,7 @@ class HostRegistration {
   cudaError_t unregister() {
     void* address = std::exchange(address_, nullptr);
     if (address == nullptr) return cudaSuccess;
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     return cudaHostUnregister(address);
   }
 
@@ -161,7 +162,7 @@ void define_memory(py::module_& m) {
   define_owned_memory<IpcMemory>(m, "IpcMemory")
       .def(py::init([](int device, const py::bytes& raw_handle, int64_t byte_size) {
              const std::string handle = raw_handle;
-             const py::gil_scoped_release release;
+             const WithoutGil without_gil;
              return std::make_unique<Owned<IpcMemory>>(device, handle, byte_size);
            }),
            py::arg("device"), py::arg("raw_handle"), py::arg("byte_size"));

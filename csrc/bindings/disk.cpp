@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "bindings/packed.h"
 #include "disk/files.h"
 
@@ -39,7 +40,7 @@ std::unique_ptr<DiskFiles> make_files(const std::string& directory, const py::ob
   options.num_threads = static_cast<int>(threads);
   options.max_queued = as_positive(max_queued, "max_queued");
   options.seed = seed;
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   return std::make_unique<DiskFiles>(options);
 }
 
@@ -155,7 +156,7 @@ void define_disk(py::module_& m) {
       .def("take_completed", &take_completed)
       .def("stats", &DiskFiles::stats)
       .def_property_readonly("problem", &DiskFiles::problem)
-      .def("close", &DiskFiles::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &DiskFiles::close, py::call_guard<WithoutGil>());
 }
 
 }  // namespace kvservice

@@ -18,6 +18,7 @@
 #include "bindings/blocks.h"
 #include "bindings/disk.h"
 #include "bindings/exceptions.h"
+#include "bindings/gil.h"
 #include "bindings/lane.h"
 #include "bindings/packed.h"
 #include "bindings/store.h"
@@ -129,7 +130,7 @@ void write_kv(const py::object& pool, const py::object& layer, const py::object&
   p.slots = static_cast<const int64_t*>(slots.data());
   p.key = const_cast<char*>(static_cast<const char*>(plain_key.data()));
   p.value = const_cast<char*>(static_cast<const char*>(plain_value.data()));
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   check_slots(p, "slot_mapping");
   write_kv_cpu(p);
 }
@@ -150,7 +151,7 @@ py::tuple read_kv(const py::object& pool, const py::object& layer, const py::obj
   p.key = static_cast<char*>(key.mutable_data());
   p.value = static_cast<char*>(value.mutable_data());
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     read_kv_cpu(p);
   }
   return py::make_tuple(std::move(key), std::move(value));
@@ -218,7 +219,7 @@ py::object attention(const py::object& pool, const py::object& layer, const py::
     lse = std::move(sums);
   }
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     attention_cpu(p);
   }
   if (return_lse) return py::make_tuple(std::move(result), std::move(lse));
@@ -243,7 +244,7 @@ void copy_blocks(const py::object& src_pool, const py::object& dst_pool, const p
   p.num_copies = from.shape(0);
   p.src_ids = static_cast<const int32_t*>(from.data());
   p.dst_ids = static_cast<const int32_t*>(to.data());
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   check_copy_blocks(p);
   copy_blocks_cpu(p);
 }
@@ -263,7 +264,7 @@ int populate(const py::object& address, const py::object& num_bytes) {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which C libraries before 2.35 do not name
   char* const begin = as_address(address, "address");
   const int64_t size = as_int(num_bytes, "num_bytes");
-  const py::gil_scoped_release release;
+  const WithoutGil without_gil;
   for (int64_t at = 0; at < size; at += kStepBytes) {
     if (madvise(begin + at, static_cast<size_t>(std::min(kStepBytes, size - at)), kPopulateWrite) != 0) return errno;
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/gil.h"
 #include "bindings/lane_in_place.h"
 #include "lane/client.h"
 #include "lane/executor.h"
@@ -125,7 +126,7 @@ class PySession {
   void retire(const py::object& step_id) {
     const int64_t id = as_int(step_id, "step_id");
     {
-      const py::gil_scoped_release release;
+      const WithoutGil without_gil;
       session_.retire(id);
     }
     held_.erase(id);
@@ -133,7 +134,7 @@ class PySession {
 
   void remove_region(const py::object& number) {
     const auto checked = as_whole<uint32_t>(number, "number");
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     session_.remove_region(checked);
   }
 
@@ -161,26 +162,31 @@ uint32_t add_region(PySession& self, const py::object& address, const py::object
                                memory_kind(kind));
 }
 
-// Called from the lane's thread. The callable is destroyed under the GIL, since this may be its last reference.
+// Called from the lane's thread. Drops the callable after the call.
 class FaultCall {
  public:
-  explicit FaultCall(py::function function)
-      : function_(new py::function(std::move(function)), [](py::function* held) {
-          const py::gil_scoped_acquire acquire;
-          delete held;
-        }) {}
+  explicit FaultCall(py::function function) : function_(new PyObject*(function.release().ptr()), &drop) {}
 
   void operator()(const std::string& text) const {
-    const py::gil_scoped_acquire acquire;
-    try {
-      (*function_)(text);
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("on_fault of a lane");
-    }
+    wait_if_interpreter_ends([&] {
+      const PyGILState_STATE state = PyGILState_Ensure();
+      PyObject* const result = PyObject_CallFunction(*function_, "s", text.c_str());
+      if (result == nullptr) PyErr_WriteUnraisable(*function_);
+      Py_XDECREF(result);
+      Py_CLEAR(*function_);
+      PyGILState_Release(state);
+    });
   }
 
  private:
-  std::shared_ptr<py::function> function_;
+  static void drop(PyObject** function) {
+    if (*function != nullptr) {  // never called: whoever drops the server holds the lock
+      Py_DECREF(*function);
+    }
+    delete function;
+  }
+
+  std::shared_ptr<PyObject*> function_;
 };
 
 class PyServer {
@@ -194,12 +200,11 @@ class PyServer {
   ~PyServer() { close(); }
 
   void close() {
-    bool joined = false;
     {
-      const py::gil_scoped_release release;
-      joined = server_.close();
+      const WithoutGil without_gil;
+      server_.close();
     }
-    if (joined) memory_.release();
+    memory_.release();
   }
 
   bool closed() const { return server_.closed(); }
@@ -304,7 +309,7 @@ class PyClient {
   // Sleeps at most once, so that the caller can check for signals.
   std::optional<LaneCompletion> wait_once(uint64_t number, nanoseconds time) {
     try {
-      const py::gil_scoped_release release;
+      const WithoutGil without_gil;
       return client_.wait(number, time);
     } catch (const LaneClosedError& error) {
       raise("ConnectionLostError", error.what());

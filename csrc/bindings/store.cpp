@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "bindings/packed.h"
 #include "store/copy.h"
 #include "store/index.h"
@@ -216,7 +217,7 @@ py::bytes copy_in(const py::object& memory, const py::object& offsets, const py:
   arguments.set_pieces(as_address(source, "source"), places, piece_bytes);
   Packed checksums;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     checksums = copy_into_store(arguments.view, arguments.num_threads);
   }
   return to_bytes(checksums);
@@ -231,7 +232,7 @@ py::bytes copy_out(const py::object& memory, const py::object& offsets, const py
   require(expected.empty() || expected.size() == arguments.offsets.size(), "checksums", "is not one per block");
   Packed actual;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     actual = copy_out_of_store(arguments.view, arguments.num_threads);
   }
   std::vector<char> right(actual.size(), 1);
@@ -244,7 +245,7 @@ py::bytes checksums(const py::object& memory, const py::object& offsets, const p
   const CopyArguments arguments(memory, offsets, block_bytes, num_threads);
   Packed checksums;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil without_gil;
     checksums = store_checksums(arguments.view, arguments.num_threads);
   }
   return to_bytes(checksums);
@@ -383,8 +384,8 @@ void define_mirror(py::module_& m) {
           [](StoreMirror& mirror, const py::object& most) {
             const int64_t count = as_positive(most, "most");
             // Releasing the interpreter lock can cost milliseconds, until this thread has it again.
-            std::optional<py::gil_scoped_release> release;
-            if (count > kLockedRecords) release.emplace();
+            std::optional<WithoutGil> without_gil;
+            if (count > kLockedRecords) without_gil.emplace();
             return mirror.refresh(count);
           },
           py::arg("most"))

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "errors.h"
@@ -14,8 +15,6 @@
 
 namespace kvservice {
 namespace {
-
-thread_local const LaneServer* served_by_this_thread = nullptr;
 
 LaneMemory& format(void* memory, int64_t num_bytes) {
   require(num_bytes >= kLaneBytes, "memory", "is smaller than a lane");
@@ -62,28 +61,24 @@ LaneServer::LaneServer(void* memory, int64_t num_bytes, LaneSession& session, La
       on_fault_(std::move(on_fault)) {
   require(session.num_layers() == executor.shape().num_layers, "session",
           "does not have the number of layers of the executor");
-  thread_ = std::thread([this] { serve(); });
+  std::promise<void> ended;
+  ended_ = ended.get_future();
+  // Not joined: `on_fault` may need a lock of whoever closes the lane.
+  std::thread([this, ended = std::move(ended)]() mutable { serve(std::move(ended)); }).detach();
 }
 
-LaneServer::~LaneServer() {
-  close();
-  if (thread_.joinable())
-    thread_.detach();  // destroyed by `on_fault`, after which the thread does not touch this object
-}
+LaneServer::~LaneServer() { close(); }
 
-bool LaneServer::close() {
+void LaneServer::close() {
   stopping_.store(true, std::memory_order_release);
-  if (served_by_this_thread == this) return false;
-  const std::lock_guard<std::mutex> lock(joining_);
-  if (!thread_.joinable()) return true;
+  const std::lock_guard<std::mutex> lock(closing_);
+  if (ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) return;  // the memory may be gone
   ring(memory_.header.daemon_bell);
-  thread_.join();
-  return true;
+  ended_.wait();
 }
 
-void LaneServer::serve() {
+void LaneServer::serve(std::promise<void> ended) {
   mask_signals();
-  served_by_this_thread = this;
   while (wait_for_entry()) {
     const auto begin = std::chrono::steady_clock::now();
     const auto entry = load_slot<LaneEntry>(memory_.entries[served_ % kLaneCapacity]);
@@ -92,14 +87,14 @@ void LaneServer::serve() {
     finish(completion);
     if (end_ == kLaneFault) break;
   }
+  end(end_);
   if (end_ != kLaneFault) {
-    end(end_);
+    ended.set_value();
     return;
   }
-  // The callback may destroy this object.
   const auto on_fault = std::move(on_fault_);
   const std::string fault = std::move(fault_);
-  end(end_);
+  ended.set_value();  // from here on, this object may be gone
   on_fault(fault);
 }
 

@@ -3,9 +3,9 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "lane/check.h"
@@ -16,18 +16,18 @@ namespace kvservice {
 
 class LaneServer {
  public:
-  // Formats the memory (64-byte aligned, kLaneBytes), which must outlive the first close() that returns true. Throws
-  // ArgumentError. `on_fault` is called at most once, as the last action of the lane's thread, if the executor throws
-  // anything but ArgumentError.
+  // Formats the memory (64-byte aligned, kLaneBytes), which must outlive the first close(). Throws ArgumentError.
+  // `on_fault` is called at most once, from the lane's thread after the end of the lane, if the executor throws
+  // anything but ArgumentError. It may close or destroy this object.
   LaneServer(void* memory, int64_t num_bytes, LaneSession& session, LaneExecutor& executor, double spin_us,
              std::function<void(const std::string&)> on_fault);
   ~LaneServer();
   LaneServer(const LaneServer&) = delete;
   LaneServer& operator=(const LaneServer&) = delete;
 
-  // Ends the lane after the running calls and waits for them. Further calls only wait. Returns true when the thread has
-  // ended and the memory may be freed; false, without waiting, if the thread itself calls it, in `on_fault`.
-  bool close();
+  // Ends the lane after the running calls and waits for them, but not for `on_fault`. Then the lane's thread uses none
+  // of the constructor's arguments any more. Further calls only wait.
+  void close();
 
   // Whether the lane takes no more entries: close() was called, or the lane has ended by itself.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
@@ -35,7 +35,7 @@ class LaneServer {
   const LaneStats& stats() const { return stats_; }
 
  private:
-  void serve();
+  void serve(std::promise<void> ended);
   bool wait_for_entry();
   bool next_entry();
   LaneCompletion answer(const LaneEntry& entry);
@@ -52,7 +52,7 @@ class LaneServer {
   LaneStats stats_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};
-  std::mutex joining_;
+  std::mutex closing_;
 
   // Used by the thread only. It never rereads its own indices from the ring.
   uint64_t served_ = 0;    // entries executed
@@ -61,7 +61,7 @@ class LaneServer {
   std::string fault_;
   std::vector<float> slopes_;
 
-  std::thread thread_;
+  std::shared_future<void> ended_;
 };
 
 }  // namespace kvservice

@@ -566,7 +566,7 @@ class Quarantine:
 # never stored. That a block counts as evicted which was never stored has a probability of 2^-32. The table does not
 # outlive the daemon's process.
 #
-# To hash takes 15 µs a call, and 0.14 µs for each of many keys; to search 32 other namespaces for a missing key, 15 µs
+# To hash takes 25 µs a call, and 0.06 µs for each of many keys; to search 32 other namespaces for a missing key, 15 µs
 # more.
 
 
@@ -575,6 +575,11 @@ MAX_SEARCHED: Final = 32
 _PLACE_BITS: Final = 20
 _NUM_PLACES: Final = 1 << _PLACE_BITS
 _WORD: Final = (1 << 64) - 1
+# The finalizer of SplitMix64: the sum alone gives keys that differ in few bits the same places.
+_MIX: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 
 
 class GhostKeys:
@@ -601,6 +606,7 @@ class GhostKeys:
         name = np.uint64(hash(namespace.identity) & _WORD)
         words = np.frombuffer(keys, np.uint64).reshape(-1, len(self._factors))
         mixed = ((words ^ name) * self._factors).sum(axis=1, dtype=np.uint64)
-        mixed = (mixed ^ mixed >> np.uint64(32)) * self._factors[0]
+        for shift, factor in _MIX:
+            mixed = (mixed ^ mixed >> shift) * factor
         tags = (mixed >> np.uint64(12)).astype(np.uint32)
         return mixed >> np.uint64(64 - _PLACE_BITS), np.maximum(tags, np.uint32(1))  # 0 stands for an empty place
