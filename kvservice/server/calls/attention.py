@@ -108,8 +108,13 @@ class AttentionCalls:
         if session.regions.is_remote(request.key.shared_memory.region):
             await despite_leaving(functools.partial(self._write_remote, session, request))
         else:
-            session.access.transfers.travelled_in_messages(len(request.key.inline) + len(request.value.inline))
             key, value = self._arrays(session, key=request.key, value=request.value)
+            inline = [
+                array.nbytes
+                for array, tensor in ((key, request.key), (value, request.value))
+                if not tensor.HasField("shared_memory")
+            ]
+            session.access.transfers.travelled_in_messages(sum(inline))
             await self._write(session, request, key, value)
         return attention_pb2.WriteResponse()
 

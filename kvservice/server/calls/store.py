@@ -418,8 +418,8 @@ class StoreCopyCalls:
                 if region.kind == REMOTE:
                     session.access.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
         else:
-            session.access.transfers.travelled_in_messages(len(request.data))
-            data = np.frombuffer(request.data, np.uint8)
+            data = np.frombuffer(request.data, np.uint8)  # each look at the field copies it
+            session.access.transfers.travelled_in_messages(len(data))
             if len(data) != num_keys * block_bytes:
                 raise InvalidArgumentError(
                     f"{len(data)} bytes, {num_keys} blocks have {num_keys * block_bytes}", field="data"
