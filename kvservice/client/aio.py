@@ -15,7 +15,7 @@ import grpc
 from kvservice.auth.client import TLSOption
 from kvservice.client import channel, messages
 from kvservice.client.client_core import ClientCore
-from kvservice.client.connection import RECONNECT_WAIT_S, SessionStream, first_answer
+from kvservice.client.connection import END_S, RECONNECT_WAIT_S, SessionStream, first_answer
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import build, open_stub, wait_time
 from kvservice.client.scheduler import SchedulerCore
@@ -139,6 +139,7 @@ class TaskStream:
         # The calls that gRPC has not taken yet, and whether there are some, or the stream has ended.
         self._outbox: deque[bytes] = deque()
         self._filled = asyncio.Event()
+        self._ends = False  # after the calls in `_outbox`
         self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=waits_for_daemon)
         self._reader = asyncio.create_task(self._read())
 
@@ -165,12 +166,21 @@ class TaskStream:
         self._filled.set()
 
     async def end(self) -> None:
-        self._call.cancel()
+        try:
+            if not self._waiting:
+                self._ends = True
+                self._filled.set()
+                await asyncio.wait([self._reader], timeout=END_S)
+        finally:
+            self._call.cancel()
         await self._reader
 
     async def _outgoing(self) -> AsyncIterator[bytes]:
         while await self._filled.wait() and self.error is None:
-            yield self._next_message()
+            if self._outbox:
+                yield self._next_message()
+            elif self._ends:
+                return
 
     def _next_message(self) -> bytes:
         """Return the first of the calls that wait, together with those behind it for which there is room."""
@@ -181,7 +191,7 @@ class TaskStream:
             if num_bytes > messages.MAX_JOINED_BYTES:
                 break
             calls.append(self._outbox.popleft())
-        if not self._outbox:
+        if not self._outbox and not self._ends:
             self._filled.clear()
         return messages.join_calls(calls)
 

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Container, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvservice.client.channel import MAX_SENDS, repeatable
 from kvservice.client.messages import MAX_JOINED_CALLS, time_limit
@@ -93,6 +93,11 @@ class Waiting(Protocol):
     async def run(self, work: Callable[..., T], *args: Any) -> T: ...
 
 
+# How long the daemon may take to end a stream that the client has closed. Then the client cancels it, which it does not
+# do at first, because gRPC's server for Python loses 100 bytes with each cancelled stream.
+END_S: Final = 0.5
+
+
 class SessionStream(Protocol):
     """One gRPC stream of a session."""
 
@@ -111,7 +116,8 @@ class SessionStream(Protocol):
     def post(self, name: str, request: Any) -> None:
         """Send one call without waiting for its response, which is dropped. Calls are executed in order."""
 
-    async def end(self) -> None: ...
+    async def end(self) -> None:
+        """End the stream: after what was posted, or at once if a call is under way or the daemon does not answer."""
 
 
 # Opens a stream. The first argument is a callback that receives the stream when it has ended. The second is whether the

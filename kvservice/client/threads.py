@@ -9,12 +9,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import grpc
 
 from kvservice.client import channel, messages
-from kvservice.client.connection import SessionStream
+from kvservice.client.connection import END_S, SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2_grpc
 
@@ -130,6 +130,9 @@ class ThreadWaiting:
         return work(*args)
 
 
+_NO_CALL: Final = 0  # a read for it lasts until the stream ends
+
+
 class _Reading:
     """The read of a call's reply, which may still be under way. `outcome` is the reply, or the error. It is a latch of
     one lock, because an interrupt cannot damage that."""
@@ -205,6 +208,7 @@ class BlockingStream:
         self._reader = _Reader(self._read_until)
         # The latest read in the thread, until its call or the next has waited for its end.
         self._reading: _Reading | None = None
+        self._exchanging = False
         self._call_ids = itertools.count(1)
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
@@ -216,20 +220,24 @@ class BlockingStream:
             self._await_reading(name, self._reading, deadline)
         if self.error is not None:
             raise self.error.with_traceback(None)
-        call_id = next(self._call_ids)
-        self._requests.put(messages.make_call(call_id, name, request))
-        if deadline is None and threading.current_thread() is not threading.main_thread():
-            return messages.take_reply(self._read_until(call_id))
+        self._exchanging = True
         try:
-            reading = self._reading = self._reader.start(call_id)
-        except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
-            self._replies.cancel()
-            raise
-        self._await_reading(name, reading, deadline)
-        if isinstance(reading.outcome, BaseException):
-            raise reading.outcome
-        assert reading.outcome is not None, "it was waited for"
-        return messages.take_reply(reading.outcome)
+            call_id = next(self._call_ids)
+            self._requests.put(messages.make_call(call_id, name, request))
+            if deadline is None and threading.current_thread() is not threading.main_thread():
+                return messages.take_reply(self._read_until(call_id))
+            try:
+                reading = self._reading = self._reader.start(call_id)
+            except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
+                self._replies.cancel()
+                raise
+            self._await_reading(name, reading, deadline)
+            if isinstance(reading.outcome, BaseException):
+                raise reading.outcome
+            assert reading.outcome is not None, "it was waited for"
+            return messages.take_reply(reading.outcome)
+        finally:
+            self._exchanging = False
 
     def _await_reading(self, name: str, reading: _Reading, deadline: float | None) -> None:
         """Wait until the thread has read a reply, or failed. One caller waits at a time. Raises CallTimeoutError."""
@@ -254,7 +262,13 @@ class BlockingStream:
         self._requests.put(messages.make_call(next(self._call_ids), name, request))
 
     async def end(self) -> None:
-        self._replies.cancel()
+        try:
+            if not self._exchanging and self._reading is None:
+                self._requests.put(None)
+                with contextlib.suppress(RuntimeError):  # the system has no more threads
+                    self._reader.start(_NO_CALL).done.acquire(timeout=END_S)
+        finally:
+            self._replies.cancel()
 
     def _has_ended(self) -> None:
         """Handle the end of the stream. Runs on a thread of gRPC, or on the caller's if the stream ended at once."""

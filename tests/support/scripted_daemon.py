@@ -29,10 +29,12 @@ INFO = pool_pb2.GetInfoResponse(
 
 
 class ScriptedDaemon(session_pb2_grpc.SessionServiceServicer, pool_pb2_grpc.PoolServiceServicer):
-    """Attaches every session. `calls` are the names of the calls on all streams, as they come."""
+    """Attaches every session. `calls` are the names of the calls on all streams, as they come; `num_closed` counts the
+    streams that their clients have closed, not cancelled."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.num_closed = 0
 
     def answer(  # for tests that look at the call, or at its credentials
         self,
@@ -71,6 +73,7 @@ class ScriptedDaemon(session_pb2_grpc.SessionServiceServicer, pool_pb2_grpc.Pool
             elif not self.answer(name, call, reply, context):
                 return
             yield reply
+        self.num_closed += 1
 
 
 @contextlib.contextmanager
