@@ -23,9 +23,15 @@ import outliving  # noqa: E402  the path comes first
 import ports  # noqa: E402
 from small_pool import SMALL_POOL  # noqa: E402
 from todays_part import ENTRIES  # noqa: E402
+from waiting import PATIENCE_S  # noqa: E402
 
-from kvservice.client import KVClient  # noqa: E402  the path comes first
+from kvservice.client import AsyncKVClient, KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
+
+# On a busy machine a daemon may take longer to start than these limits are for users.
+for face in (KVClient, AsyncKVClient):
+    defaults: dict[str, Any] = vars(face)["__init__"].__kwdefaults__
+    defaults.update(connect_timeout_s=PATIENCE_S, reconnect_wait_s=PATIENCE_S)
 
 # It asks the collector who refers to random numbers, which it can answer until everything is frozen. Environments of
 # real engines do not have it.

@@ -457,6 +457,7 @@ def _create(
     state: BlockState, namespace: SessionNamespace, one: SavedSequence, made: RestoredBlocks, *, swapped: bool
 ) -> None:
     """Create a sequence. Blocks that another one has got before are shared."""
+    state.sequences.require_free_rows(1, "sequences", namespace.quota)  # others may have got them between two slices
     new = one.blocks[made.block_ids[one.blocks] == _MISSING]
     shared = one.blocks[made.block_ids[one.blocks] != _MISSING]
     pool = state.swap if swapped else state.device

@@ -211,6 +211,28 @@ def test_others_may_take_the_blocks_between_two_slices(monkeypatch: pytest.Monke
     assert made.stats().active_blocks == 2
 
 
+def test_others_may_take_the_rows_between_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constants(monkeypatch, "kvservice.blocks", SLICE_BLOCKS=2)
+
+    def build(made: BlockManager, space: SessionNamespace) -> None:
+        for name in range(4):
+            computed(made, space, name, [name, name + 1, name + 2, name + 3])
+
+    tables = tables_of(build)
+    made, space = manager(max_sequences=4)
+    other = made.open_namespace(2)
+    slices = made.restore_in_slices(space, tables.saved)
+    while not len(space):
+        next(slices)
+    made.allocate(other, [AllocationRequest(1, [50])])
+    with pytest.raises(QuotaExceededError):
+        finish(slices)
+    made.check_integrity()
+    made.close_namespace(space)
+    made.check_integrity()
+    assert made.stats().active_blocks == 1
+
+
 def test_a_namespace_that_is_closed_between_two_slices_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     set_constants(monkeypatch, "kvservice.blocks", SLICE_SEQUENCES=1)
     made, space = manager()
