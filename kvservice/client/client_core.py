@@ -178,6 +178,21 @@ TOKEN_BYTES = 16
 SessionT = TypeVar("SessionT", bound=SessionCore[Any, Any])
 
 
+# The clients of this process that are not closed.
+_open: weakref.WeakSet[ClientCore] = weakref.WeakSet()
+# Whether there were any in the process that this one was forked from. A child would use gRPC's connections of its
+# parent, which breaks them for both, and has not gRPC's threads.
+_forked_from_client = False
+
+
+def _after_fork() -> None:
+    global _forked_from_client
+    _forked_from_client |= bool(_open)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class ClientCore:
     """The options of a client, see KVClient, and the connections of its sessions."""
 
@@ -190,7 +205,12 @@ class ClientCore:
         reconnect_wait_s: float,
         transport: str,
     ) -> None:
-        """Raises InvalidArgumentError."""
+        """Raises InvalidArgumentError, FailedPreconditionError."""
+        if _forked_from_client:
+            raise FailedPreconditionError(
+                "this process was forked from one with an open client, and gRPC does not work in both: start it anew, "
+                "for example with the start method `spawn` of multiprocessing, or before the first client"
+            )
         self.process = OwnProcess()
         self.address = address
         self.credentials = ClientCredentials.for_address(address, tls, token)
@@ -206,6 +226,7 @@ class ClientCore:
         self._unanswered: dict[bytes, tuple[Background, Signal]] = {}
         self._closed = False
         self._ended = False  # stores and sessions have been closed, too
+        _open.add(self)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
@@ -247,6 +268,7 @@ class ClientCore:
         for connection in list(self._connections):
             await connection.close()
         self._ended = True
+        _open.discard(self)
 
     async def open_store(self, dialer: Dialer, options: StoreOptions) -> StoreAccess:
         """Open the link of a store. Raises the errors of StoreAccess.start."""

@@ -177,8 +177,8 @@ class OwnProcess:
         """Raise FailedPreconditionError in a process that was forked from this one."""
         if os.getpid() != self._pid:
             raise FailedPreconditionError(
-                f"the client belongs to process {self._pid}, from which this one was forked: make a client here, "
-                "or in a process that was started anew if sessions were open at the fork"
+                f"the client belongs to process {self._pid}, from which this one was forked: make one in a process "
+                "that was started anew"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from store_daemons import OpenStore, blocks_of, keys_of, new_namespace
 
-from kvservice.client import KVClient
+from kvservice.client import AsyncKVClient, KVClient
 from kvservice.errors import FailedPreconditionError
 
 # Only a failing child lives so long.
@@ -45,8 +45,9 @@ def refused(*calls: Callable[[], Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_a_forked_process(store_daemon: OpenStore) -> None:
+    address = store_daemon("write").address
     with (
-        KVClient(store_daemon("write").address) as client,
+        KVClient(address) as client,
         client.store(new_namespace()) as store,
         client.session() as kv,
     ):
@@ -66,6 +67,7 @@ def test_a_forked_process(store_daemon: OpenStore) -> None:
                 lambda: client.store(new_namespace()),
             )
         )
+        assert in_child(lambda: refused(lambda: KVClient(address), lambda: AsyncKVClient(address)))
         assert in_child(lambda: [one.close() for one in (store, kv, client)])
         assert in_child(lambda: lease.views)
         assert client.ping(b"x") == b"x"
