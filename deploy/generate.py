@@ -26,7 +26,7 @@ from kvservice.metrics import (
     about_metrics,
     access_metrics,
     call_metrics,
-    event_loop_metric,
+    event_loop_metrics,
     holder_metrics,
     pool_metrics,
     restart_metrics,
@@ -182,7 +182,7 @@ def _families() -> Iterator[Metric]:
     yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0, "store": 0})
     yield from holder_metrics(reading, 1, 0, 0)
     yield from call_metrics(reading, keys, [1.0])
-    yield event_loop_metric([0] * (len(BUCKETS_S) + 1), 0.0)
+    yield from event_loop_metrics([0] * (len(BUCKETS_S) + 1), 0.0, 0.0)
     yield from scheduler_metrics(reading)
     yield from store_metrics(reading)
     yield from tier_metrics(reading)

@@ -161,10 +161,12 @@ def call_metrics(reading: Reading, keys: Sequence[Key], lane_buckets_s: Sequence
     )
 
 
-def event_loop_metric(counts: Sequence[int], seconds: float) -> Metric:
-    """`counts`: of the buckets of RPCs and above the last; `seconds`: their sum."""
+def event_loop_metrics(counts: Sequence[int], seconds: float, silent_s: float) -> Iterator[Metric]:
+    """`counts`: of the buckets of RPCs and above the last; `seconds`: their sum; `silent_s`: since the last answer."""
     text = "Time until the daemon's event loop answers the observer, measured once a second."
-    return histogram("event_loop_latency_seconds", text, BUCKETS_S, counts, seconds)
+    yield histogram("event_loop_latency_seconds", text, BUCKETS_S, counts, seconds)
+    text = "Seconds since the daemon's event loop last answered the observer; the other gauges are as old above 5."
+    yield gauge("event_loop_silent_seconds", text, silent_s)
 
 
 def _rpcs(reading: Reading, keys: Sequence[Key]) -> Metric:

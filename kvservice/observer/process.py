@@ -4,6 +4,7 @@ daemon."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from kvservice.metrics import (
     about_metrics,
     access_metrics,
     call_metrics,
-    event_loop_metric,
+    event_loop_metrics,
     holder_metrics,
     pool_metrics,
     restart_metrics,
@@ -57,6 +58,8 @@ from kvservice.v1 import inspect_pb2
 logger = logging.getLogger(__name__)
 
 READ_EVERY_S = 1.0
+# How long a daemon may take to write current gauges before the last ones are shown. Prometheus waits 10 s for all.
+FRESH_S = 5.0
 DEFAULT_ROWS = 100
 
 
@@ -110,16 +113,22 @@ class Observer:
         return inspect_pb2.Snapshot(**fields).SerializeToString()
 
     async def _fresh(self) -> Reading:
-        """Return a reading with current gauges."""
-        await self._asker.ask(WRITE_STATS)
+        """Return a reading with current gauges, or with the last ones of a daemon that does not answer."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ask(), FRESH_S)
         return self._reader.read()
+
+    async def _ask(self) -> None:
+        """Ask the daemon's event loop to write current gauges, and wait until it has."""
+        await self._asker.ask(WRITE_STATS)
+        self._answered_at = time.monotonic()
 
     async def _block_hash(self, block: int) -> bytes:
         return await self._asker.ask(BLOCK_HASH + block.to_bytes(8, "little"))
 
     async def _read(self) -> None:
         start = time.perf_counter()
-        await self._asker.ask(WRITE_STATS)
+        await self._ask()
         seconds = time.perf_counter() - start
         self._loop_counts[bisect_left(BUCKETS_S, seconds)] += 1
         self._loop_seconds += seconds
@@ -159,7 +168,7 @@ class Observer:
         yield from transfer_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
-        yield event_loop_metric(self._loop_counts, self._loop_seconds)
+        yield from event_loop_metrics(self._loop_counts, self._loop_seconds, time.monotonic() - self._answered_at)
 
 
 class _Metrics(Collector):

@@ -278,6 +278,18 @@ def test_the_event_loop_is_asked_each_second(without_events: tuple[Daemon, int])
     assert 0 < value(first, f"{family}_sum") < value(later, f"{family}_sum")
 
 
+def test_a_daemon_that_does_not_answer_has_its_last_metrics(without_events: tuple[Daemon, int]) -> None:
+    daemon, port = without_events
+    scrape(port)
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        found = scrape(port)
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    assert value(found, "kvservice_event_loop_silent_seconds") > 1
+    assert value(found, "kvservice_capacity_sequences") > 0
+
+
 def test_the_build_and_the_configuration_are_exported(shared: tuple[Daemon, int]) -> None:
     samples = scrape(shared[1])
     version = {"version": __version__, "python": platform.python_version()}
