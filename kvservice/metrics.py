@@ -639,7 +639,10 @@ _TIER_COUNTERS = {
     "evicted": ("evictions", "Values that the tier evicted to make room."),
     "removed": ("values_removed", "Values removed from the tier by clients."),
     "refused": ("values_refused", "Values that were not admitted to the tier, as they were not used often enough."),
-    "dropped": ("values_dropped", "Values that were not written because the queue of the tier was full."),
+    "dropped": (
+        "values_dropped",
+        "Values for which an open tier was too slow: full queue, or evicted first.",
+    ),
     "corrupt": ("values_corrupt", "Values of the tier whose checksum was wrong. Each of them is a miss."),
     "errors": ("errors", "Operations that failed in the tier. For clients they are misses."),
     "suspensions": ("suspensions", "Times that the tier was left alone for a while, after failures."),

@@ -361,7 +361,8 @@ class WriteBehind:
             await link.removals.try_again()
         num_unoffered = self._store.totals().num_unoffered
         for link in self._cold:
-            link.tier.counters.dropped += num_unoffered - self._num_unoffered
+            if link.tier.is_available:
+                link.tier.counters.dropped += num_unoffered - self._num_unoffered
         self._num_unoffered = num_unoffered
         for link, queue in self._soon.items():
             await self._write_queue(link, queue)

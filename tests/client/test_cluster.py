@@ -17,7 +17,13 @@ from each_row import each_row
 from waiting import PATIENCE_S
 
 from kvservice.client import AsyncCluster, Cluster, KVClient, Sequence, Session, StoreNamespace
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, NoDaemonError, QuotaExceededError
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NoDaemonError,
+    QuotaExceededError,
+)
 from kvservice.launch import Daemon
 
 BOTH = pytest.mark.parametrize("face", get_args(Face))
@@ -325,6 +331,17 @@ def test_wrong_prompts_are_refused(shared: list[Daemon]) -> None:
         for position in (-1, 1.5):
             with row(position), pytest.raises(InvalidArgumentError, match="extra_keys"):
                 cluster.choose([1], extra_keys=[(position, b"key")])  # type: ignore[list-item]
+
+
+@BOTH
+def test_a_closed_cluster_says_so(face: Face, shared: list[Daemon]) -> None:
+    async def run() -> None:
+        async with cluster_of(face, shared) as cluster:
+            pass
+        with pytest.raises(ConnectionLostError, match="the cluster is closed"):
+            await cluster.choose([1])
+
+    asyncio.run(run())
 
 
 def test_hashes_are_the_daemons(shared: list[Daemon]) -> None:

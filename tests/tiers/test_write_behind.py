@@ -75,6 +75,19 @@ def test_values_are_written_before_they_are_evicted_for_the_limit_of_a_tenant() 
     rig.run(work())
 
 
+def test_a_tier_that_is_not_open_drops_nothing() -> None:
+    rig = full()
+    rig.tier.state = "failed"
+
+    async def work() -> None:
+        await rig.round()
+        rig.put(*range(100, 110))
+        await rig.round()
+        assert rig.chain.stats()[0].dropped == 0
+
+    rig.run(work())
+
+
 def test_nobody_waits_for_a_slow_tier() -> None:
     """What is evicted without having been offered is counted."""
     rig = full()

@@ -367,11 +367,14 @@ class Members(Generic[ClientT]):
                     prefixes.clear()
 
     async def wait(self, met: Callable[[], bool], deadline: float) -> None:
-        """Wait until a condition on the daemons' availability is met, or the deadline has passed."""
+        """Wait until a condition on the daemons' availability is met, or the deadline has passed. Raises
+        ConnectionLostError if the cluster is closed."""
         while not self._closed and not met() and (left_s := deadline - self._waiting.clock()) > 0:
             self._changed.clear()
             if not met():
                 await self._changed.wait(min(left_s, MAX_WAIT_S))
+        if self._closed:
+            raise ConnectionLostError("the cluster is closed")
 
     def none(self) -> NoDaemonError:
         """Return the error with the reason of each daemon."""
