@@ -428,7 +428,7 @@ class SessionCalls:
         if transport.kernels is not None:
             context.connection.kernels.add(transport.kernels)
 
-    async def settle(self, deadline: float | None = None) -> None:
+    async def ready(self, deadline: float | None = None) -> None:
         """Prepare a call that uses shared memory: wait for the connection, and open again what a new process of the
         daemon does not share yet. A mapped pool must not be written meanwhile: the process that comes may give the
         blocks of lost sequences to others."""
@@ -444,7 +444,7 @@ class SessionCalls:
         and log-sum-exp."""
         if call.step.ahead:
             raise _has_no_layers(call.step)
-        await self.settle(call.deadline)
+        await self.ready(call.deadline)
         opened = self._num_opened
         try:
             output, lse = await self.transport.attend(call)
@@ -457,7 +457,7 @@ class SessionCalls:
         """Execute a call with the session's transport; see Transport."""
         if call.step.ahead:
             raise _has_no_layers(call.step)
-        await self.settle(call.deadline)
+        await self.ready(call.deadline)
         opened = self._num_opened
         try:
             await self.transport.write(call)

@@ -131,7 +131,7 @@ class LaneTransport(Transport):
         output, answer = call.out, None
         async with self._lock:
             if self._unanswered is not None:
-                await self._settle(call.deadline)
+                await self._receive_interrupted(call.deadline)
             sent = await self._copied(call) if output is None else call
             if sent is not None:
                 if self.takes_gpu_tensors and is_on_gpu(sent.query):
@@ -190,7 +190,7 @@ class LaneTransport(Transport):
         check_attention(self.context.info, call)
         async with self._lock:
             if self._unanswered is not None:
-                await self._settle(call.deadline)
+                await self._receive_interrupted(call.deadline)
             placed = self._placed(call)
             if placed is None:
                 placed = await self._staged(call)
@@ -219,7 +219,7 @@ class LaneTransport(Transport):
         self._is_lost = True
         return SharedMemoryLostError(str(error))
 
-    async def _settle(self, deadline: float | None) -> None:
+    async def _receive_interrupted(self, deadline: float | None) -> None:
         """Receive the answer of an interrupted call, before the next call is sent."""
         try:
             await self._answer(deadline)

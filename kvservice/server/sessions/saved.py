@@ -371,11 +371,11 @@ class DiskSwaps:
         with _busy(session) as saving:
             hidden, num_blocks = yield from waiting(self._restore(self._files, session, saving, sequence_ids))
         # After the reply is kept: until then, a restart finds the sequences on the disk.
-        asyncio.get_running_loop().call_soon(self._settle, session, hidden)
+        asyncio.get_running_loop().call_soon(self._end_swap_in, session, hidden)
         self._manager.adopt(session.namespace, hidden)
         return num_blocks
 
-    def _settle(self, session: ServerSession, hidden: SessionNamespace) -> None:
+    def _end_swap_in(self, session: ServerSession, hidden: SessionNamespace) -> None:
         """End what a swap-in has left."""
         self._manager.close_namespace(hidden)
         self._hidden_numbers.append(hidden.number)
