@@ -32,7 +32,7 @@ from kvservice.client.tensors import (
     like,
     pool_device,
 )
-from kvservice.client.transports.inline import RegionTransport
+from kvservice.client.transports.region import RegionTransport
 from kvservice.errors import ConnectionLostError, DaemonAwayError, DrainingError, InvalidArgumentError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
