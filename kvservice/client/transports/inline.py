@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvservice.attention_options import DEFAULT_OPTIONS
-from kvservice.client.messages import build, check_size, fits, token_parts
-from kvservice.client.step import (
+from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions, BlockSparse
+from kvservice.client.messages import build, check_size, fits, token_parts, whole
+from kvservice.client.transport import (
     AttentionCall,
     AttentionResult,
     Transport,
     TransportName,
     WriteCall,
-    options_message,
 )
 from kvservice.client.values import StepInfo
 from kvservice.v1 import attention_pb2, tensor_pb2
@@ -147,3 +147,20 @@ class InlineTransport(Transport):
             return
         for layer in range(num_layers):
             yield from self.parts_of(call._replace(layer=layer, key=key[layer], value=value[layer]), message_bytes)
+
+
+def options_message(options: AttentionOptions) -> attention_pb2.AttentionOptions:
+    """Convert options to their message, in which a scale of 0 is the default scale. Raises InvalidArgumentError."""
+    return build(
+        attention_pb2.AttentionOptions,
+        scale=options.scale or 0.0,
+        sliding_window=options.sliding_window,
+        logits_soft_cap=options.logits_soft_cap,
+        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.tolist(),
+        block_sparse=None if options.block_sparse is None else _sparse_message(options.block_sparse),
+    )
+
+
+def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
+    fields = {name: whole(value, f"options.block_sparse.{name}") for name, value in asdict(sparse).items()}
+    return build(attention_pb2.BlockSparse, **fields)

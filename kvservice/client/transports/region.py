@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator
 
 from kvservice.client.regions import ALIGNMENT, Staging
 from kvservice.client.remote import Context
-from kvservice.client.step import AttentionCall, AttentionResult, Transport, TransportName, WriteCall, given
+from kvservice.client.transport import (
+    AttentionCall,
+    AttentionResult,
+    Transport,
+    TransportName,
+    WriteCall,
+    given,
+)
 from kvservice.client.transports.inline import InlineTransport
 from kvservice.wire.tensors import Array
 
