@@ -283,7 +283,7 @@ def test_sequences_that_are_swapped_out_while_files_are_removed(
         await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[1], tier=tier))
         removals.go_on()
         await expiring
-        assert life.core.saved.num_expired == 1
+        assert life.core.saved.stats().expired == 1
         await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
         assert np.array_equal(await life.read(session, 1, len(TOKENS)), kv)
 
