@@ -22,11 +22,9 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError, Unkn
 class AttentionArguments(TypedDict, total=False):
     """Options of the attention scores and of the results.
 
-    `scale`: factor of the scores; None is 1/sqrt(head_size). `sliding_window`: number of latest positions that a token
-    attends to, including its own; 0 is all. `logits_soft_cap`: cap * tanh(score / cap); 0 is off. `alibi_slopes`: one
-    slope for each query head. `block_sparse`: the block-sparse pattern; None is dense. `out`, `lse_out`: arrays with
-    the shapes of the output and the log-sum-exp, which are filled and returned instead of new ones. `timeout_s`: see
-    SessionCore.
+    `scale` to `block_sparse`: see AttentionOptions; `alibi_slopes` has one slope for each query head. `return_lse`:
+    return the log-sum-exp too. `out`, `lse_out`: arrays with the shapes of the output and the log-sum-exp, which are
+    filled and returned instead of new ones. `timeout_s`: see SessionCore.
     """
 
     scale: float | None
