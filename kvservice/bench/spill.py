@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from kvservice.bench import medians, seconds_of, table, take_turns
-from kvservice.bench.serve import build_model, shape_of
+from kvservice.bench.serve_inputs import build_model, shape_of
 from kvservice.client import KVClient, Session
 from kvservice.errors import InternalError
 from kvservice.launch import Daemon
