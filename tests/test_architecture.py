@@ -338,6 +338,7 @@ CLIENT_LAYERS = [
     {"channel", "connection", "cut_calls", "threads"},
     {"regions", "remote"},
     {"mapped"},
+    {"transport"},
     {"step"},
     {"transports"},
     {"events", "scheduler", "session", "store"},

@@ -3,7 +3,8 @@
 //
 // Mooncake 0.3.13 with each of its settings at 127.0.0.1 (`initialize`, MC_TCP_BIND_ADDRESS) listens on 0.0.0.0 and on
 // [::], and whoever connects reads and writes all memory that is registered with it. A firewall or a network namespace
-// would stop that as well, but only root can make one. Tried by tests/mooncake/test_listening.py.
+// would stop that as well, but only root can make one. Tried by tests/mooncake/test_listening.py:
+// `test_mooncake_alone_listens_on_all_interfaces`.
 //
 // KVSERVICE_LISTEN_ADDRESS is a numeric IPv4 or IPv6 address, or "none". A stream socket that is bound to the wildcard
 // address is bound to this address instead. With "none" it is bound to all addresses, which reserves its port, and

@@ -150,7 +150,7 @@ class StandIn:
         self.store.clear()
         start = time.perf_counter()
         self._worker.start_saves(ConnectorStep(saves=(BlockSave(1, self._keys, self._saved),)))
-        self._worker.settle(TIMEOUT_S)
+        self._worker.wait_for_saves(TIMEOUT_S)
         taken = time.perf_counter() - start
         if self._worker.take_counters().blocks_saved != len(self._saved):
             raise InternalError("not all blocks were saved")

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from kvservice.bench import medians, seconds_of, table, take_turns
-from kvservice.bench.serve import build_model, shape_of
+from kvservice.bench.serve_inputs import build_model, shape_of
 from kvservice.client import KVClient, Session
 from kvservice.errors import InternalError
 from kvservice.launch import Daemon
@@ -32,7 +32,7 @@ ITEM_BYTES: Final = {"cpu": 4, "cuda": 2}
 # Prompts that fit into the pool, and into the memory of the store where there is a disk.
 POOL_PROMPTS, STORE_PROMPTS = 3, 6
 # The time in which blocks that were evicted are saved; nobody waits for that in a daemon.
-SETTLE_S, LIMIT_S = 0.3, 60.0
+SAVE_S, LIMIT_S = 0.3, 60.0
 
 
 class EvictedPrompt:
@@ -59,7 +59,7 @@ class EvictedPrompt:
         key = np.zeros((self._kv_shape[0], step.num_tokens, *self._kv_shape[2:]), self._dtype)
         step.write(key, key)
         self._session.free([sequence])
-        time.sleep(SETTLE_S)
+        time.sleep(SAVE_S)
 
     def measure(self) -> float:
         """Return the seconds of an Allocate that loads the whole prompt."""

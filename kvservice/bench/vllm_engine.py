@@ -60,7 +60,7 @@ class ServingEngine(Protocol):
     def forget(self) -> None:
         """Empty the engine's own prefix cache. What its connector stored stays."""
 
-    def settle(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when the connector has probably saved what it saves."""
 
 
@@ -209,7 +209,7 @@ def tokens_per_s(turn: Turn, row: str, engine: ServingEngine, prompts: list[list
     seconds = time.perf_counter() - start
     num_tokens = sum(map(len, prompts)) + sum(len(one.tokens) for one in served)
     turn.add(row, num_tokens / seconds, "tokens/s", prompts, served)
-    engine.settle()
+    engine.wait_for_saves()
 
 
 def new_prompts(name: str, engine: ServingEngine, batch: RequestBatch, number: int) -> Turn:
@@ -242,7 +242,7 @@ def found(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
         for prompt in some:
             computed += serve(engine, [prompt], 1)
             cached += serve(engine, [prompt], 1)
-        engine.settle()
+        engine.wait_for_saves()
         stored = [find(engine, prompt) for prompt in some]
         for where, served in (("computed", computed), ("in its cache", cached), ("in the store", stored)):
             median = statistics.median(one.first_token_s for one in served)
@@ -258,7 +258,7 @@ def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
         (served,) = serve(engine, [prompt], 1)
         if served.num_cached >= wanted:
             return served
-        engine.settle()
+        engine.wait_for_saves()
     return served
 
 
@@ -284,7 +284,7 @@ def cycle(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     documents = [prompt_of(engine, batch.length, "document", each) for each in range(batch.num)]
     if number == 0:
         serve(engine, documents, 1, streamed=False)
-        engine.settle()
+        engine.wait_for_saves()
     for row, num_known in (("all seen", batch.num), ("half new", batch.num // 2)):
         draw = random.Random(repr((row, number)))
         asked = draw.sample(documents, num_known)
@@ -303,7 +303,7 @@ def beside(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
     long = [prompt_of(engine, batch.length + ODD, "long", number, each) for each in range(batch.num)]
     for prompt in long:
         serve(engine, [prompt], 1)
-    engine.settle()
+    engine.wait_for_saves()
     engine.forget()
     for row, prompts_beside in (("alone", []), (f"beside loads of {batch.length:,}", long)):
         small, loads = crowd(engine, sizes.small, prompts_beside, (number, row))
@@ -312,7 +312,7 @@ def beside(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
             share = sum(one.num_cached for one in loads) / max(1, sum(map(len, prompts_beside)))
             turn.figures.append(Figure(f"{row}, {name}", value, "s", share))
         turn.note(prompts_beside, loads)
-    engine.settle()
+    engine.wait_for_saves()
     return turn
 
 
@@ -347,7 +347,7 @@ WORKLOADS: dict[str, Callable[[ServingEngine, Sizes, int], Turn]] = {
 # ---- the process
 
 # A connector may save during later steps than the one that computed the blocks: small requests after pauses.
-SETTLE_PAUSES_S = (0.05, 0.05, 0.05)
+SAVE_PAUSES_S = (0.05, 0.05, 0.05)
 FORGET_S = 10.0
 # vLLM calls these methods of a connector on the thread that schedules and computes.
 CALLS = (
@@ -436,12 +436,12 @@ class VLLMEngine:
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > deadline:
                 raise TimeoutError("blocks of requests that have ended are still in use")
-            self.settle()
+            self.wait_for_saves()
 
-    def settle(self) -> None:
-        for pause_s in SETTLE_PAUSES_S:
+    def wait_for_saves(self) -> None:
+        for pause_s in SAVE_PAUSES_S:
             time.sleep(pause_s)
-            serve(self, [prompt_of(self, self.block_size // 2, "settle")], 2)
+            serve(self, [prompt_of(self, self.block_size // 2, "wait")], 2)
 
     def take_step_times(self) -> list[float]:
         """See StepTimes."""
@@ -475,7 +475,7 @@ def main() -> None:
     import vllm
 
     engine = VLLMEngine(setup["llm"])
-    engine.settle()
+    engine.wait_for_saves()
     cache = engine.config.cache_config
     told = {"vllm": vllm.__version__, "pool_tokens": cache.num_gpu_blocks * cache.block_size}
     print(plain_json.dumps(told | {"block_size": cache.block_size}), file=answers, flush=True)

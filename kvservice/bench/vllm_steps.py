@@ -282,7 +282,7 @@ class StandInEngine:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(request.block_ids)])
         self._times.end_step()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Run until nothing is saved or loaded."""
         while self._running or self._scheduler.holds:
             self.step((), DECODE_S)
@@ -308,7 +308,7 @@ def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any
         if workload.found:
             for number in range(KNOWN):
                 engine.step(prompts_of(workload, number), PROMPTS_S)
-                engine.settle()
+                engine.run_until_idle()
         batches = [prompts_of(workload, number % KNOWN if workload.found else number) for number in range(rounds)]
         for number, batch in enumerate(batches):
             for each in batch:
@@ -322,7 +322,7 @@ def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any
             engine.step(batch, PROMPTS_S)
             while not engine.has_room():
                 engine.step((), DECODE_S)
-        engine.settle()
+        engine.run_until_idle()
     steps = {
         "prompts": [each for each in times.steps if "admission" in each],
         "decode": [each for each in times.steps if "admission" not in each],

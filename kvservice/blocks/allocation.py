@@ -90,7 +90,9 @@ class _Plan:
     required: int
 
 
-def can_allocate(state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> AllocStatus:
+def can_allocate_in_slices(
+    state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
+) -> Slices[AllocStatus]:
     """Return whether the whole batch fits above the watermark (the three answers of vLLM v0).
 
     OK: after the allocation at least `watermark_blocks` blocks remain available. A prefix-cache hit needs no new
@@ -98,15 +100,8 @@ def can_allocate(state: BlockState, namespace: SessionNamespace, requests: Seque
     NEVER: not OK, and `num_blocks - required < watermark_blocks`, where `required` is the number of blocks of all
     tables, ceil((tokens + lookahead) / block_size) each; or the batch has more than max_sequences sequences.
     LATER: otherwise. As in vLLM v0, this check includes the lookahead slots; the steps reserve them.
-    Raises DuplicateSequenceError.
+    Raises DuplicateSequenceError. The answer describes the state at the last slice.
     """
-    return finish(can_allocate_in_slices(state, namespace, requests))
-
-
-def can_allocate_in_slices(
-    state: BlockState, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
-) -> Slices[AllocStatus]:
-    """`can_allocate` in slices. The answer describes the state at the last slice."""
     plan = yield from _plan(state, namespace, requests)
     return plan.status
 

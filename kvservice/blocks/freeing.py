@@ -101,7 +101,7 @@ def free_in_slices(state: BlockState, namespace: SessionNamespace, sequence_ids:
     state.sequences.states[rows, NAMESPACE] = 0
     state.sequences.ending.update(rows.tolist())
     yield from _free_parts(state, parts)
-    state.settle_lost(namespace)
+    state.keep_lost_later(namespace)
 
 
 def _forget_lost(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Int64Array:
@@ -127,7 +127,7 @@ def _forget_on_disk(state: BlockState, namespace: SessionNamespace, names: set[i
     for name in names:
         del namespace.on_disk[name]
     state.keep_lost(namespace.number, namespace.lost | names)
-    state.settle_lost(namespace)
+    state.keep_lost_later(namespace)
 
 
 def _cut(state: BlockState, rows: Int64Array) -> list[Int64Array]:

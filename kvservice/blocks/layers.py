@@ -36,13 +36,6 @@ class _FullBlocks(NamedTuple):
     tokens: bytes
 
 
-def get_step(state: BlockState, namespace: SessionNamespace, step_id: int) -> StepPlan:
-    """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
-    newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
-    state.enter(namespace)
-    return namespace.live_step(step_id).plan
-
-
 def written_layers(namespace: SessionNamespace, step_id: int) -> bytearray | None:
     """Return the flags of a live step, one byte per layer, which the writer of a layer sets. None if the step is
     not live."""
@@ -66,36 +59,22 @@ def hand_to_lane(state: BlockState, namespace: SessionNamespace, step_id: int) -
     return entry.written
 
 
-def check_layer(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
-    """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
-    entry = _step_with_layers(state, namespace, step_id)
-    if type(layer) is not int or not 0 <= layer < state.config.num_layers:
-        layer = whole_number(layer, "layer", 0, state.config.num_layers - 1)
-    if entry.written[layer]:
-        raise _layer_written(step_id, layer)
-    return entry.plan
-
-
-def mark_layer(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int) -> bool:
-    """Record that a layer is written. Returns True if that commits the step: it was the last layer, all tokens are
-    known, and the step that it follows is committed. The step's tokens are then computed, and its full blocks can
-    be shared. Raises LayerWrittenError."""
-    check_layer(state, namespace, step_id, layer)
-    entry = namespace.steps[step_id]
-    entry.written[layer] = 1
-    return _commit_if_complete(state, namespace, entry)
-
-
 def check_part(
     state: BlockState, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int
 ) -> StepPlan:
     """Return the part of a step that is written next in this layer: `count` tokens from `first` on, or all
     remaining tokens if `count` is 0. Returns the step itself if the part covers all of it. Changes nothing.
 
-    Raises LayerWrittenError, and FailedPreconditionError if tokens before the part are not written.
+    Raises UnknownStepError if the step was never opened, StaleStepError if a newer operation on one of its sequences
+    replaced it, LayerWrittenError, and FailedPreconditionError if tokens before the part are not written. The functions
+    below raise the same for their step.
     """
-    step = check_layer(state, namespace, step_id, layer)
-    entry = namespace.steps[step_id]
+    entry = _step_with_layers(state, namespace, step_id)
+    if type(layer) is not int or not 0 <= layer < state.config.num_layers:
+        layer = whole_number(layer, "layer", 0, state.config.num_layers - 1)
+    if entry.written[layer]:
+        raise _layer_written(step_id, layer)
+    step = entry.plan
     if not (first or count or entry.sent):
         return step
     num_tokens = len(step.slot_mapping)
@@ -117,8 +96,9 @@ def check_part(
 
 
 def mark_part(state: BlockState, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
-    """Record that a part from `check_part` is written, in the same slice. The last part marks the layer and returns as
-    `mark_layer`."""
+    """Record that a part from `check_part` is written, in the same slice. The last part marks the layer. Returns True
+    if that commits the step: it was the last layer, all tokens are known, and the step that it follows is committed.
+    The step's tokens are then computed, and its full blocks can be shared."""
     entry = namespace.steps[step_id]
     if part is not entry.plan:
         sent = entry.sent.pop(layer, 0) + len(part.slot_mapping)
@@ -197,7 +177,7 @@ def check_all_layers(state: BlockState, namespace: SessionNamespace, step_id: in
 
 
 def mark_all_layers(state: BlockState, namespace: SessionNamespace, step_id: int) -> None:
-    """Record that all layers are written, and commit the step as `mark_layer`. Raises LayerWrittenError."""
+    """Record that all layers are written, and commit the step as `mark_part`. Raises LayerWrittenError."""
     check_all_layers(state, namespace, step_id)
     entry = namespace.steps[step_id]
     entry.written[:] = b"\1" * state.config.num_layers
@@ -205,7 +185,7 @@ def mark_all_layers(state: BlockState, namespace: SessionNamespace, step_id: int
 
 
 def mark_layers(state: BlockState, namespace: SessionNamespace, step_id: int, layers: Sequence[int]) -> None:
-    """Record that these distinct layers are written, all or none, as `mark_layer`."""
+    """Record that these distinct layers are written, all or none, and commit the step as `mark_part`."""
     if len(set(layers)) != len(layers):
         raise InvalidArgumentError("a layer is named twice", field="layers")
     for layer in layers:

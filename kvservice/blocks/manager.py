@@ -43,7 +43,6 @@ class BlockManager(BlockState):
     save_steps = recovery.save_steps
 
     # Sequences
-    can_allocate = allocation.can_allocate
     can_allocate_in_slices = allocation.can_allocate_in_slices
     allocate = allocation.allocate
     allocate_in_slices = allocation.allocate_in_slices
@@ -58,7 +57,6 @@ class BlockManager(BlockState):
     # Steps
     can_append = steps.can_append
     append = steps.append
-    can_open_step = steps.can_open_step
     open_step = steps.open_step
     reopen = steps.reopen
     advance = advancing.advance
@@ -67,12 +65,9 @@ class BlockManager(BlockState):
     end_steps_in_slices = freeing.end_steps_in_slices
 
     # Layers of a step, and its commit
-    get_step = layers.get_step
     written_layers = staticmethod(layers.written_layers)
     finished_ids = layers.finished_ids
     hand_to_lane = layers.hand_to_lane
-    check_layer = layers.check_layer
-    mark_layer = layers.mark_layer
     check_part = layers.check_part
     mark_part = layers.mark_part
     completes = staticmethod(layers.completes)

@@ -562,7 +562,7 @@ class BlockState:
         self.followed_lens = np.zeros(config.max_sequences, np.int64)
         self._last_number = 0
         # Namespaces whose kept lost sequences change when the last operation counts.
-        self._unsettled: list[SessionNamespace] = []
+        self._lost_changed: list[SessionNamespace] = []
 
     def open_namespace(
         self, number: int | None = None, counters: MutableSequence[int] | None = None
@@ -627,8 +627,8 @@ class BlockState:
         """Declare that the last operation counts, because its reply is remembered. Before that, or before the next
         operation, a restart undoes it, or loses its sequences."""
         self.intents.end()
-        while self._unsettled:
-            namespace = self._unsettled.pop()
+        while self._lost_changed:
+            namespace = self._lost_changed.pop()
             if not namespace.closed:
                 self.keep_lost(namespace.number, namespace.lost)
 
@@ -636,11 +636,11 @@ class BlockState:
         """Record that an operation creates sequences, of which some were lost. That is kept when the operation
         counts."""
         namespace.lost.difference_update(sequence_ids)
-        self.settle_lost(namespace)
+        self.keep_lost_later(namespace)
 
-    def settle_lost(self, namespace: SessionNamespace) -> None:
+    def keep_lost_later(self, namespace: SessionNamespace) -> None:
         """Keep the ids of the lost sequences of a namespace as they are now, when the operation counts."""
-        self._unsettled.append(namespace)
+        self._lost_changed.append(namespace)
 
     def forget_lost(self, namespace: SessionNamespace, sequence_ids: Iterable[int]) -> None:
         """Forget that these sequences of a namespace were lost."""

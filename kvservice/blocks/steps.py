@@ -187,16 +187,6 @@ def append_decode(state: BlockState, rows: Int64Array, plan: DecodeGrowth, token
     state.step_tables.append(rows, plan.slots, tokens, plan.fresh, blocks)
 
 
-def can_open_step(
-    state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int = 0
-) -> bool:
-    """Return whether enough blocks are available for `open_step`. The answer is exact."""
-    state.enter(namespace)
-    batch = _pending(state, namespace, sequence_ids)
-    check_request_tokens(state.config, int((batch.lengths - batch.states[:, NUM_COMPUTED]).sum()), "sequence_ids")
-    return plan_growth(state, batch, lookahead).num_new <= state.device.num_available
-
-
 def open_step(
     state: BlockState,
     namespace: SessionNamespace,

@@ -271,7 +271,7 @@ class SessionConnection:
         self._daemon_start = 0
         self.num_restarts = 0
         # Set while connected, and after the session has ended.
-        self._settled = waiting.signal()
+        self._connected_or_over = waiting.signal()
         # Set after the session has ended.
         self._over = waiting.signal()
         self._ended: KVServiceError | None = None
@@ -486,15 +486,15 @@ class SessionConnection:
                 raise self._ended.with_traceback(None)
             stream = self._stream
             if stream is None:
-                await self._wait_until_settled(deadline)
+                await self._wait_for_stream(deadline)
             elif stream.error is None:
                 return stream
             else:
                 self._broke(stream)
 
-    async def _wait_until_settled(self, deadline: float | None) -> None:
+    async def _wait_for_stream(self, deadline: float | None) -> None:
         left_s = self.left_s(deadline, self._patience_s())
-        if left_s <= 0 or not await self._settled.wait(left_s):
+        if left_s <= 0 or not await self._connected_or_over.wait(left_s):
             raise self._away()
 
     def _patience_s(self) -> float:
@@ -522,7 +522,7 @@ class SessionConnection:
                 self._over.set()
             else:
                 self._broken_at, self._cause = self.waiting.clock(), stream.error
-                self._settled.clear()
+                self._connected_or_over.clear()
                 self._mending = self.waiting.start(self._mend())
         if self._on_break is not None:
             self._on_break(stream.error)
@@ -535,7 +535,7 @@ class SessionConnection:
             self.num_restarts += self._daemon_start not in (0, daemon_start)
             self._daemon_start = daemon_start
             self._stream = stream
-            self._settled.set()
+            self._connected_or_over.set()
         if stream.error is not None:
             self._broke(stream)
         return True
@@ -546,7 +546,7 @@ class SessionConnection:
             if self._ended is not None:
                 return False
             self._ended = error
-            self._settled.set()
+            self._connected_or_over.set()
             self._over.set()
             return True
 

@@ -6,7 +6,7 @@ The daemon may have executed them, or execute them later.
 
 A request that is asked again, with the same request id, has the answer of the first time. What the call has made is
 removed then, because nobody can name it. What cannot be undone, such as `truncate`, has been done, and the handles get
-the new lengths. The calls that follow wait for that.
+the new lengths. That is to settle a call. The calls that follow wait until it is settled.
 """
 
 from __future__ import annotations

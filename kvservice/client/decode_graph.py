@@ -280,14 +280,14 @@ class StepsAhead:
         """Commit the tokens that are known, and end the step. Raises StaleStepError, and the errors of
         `Session.commit_ahead`. After a CallTimeoutError call it again."""
         if self._unanswered is None or self._unanswered.room > 0:
-            self._settle()
+            self._await_commit()
             # Without a connection the commit waits for one, and the daemon knows whether the step has ended.
             with contextlib.suppress(ConnectionLostError):
                 self.tables.check()
             self._unanswered = self._commit_of(len(self._tokens), 0)
         self._adopt(wait=True)
 
-    def _settle(self) -> None:
+    def _await_commit(self) -> None:
         """Wait for a commit whose outcome is not known. Raises CallTimeoutError and ConnectionLostError; the commit at
         the end raises other errors again, if they still hold."""
         try:

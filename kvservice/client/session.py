@@ -37,7 +37,8 @@ from kvservice.client.messages import (
 from kvservice.client.regions import HostRegion, SharedRegion
 from kvservice.client.remote import Context
 from kvservice.client.scheduler import MakeScheduler, MakeStep, SchedulerArguments, SchedulerT, StepT, open_scheduler
-from kvservice.client.step import SessionCalls, Transport, TransportName
+from kvservice.client.step import SessionCalls
+from kvservice.client.transport import Transport, TransportName
 from kvservice.client.transports import transfer
 from kvservice.client.transports.inline import InlineTransport, Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
@@ -129,7 +130,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         Raises SavedSessionsOffError, DiskFullError, DiskFailedError and QuotaExceededError. The session then goes on.
         """
         if ttl_s is not None or durable:
-            await self._settle(timeout_s)
+            await self._free_dropped(timeout_s)
             request = build(session_pb2.DetachRequest, ttl_s=ttl_s or 0.0, durable=durable)
             await self._send("detach", request, timeout_s)
         elif self.context.cut.pending:  # the next client does not know what they have made
@@ -181,7 +182,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         ids = list(itertools.islice(self._sequence_ids, len(prompts))) if sequence_ids is None else sequence_ids
         allocations = allocation_messages(prompts, ids, extra_keys, self.info)
         if self._dropped or self.context.cut.pending:
-            await self._settle(timeout_s)
+            await self._free_dropped(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=next(self._request_ids),
@@ -202,7 +203,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         ids = list(itertools.islice(self._sequence_ids, len(prompts)))
         allocations = allocation_messages(prompts, ids, None, self.info)
         if self._dropped or self.context.cut.pending:
-            await self._settle(timeout_s)
+            await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
         response = await self._send("can_allocate", request, timeout_s)
         return allocation_status(response.status)
@@ -222,7 +223,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
             num_tokens=None if num_tokens is None else int_list(num_tokens, "num_tokens"),
             lookahead=whole(lookahead, "lookahead"),
         )
-        await self._settle(timeout_s)
+        await self._free_dropped(timeout_s)
         return bool((await self._send("can_append", request, timeout_s)).ok)
 
     async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
@@ -248,7 +249,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         tokens of each sequence; None: one each. Raises LengthMismatchError if another append to one of the sequences
         was under way: one of them counts."""
         if self._dropped or self.context.cut.pending:
-            await self._settle(timeout_s)
+            await self._free_dropped(timeout_s)
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         if counts is not None and len(counts) != len(sequences):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
@@ -302,7 +303,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `commit_ahead`. The step has no layers: its `extend`, `decode` and `write` raise FailedPreconditionError.
         """
         if self._dropped or self.context.cut.pending:
-            await self._settle(timeout_s)
+            await self._free_dropped(timeout_s)
         request = build(
             blocks_pb2.OpenAheadRequest,
             request_id=next(self._request_ids),
@@ -444,8 +445,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         ignored. This method makes no call and takes no lock, so finalizers may use it."""
         self._dropped.extend(sequences)
 
-    async def _settle(self, timeout_s: float | None) -> None:
-        """Free the sequences of `free_later`. The calls that were cut short are settled before: they may change the
+    async def _free_dropped(self, timeout_s: float | None) -> None:
+        """Free the sequences of `free_later`, after the calls that were cut short are settled: they may change the
         lengths of sequences."""
         if self.context.cut.pending:
             await self.context.cut.settled(self.context.connection.deadline(timeout_s))
@@ -602,7 +603,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         or raises FailedPreconditionError. Only for clients on the unix socket of a daemon that allows regions; others
         get RegionsNotAllowedError.
         """
-        await self.calls.settle()
+        await self.calls.ready()
         await self.context.connection.drain()
         return await self.context.regions.create(num_bytes, device=device, timeout_s=timeout_s)
 
@@ -614,7 +615,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `key` is the name of the object, as for shm_open. The user of this process must have read and write permission.
         The daemon copies tensors in such a region. Raises RegionNotOpenedError.
         """
-        await self.calls.settle()
+        await self.calls.ready()
         await self.context.connection.drain()
         return await self.context.regions.open(key, num_bytes, offset, timeout_s=timeout_s)
 
@@ -632,7 +633,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
         the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
         PoolNotSharedError."""
-        await self.calls.settle()
+        await self.calls.ready()
         await self.context.connection.drain()
         try:
             pool = await MappedPool.open(self.context, bool(writable), timeout_s)

@@ -38,12 +38,7 @@ def finished(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) ->
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            method(self, *args, **kwargs).send(None)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        raise AssertionError("a blocking stream suspended")
+        return finish(method(self, *args, **kwargs))
 
     return call
 
@@ -53,12 +48,7 @@ def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) ->
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            method(self._core, *args, **kwargs).send(None)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        raise AssertionError("a blocking stream suspended")
+        return finish(method(self._core, *args, **kwargs))
 
     return call
 

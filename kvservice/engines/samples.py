@@ -249,7 +249,7 @@ class Detokenizer:
             self._shorten()
 
     def add(self, token_id: int) -> str:
-        """Return the text that is settled with this token; it may be empty."""
+        """Return the text that is final with this token; it may be empty."""
         before, byte = self._text, self._byte(token_id)
         self._window.append(token_id)
         self._text = self._decode(self._window)
@@ -260,7 +260,7 @@ class Detokenizer:
                 self._run.append(byte)
         elif self._text != before:  # a token that is left out does not end a run
             self._run.clear()
-        text = self._take(self._settled())
+        text = self._take(self._final_end())
         length = len(self._window)
         if length >= _MAX_WINDOW:
             text += self._release()
@@ -285,12 +285,12 @@ class Detokenizer:
         return self._text[start:end]
 
     def _start(self, end: int) -> int:
-        """Return where new text begins, given that the window's text is settled up to `end`."""
+        """Return where new text begins, given that the window's text is final up to `end`."""
         if self._prompt_text:
             return _num_shared(self._prompt_text, self._text[:end])
         return self._num_given
 
-    def _settled(self) -> int:
+    def _final_end(self) -> int:
         """Return the end of the text that no later token changes."""
         end = len(self._text)
         if self._run and not _is_invalid(self._run):

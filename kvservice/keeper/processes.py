@@ -124,7 +124,7 @@ def _move(descriptors: Sequence[int]) -> None:
 
 
 # A process that has served this long ends the series of crashes.
-SETTLED_S = 60.0
+STABLE_S = 60.0
 # The fifth crash of a series is the last one, unless the keeper holds state. The first restart is immediate.
 DELAYS_S = (0.0, 1.0, 2.0, 4.0)
 # The signals that a process gets for what it does itself. Others are sent: by an operator, or by the kernel if there is
@@ -183,7 +183,7 @@ class Restarts:
         """
         if served_s is not None:
             self._num_killed = 0
-            if served_s >= SETTLED_S:
+            if served_s >= STABLE_S:
                 self._series.clear()
                 self._num_failed = 0
         if ending.is_from_outside:
@@ -196,7 +196,7 @@ class Restarts:
         del self._series[: -len(DELAYS_S) - 1]
         if self._num_failed > len(DELAYS_S):
             raise CrashLoopError(
-                f"the daemon ended {self._num_failed} times in a row within {SETTLED_S:g} s of service: "
+                f"the daemon ended {self._num_failed} times in a row within {STABLE_S:g} s of service: "
                 + ", ".join(self._series)
             )
         return DELAYS_S[self._num_failed - 1]

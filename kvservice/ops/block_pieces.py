@@ -80,7 +80,7 @@ class BlockPieces:
         self._saves.save(*arguments, sums.pointer, checksums.pointer, stream)
         return order
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for all copies over the link, also those of a call that has failed in the middle."""
         self._loads.synchronize()
         self._saves.synchronize()

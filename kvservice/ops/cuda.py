@@ -294,23 +294,15 @@ def attention(
     lse: DeviceArray | None = None,
     kernel: Kernel = "auto",
 ) -> None:
-    """Paged attention over ragged queries: decode, extend and prefill (vLLM's paged attention, SGLang's extend).
+    """Paged attention over ragged queries, as `kvservice.ops.attention` (vLLM's paged attention, SGLang's extend). Its
+    arguments mean the same here; these are different or new:
 
-    query           [num_tokens, num_heads, head_size]; the new tokens of all sequences, one sequence after the other
-    query_lens      int32[num_seqs]; new tokens of each sequence, their sum is num_tokens
-    block_tables    int32[num_seqs, max_blocks]; entries past the context, or before the window, are not read
-    context_lens    int32[num_seqs]; tokens in the pool, the new ones included
     max_query_len   upper bound of the query lengths, known to the host
     out             destination of the result, shape and dtype of query, shares no memory with it
     workspace       memory for the launch
-    scale           factor of the products, 1 / sqrt(head_size) if not given
-    sliding_window  a query at position p attends to the positions p - window + 1 to p; 0: all up to p
-    logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
-    alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
     k_scale         float32[num_kv_heads], for an FP8 pool: a key is the stored number times this; 1 if not given
     v_scale         the same for values
     block_sparse    pattern of the attended keys; off if not given
-    batch_invariant a sequence's result is bitwise independent of the rest of the batch
     num_common_blocks
                     the first num_common_blocks blocks are equal in the tables of all sequences with queries, and all
                     queries come after them; they may be read once for all sequences (Hydragen, FlashInfer's cascade)
@@ -318,10 +310,8 @@ def attention(
     kernel          decode and extend use tensor cores; cascade is for few queries per sequence after common blocks;
                     reference supports everything; auto selects one of them
 
-    Query token j of a sequence is at position `context_len - query_len + j` and attends to all positions up to its own.
-    Query head h reads KV head `h // (num_heads // num_kv_heads)`. A sequence of query length 0 writes nothing.
-    Accumulation is in float32. The tensor-core kernels round attention weights to the query's dtype, or to float16 for
-    an FP8 pool.
+    A sequence of query length 0 writes nothing. Accumulation is in float32. The tensor-core kernels round attention
+    weights to the query's dtype, or to float16 for an FP8 pool.
     """
     call = _call(pool, layer, query, k_scale, v_scale)
     num_tokens, num_heads, head_size = query.shape

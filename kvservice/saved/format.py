@@ -5,6 +5,10 @@
     ...      manifest: a JSON object, then arrays of tokens, block numbers and the checksums of the blocks
 
 The file is written under another name and renamed when it is whole. The checks find what happens to it afterwards.
+
+The disk tier of the block store (csrc/disk) has another format, because it is a cache: it may lose any one of very many
+values, each counts by itself and is overwritten in place, and it is never whole. A session is written once, and is
+there with all its sequences or not at all.
 """
 
 from __future__ import annotations

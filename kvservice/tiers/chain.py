@@ -118,7 +118,7 @@ class TierChain:
             if leading_only and not (leading := np.logical_and.accumulate(found | below.flags)).all():
                 keys = keys[: int(leading.sum()) * KEY_BYTES]
             with self._joined(below.reads | self._start(namespace, space, keys, below)) as reads:
-                await wait_for_all(self._clock, [read.settled for read in reads], until - self._clock.time())
+                await wait_for_all(self._clock, [read.wait_over for read in reads], until - self._clock.time())
                 yield
         finally:
             namespace.num_users -= 1

@@ -37,7 +37,7 @@ def split_keys(keys: bytes) -> list[bytes]:
 
 @dataclass(eq=False)
 class Read:
-    """A call of `LowerTier.get`. `settled` is done when no request should wait any longer: the values are in memory,
+    """A call of `LowerTier.get`. `wait_over` is done when no request should wait any longer: the values are in memory,
     or a time limit has passed. `dropped` are the numbers of values that were removed meanwhile."""
 
     namespace: StoredNamespace
@@ -45,14 +45,14 @@ class Read:
     keys: list[bytes]
     slots: bytes
     offsets: bytes
-    settled: asyncio.Future[None]
+    wait_over: asyncio.Future[None]
     dropped: set[int] = field(default_factory=set)
     num_waiting: int = 0
     leased: bytes = b""
 
-    def settle(self) -> None:
-        if not self.settled.done():
-            self.settled.set_result(None)
+    def end_wait(self) -> None:
+        if not self.wait_over.done():
+            self.wait_over.set_result(None)
 
 
 class Reads:
@@ -132,7 +132,7 @@ class Reads:
         got = GetResult(bytes(len(read.keys)), b"")
         try:
             async with self._turns.setdefault(tier.name, asyncio.Semaphore(CALLS_AT_ONCE)):
-                got = await tier.get(read.space, Values(b"".join(read.keys), read.offsets), read.settle)
+                got = await tier.get(read.space, Values(b"".join(read.keys), read.offsets), read.end_wait)
         finally:
             self._finish(read, got)
 
@@ -154,7 +154,7 @@ class Reads:
             if self._by_key.get(name := read.space.digest + key) is read:
                 del self._by_key[name]
         self._num_bytes -= len(read.keys) * read.space.block_bytes
-        read.settle()
+        read.end_wait()
 
 
 # ---- which values are worth writing to a tier

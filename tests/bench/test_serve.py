@@ -19,18 +19,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from kvservice.bench import PeerMissingError, serve
 from kvservice.bench.plot import Panel, write_svg
-from kvservice.bench.serve import (
-    LibraryBatching,
-    ScheduleRecord,
-    Served,
-    ServeTrace,
-    equality,
-    figures,
-    make_trace,
-    median_run,
-    progress,
-    read_trace,
-)
+from kvservice.bench.serve import LibraryBatching, ScheduleRecord, Served, equality, figures, median_run, progress
+from kvservice.bench.serve_inputs import ServeTrace, make_trace, read_trace
 from kvservice.client import PreemptedSequence
 from kvservice.errors import InvalidArgumentError
 

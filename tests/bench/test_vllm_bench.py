@@ -45,12 +45,12 @@ class Request:
 
 class FakeEngine:
     """Time passes with the tokens of each step. What is computed is in the engine's cache, and after so many calls of
-    `settle` in the store."""
+    `wait_for_saves` in the store."""
 
     vocabulary, block_size = 1000, BLOCK_SIZE
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stores: bool = True, settles: int = 1) -> None:
-        self.stores, self._settles = stores, settles
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stores: bool = True, num_waits: int = 1) -> None:
+        self.stores, self._num_waits = stores, num_waits
         self.now = 0.0
         self.prompts: list[list[int]] = []
         self.running: list[Request] = []
@@ -95,12 +95,12 @@ class FakeEngine:
         self.now += COMPUTE_S * (length - request.num_cached)
         self._cache.update(blocks)
         if self.stores:
-            self._unsaved = dict.fromkeys(blocks, self._settles) | self._unsaved
+            self._unsaved = dict.fromkeys(blocks, self._num_waits) | self._unsaved
 
     def forget(self) -> None:
         self._cache.clear()
 
-    def settle(self) -> None:
+    def wait_for_saves(self) -> None:
         self._unsaved = {block: left - 1 for block, left in self._unsaved.items()}
         self._store |= {block for block, left in self._unsaved.items() if left <= 0}
 
@@ -147,7 +147,7 @@ def test_first_tokens_of_prompts_found_and_computed(engine: EngineFactory) -> No
 
 
 def test_what_is_saved_late_is_asked_for_again(engine: EngineFactory) -> None:
-    assert turn("found", engine(settles=3)) == turn("found", engine())
+    assert turn("found", engine(num_waits=3)) == turn("found", engine())
 
 
 def test_without_a_store_the_prompt_is_computed_again_once(engine: EngineFactory) -> None:
@@ -157,7 +157,7 @@ def test_without_a_store_the_prompt_is_computed_again_once(engine: EngineFactory
 
 
 def test_what_is_never_saved_is_no_hit(engine: EngineFactory) -> None:
-    assert turn("found", engine(settles=1000))["64 in the store"] == (COMPUTE_S * 64, 0)
+    assert turn("found", engine(num_waits=1000))["64 in the store"] == (COMPUTE_S * 64, 0)
 
 
 def test_prompts_are_asked_again_from_the_engines_own_cache(engine: EngineFactory) -> None:

@@ -66,7 +66,7 @@ def test_committed_tokens_are_computed_and_the_next_step_begins_after_them(make:
     assert described(manager, space, 1)[:2] == (list(range(11)), 11)
     assert described(manager, space, 2)[:2] == (list(range(50, 56)), 6)
     with pytest.raises(StaleStepError):
-        manager.get_step(space, following.step_id)
+        space.live_step(following.step_id)
     manager.check_integrity()
 
 
@@ -161,8 +161,7 @@ def test_it_has_no_layers(make: Make, snapshot: Snapshot) -> None:
     step_id = manager.open_ahead(space, [1], 4).step_id
     before = snapshot(manager)
     for call in (
-        lambda: manager.check_layer(space, step_id, 0),
-        lambda: manager.mark_layer(space, step_id, 0),
+        lambda: manager.check_part(space, step_id, 0, 0, 0),
         lambda: manager.mark_layers(space, step_id, [0]),
         lambda: manager.mark_all_layers(space, step_id),
         lambda: manager.check_part(space, step_id, 0, 0, 2),

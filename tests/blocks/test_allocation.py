@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
+from blocks_calls import can_allocate, mark_layer
 from each_row import each_row
 from listed import listed
 
@@ -69,7 +71,7 @@ def test_the_watermark(make: Make) -> None:
                 manager, space = make(watermark=0.125)
                 manager.allocate(space, [request(1, range(16))])
                 batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
-                assert manager.can_allocate(space, batch) is status
+                assert can_allocate(manager, space, batch) is status
                 if status is AllocStatus.OK:
                     manager.allocate(space, batch)
                 else:
@@ -87,12 +89,12 @@ def test_the_watermark(make: Make) -> None:
 def test_a_batch_is_all_or_nothing(make: Make, snapshot: Callable[..., Any]) -> None:
     manager, space = make()
     batch = [request(i, range(i * 100, i * 100 + 40)) for i in range(4)]
-    assert manager.can_allocate(space, batch) is AllocStatus.NEVER
+    assert can_allocate(manager, space, batch) is AllocStatus.NEVER
     before = snapshot(manager)
     with pytest.raises(OutOfBlocksError):
         manager.allocate(space, batch)
     assert snapshot(manager) == before
-    assert manager.can_allocate(space, batch[:3]) is AllocStatus.OK
+    assert can_allocate(manager, space, batch[:3]) is AllocStatus.OK
     assert len(manager.allocate(space, batch[:3])) == 3
 
 
@@ -120,9 +122,9 @@ def test_what_is_not_computed_is_not_shared(make: Make) -> None:
     first, second = manager.allocate(space, [request(1, range(12)), request(2, range(12))])
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
     step = manager.open_step(space, [1])
-    manager.mark_layer(space, step.step_id, 1)
+    mark_layer(manager, space, step.step_id, 1)
     assert manager.match_prefix(range(12)) == 0
-    manager.mark_layer(space, step.step_id, 0)
+    mark_layer(manager, space, step.step_id, 0)
     assert manager.match_prefix(range(12)) == 12
 
 
@@ -200,8 +202,8 @@ def test_a_hit_on_a_cached_block_is_counted_exactly(make: Make) -> None:
     manager.free(space, [1])
     manager.allocate(space, [request(2, range(100, 112))])
     assert manager.stats().free_blocks == 1
-    assert manager.can_allocate(space, [request(3, range(13))]) is AllocStatus.LATER
-    assert manager.can_allocate(space, [request(3, range(12))]) is AllocStatus.OK
+    assert can_allocate(manager, space, [request(3, range(13))]) is AllocStatus.LATER
+    assert can_allocate(manager, space, [request(3, range(12))]) is AllocStatus.OK
     (made,) = manager.allocate(space, [request(3, range(12))])
     assert made.num_cached_tokens == 8
     assert manager.stats().free_blocks == manager.stats().cached_blocks == 0
@@ -214,7 +216,7 @@ def test_two_requests_that_hit_the_same_cached_block_count_it_once(make: Make) -
     compute(manager, space, 1)
     manager.free(space, [1])
     batch = [request(2, range(9)), request(3, range(9))]
-    assert manager.can_allocate(space, batch) is AllocStatus.OK
+    assert can_allocate(manager, space, batch) is AllocStatus.OK
     manager.allocate(space, batch)
     assert manager.stats().shared_blocks == 2
     manager.check_integrity()
@@ -236,7 +238,7 @@ def test_duplicate_ids(make: Make, snapshot: Callable[..., Any]) -> None:
                 manager, space = make()
                 manager.allocate(space, [request(1, range(5))])
                 before = snapshot(manager)
-                for call in (manager.can_allocate, manager.allocate):
+                for call in (functools.partial(can_allocate, manager), manager.allocate):
                     with pytest.raises(DuplicateSequenceError) as caught:
                         call(space, [request(ids[1], range(3)), request(ids[0], range(3))])
                     assert caught.value.field == "requests[1].sequence_id"
@@ -247,7 +249,7 @@ def test_no_more_sequences_than_max_sequences(make: Make, snapshot: Callable[...
     manager, space = make(max_sequences=3)
     manager.allocate(space, [request(1, [1]), request(2, [1])])
     batch = [request(3, [1]), request(4, [1])]
-    assert manager.can_allocate(space, batch) is AllocStatus.LATER
+    assert can_allocate(manager, space, batch) is AllocStatus.LATER
     before = snapshot(manager)
     with pytest.raises(QuotaExceededError) as caught:
         manager.allocate(space, batch)
@@ -255,7 +257,7 @@ def test_no_more_sequences_than_max_sequences(make: Make, snapshot: Callable[...
     with pytest.raises(QuotaExceededError):
         manager.fork(space, [1, 1], [3, 4])
     assert snapshot(manager) == before
-    assert manager.can_allocate(space, [*batch, request(5, [1]), request(6, [1])]) is AllocStatus.NEVER
+    assert can_allocate(manager, space, [*batch, request(5, [1]), request(6, [1])]) is AllocStatus.NEVER
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_kept(make: Make) -> None:

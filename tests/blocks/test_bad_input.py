@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from blocks_calls import can_allocate
 from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace, extra_keys_by_block
@@ -37,7 +39,6 @@ BAD_IDS: list[tuple[Any, type[KVServiceError], str]] = [
 CALLS: dict[str, Callable[[BlockManager, SessionNamespace, Any], object]] = {
     "can_append": lambda m, s, ids: m.can_append(s, ids),
     "append": lambda m, s, ids: m.append(s, ids, [1, 1]),
-    "can_open_step": lambda m, s, ids: m.can_open_step(s, ids),
     "open_step": lambda m, s, ids: m.open_step(s, ids),
     "truncate": lambda m, s, ids: m.truncate(s, ids, [1, 1]),
     "free": lambda m, s, ids: m.free(s, ids),
@@ -141,7 +142,7 @@ def test_allocate(pool: tuple[BlockManager, SessionNamespace], snapshot: Callabl
                     AllocationRequest(8, [1]),
                     AllocationRequest(**{"sequence_id": 9, "token_ids": [1], **request_fields}),
                 )
-                for call in (manager.can_allocate, manager.allocate):
+                for call in (functools.partial(can_allocate, manager), manager.allocate):
                     with pytest.raises(InvalidArgumentError) as caught:
                         call(space, [good, bad])
                     assert caught.value.field == f"requests[1].{field}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blocks_calls import can_allocate
 from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig
@@ -59,7 +60,7 @@ class Replay:
 
     def allocate(self, op: dict[str, Any]) -> None:
         request = [AllocationRequest(op["seq"], op["tokens"], lookahead=op["lookahead"])]
-        status = self.manager.can_allocate(self.space, request)
+        status = can_allocate(self.manager, self.space, request)
         assert status.name == op["status"]
         if self.judge(status is AllocStatus.OK, op["status"] == "OK"):
             (made,) = self.manager.allocate(self.space, request)

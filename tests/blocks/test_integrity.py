@@ -253,7 +253,7 @@ def test_sums_are_given_up_where_operations_never_end(make: Make) -> None:
             except StopIteration as end:
                 return bool(end.value)
             if count < 4:
-                manager.can_open_step(space, [3])
+                manager.can_append(space, [3])
         pytest.fail("the check does not end")
 
     assert not disturbed()

@@ -57,18 +57,13 @@ OF_MACHINE = {
 +            parent = block_hash(parent, data[start : start + size])
 """,
     "blocks shared before they are computed": """
--    return entry.plan
--
--
--def mark_layer(
+-    step = entry.plan
+-    if not (first or count or entry.sent):
 +    step = entry.plan
 +    before = state.sequences.num_computed[step.rows]
 +    commit_rows(state, step.rows, step.context_lens)
 +    state.sequences.num_computed[step.rows] = before
-+    return step
-+
-+
-+def mark_layer(
++    if not (first or count or entry.sent):
 """,
     "a hit that stays evictable": """
 -        unreferenced = blocks[self.ref_count[blocks] == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from blocks_calls import mark_layer
 from constants import set_constants
 from crashes import KeptManager, views
 
@@ -201,9 +202,9 @@ def test_steps_end_with_a_killed_process(daemon: Daemon) -> None:
     daemon.manager.end_operation()
     daemon.restart()
     with pytest.raises(StaleStepError, match="the daemon was restarted"):
-        daemon.manager.mark_layer(daemon.space, step_id, 0)
+        mark_layer(daemon.manager, daemon.space, step_id, 0)
     with pytest.raises(UnknownStepError):
-        daemon.manager.mark_layer(daemon.space, step_id + 1, 0)
+        mark_layer(daemon.manager, daemon.space, step_id + 1, 0)
     assert daemon.manager.open_step(daemon.space, [1]).step_id == step_id + 1
 
 
@@ -212,7 +213,7 @@ def test_saved_steps_go_on_in_the_next_process(daemon: Daemon) -> None:
     for name in (1, 2):
         daemon.allocate(name)
     step = daemon.manager.open_step(daemon.space, [1, 2])
-    daemon.manager.mark_layer(daemon.space, step.step_id, 0)
+    mark_layer(daemon.manager, daemon.space, step.step_id, 0)
     part = daemon.manager.check_part(daemon.space, step.step_id, 1, 0, 7)
     daemon.manager.mark_part(daemon.space, step.step_id, 1, part)
     daemon.allocate(3)
@@ -222,17 +223,17 @@ def test_saved_steps_go_on_in_the_next_process(daemon: Daemon) -> None:
     assert daemon.manager.save_steps() == 2
     assert daemon.restart(with_steps=True).num_steps == 2
 
-    again = daemon.manager.get_step(daemon.space, step.step_id)
+    again = daemon.space.live_step(step.step_id).plan
     for attribute in ("sequence_ids", "rows", "query_lens", "context_lens", "slot_mapping", "block_tables"):
         assert getattr(again, attribute).tolist() == getattr(step, attribute).tolist()
         assert getattr(again, attribute).dtype == getattr(step, attribute).dtype
     with pytest.raises(LayerWrittenError):
-        daemon.manager.check_layer(daemon.space, step.step_id, 0)
+        daemon.manager.check_part(daemon.space, step.step_id, 0, 0, 0)
     with pytest.raises(LayerWrittenError):
         daemon.manager.check_part(daemon.space, step.step_id, 1, 0, 7)
     rest = daemon.manager.check_part(daemon.space, step.step_id, 1, 7, 0)
     assert not daemon.manager.mark_part(daemon.space, step.step_id, 1, rest)
-    assert daemon.manager.mark_layer(daemon.space, step.step_id, 2)
+    assert mark_layer(daemon.manager, daemon.space, step.step_id, 2)
     repeated = daemon.manager.append(daemon.space, [3], [7, 8], [2], [10])
     assert (repeated.step_id, repeated.slot_mapping.tolist()) == (appended.step_id, appended.slot_mapping.tolist())
     assert daemon.restart(with_steps=True).num_steps == 0, "they were saved for one restart"
@@ -286,7 +287,7 @@ def test_a_step_that_a_lane_has_finished_is_committed(daemon: Daemon) -> None:
     assert [one.num_computed for one in daemon.manager.describe(daemon.space)] == [10, 5, 0]
     assert daemon.manager.match_prefix(np.arange(10) + 100) == 8, "its full blocks can be shared"
     with pytest.raises(StaleStepError):
-        daemon.manager.get_step(daemon.space, finished.step_id)
+        daemon.space.live_step(finished.step_id)
     daemon.restart()
     assert [one.num_computed for one in daemon.manager.describe(daemon.space)] == [10, 5, 0]
 

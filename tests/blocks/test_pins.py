@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from blocks_calls import can_allocate
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
@@ -40,8 +41,8 @@ def test_pinned_blocks_are_not_evicted_and_not_free(make: Make) -> None:
     manager, space, _ = pinned(make)
     assert manager.stats().cached_blocks == 1
     assert manager.stats().pinned_blocks == 2
-    assert manager.can_allocate(space, [AllocationRequest(2, range(100, 125))]) is AllocStatus.LATER
-    assert manager.can_allocate(space, [AllocationRequest(2, range(100, 124))]) is AllocStatus.OK
+    assert can_allocate(manager, space, [AllocationRequest(2, range(100, 125))]) is AllocStatus.LATER
+    assert can_allocate(manager, space, [AllocationRequest(2, range(100, 124))]) is AllocStatus.OK
     manager.allocate(space, [AllocationRequest(2, range(100, 124))])
     assert manager.match_prefix(range(12)) == 8
     assert manager.reset_prefix_cache() == 0
@@ -52,9 +53,9 @@ def test_pinned_blocks_are_not_evicted_and_not_free(make: Make) -> None:
 def test_a_pin_is_over_at_its_deadline(make: Make) -> None:
     manager, space, clock = pinned(make)
     clock.now += 9.99
-    assert manager.can_allocate(space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.LATER
+    assert can_allocate(manager, space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.LATER
     clock.now += 0.01
-    assert manager.can_allocate(space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.OK
+    assert can_allocate(manager, space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.OK
     with pytest.raises(UnknownPinError) as caught:
         manager.unpin(space, 1)
     assert caught.value.field == "pin_id"
@@ -68,7 +69,7 @@ def test_unpin(make: Make) -> None:
         manager.unpin(other, 1)
     manager.unpin(space, 1)
     assert manager.stats().pinned_blocks == 0
-    assert manager.can_allocate(space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.OK
+    assert can_allocate(manager, space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.OK
     manager.allocate(space, [AllocationRequest(2, range(100, 132))])
     manager.check_integrity()
 

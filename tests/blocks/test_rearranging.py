@@ -93,7 +93,7 @@ def test_steps_of_moved_sequences_and_of_their_parents_end(make: Make) -> None:
     manager.rearrange(space, [1, 3], [2, 3])
     for step_id in steps[:2]:
         with pytest.raises(StaleStepError):
-            manager.get_step(space, step_id)
+            space.live_step(step_id)
     manager.mark_all_layers(space, steps[2])
     manager.check_integrity()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks_calls import mark_layer
 from constants import set_constants
 from crash_operations import Operations
 from crash_rig import CONFIG
@@ -249,7 +250,7 @@ def test_ended_steps_leave_their_tokens_pending() -> None:
     made, space = manager()
     made.allocate(space, [AllocationRequest(1, [1, 2, 3])])
     step = made.open_step(space, [1])
-    made.mark_layer(space, step.step_id, 0)
+    mark_layer(made, space, step.step_id, 0)
     finish(made.end_steps_in_slices(space))
     assert not space.steps
     assert [(one.length, one.num_computed) for one in made.describe(space)] == [(3, 0)]

@@ -194,7 +194,6 @@ def limited(make: Make) -> tuple[BlockManager, SessionNamespace]:
 
 ABOVE: dict[str, tuple[Callable[[BlockManager, SessionNamespace], object], str, str]] = {
     "a step's tokens": (lambda m, s: m.open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
-    "whether it could": (lambda m, s: m.can_open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
     "an append's tokens": (lambda m, s: m.append(s, [1], [5] * 13, [13]), "sequence_ids", "max_request_tokens"),
     "and those that wait": (lambda m, s: m.append(s, [3], [5] * 5, [5]), "sequence_ids", "max_request_tokens"),
     "whether that could": (lambda m, s: m.can_append(s, [3], [5]), "sequence_ids", "max_request_tokens"),

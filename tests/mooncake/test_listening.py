@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from each_row import each_row
-from mooncake_rig import MooncakeCluster, Process, mooncake_cluster
+from mooncake_rig import MooncakeCluster, Process, mooncake_cluster, programs
 from waiting import until
 
 from kvservice.mooncake import NOWHERE, PRELOADED, ListeningError, check_listening, listening_environment
@@ -143,6 +143,33 @@ def listeners_of(pid: int) -> list[str]:
         line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
     return [fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets]
+
+
+# Starts an engine with every setting of Mooncake at the loopback interface, without memory, says so, and waits.
+ALONE = """
+import sys
+from mooncake.engine import TransferEngine
+engine = TransferEngine()
+print("started", engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_mooncake_alone_listens_on_all_interfaces() -> None:
+    """That is what the preloaded library is for. A Mooncake with which this fails may need it no longer."""
+    programs()
+    environment = os.environ | {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}
+    command = [sys.executable, "-P", "-c", ALONE]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line == "started 0\n" for line in process.stdout)
+            assert set(listeners_of(process.pid)) == {"00000000", "0" * 32}
+        finally:
+            process.kill()
 
 
 def test_a_node_listens_on_its_address_only(tmp_path: Path) -> None:

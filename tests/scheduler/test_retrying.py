@@ -38,7 +38,7 @@ def test_a_step_that_was_not_written_is_opened_again() -> None:
     assert again.sampled_rows.tolist() == [0, 1, 1]
     assert batch.step is not None
     with pytest.raises(StaleStepError):
-        rig.manager.get_step(rig.namespace, batch.step.step_id)
+        rig.namespace.live_step(batch.step.step_id)
     with pytest.raises(FailedPreconditionError):
         rig.engine.update(Report(batch.number, [1, 2, 3]))
     rig.end(again)

@@ -308,7 +308,7 @@ def test_who_may_have_regions_and_the_pool(clock: ManualClock) -> None:
                                 session = daemon.open()
                                 assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
                                 if peer is not None:
-                                    session.access.user.introduce(peer)
+                                    session.shared.user.introduce(peer)
                                 expected = "" if peer in may else "REGIONS_NOT_ALLOWED"
                                 assert await refusal(daemon, session, "create_region", create) == expected
                                 may_map = shared == "read" and peer in (OWN, TRUSTED)
@@ -334,7 +334,7 @@ def test_who_may_map_the_store(clock: ManualClock) -> None:
                         for writable in (False, True):
                             with row((option, peer, writable)):
                                 session = daemon.open()
-                                session.access.user.introduce(peer)
+                                session.shared.user.introduce(peer)
                                 namespace = store_pb2.StoreNamespace(model="m", layout="l", block_bytes=4096)
                                 opened = store_pb2.OpenNamespaceRequest(namespace=namespace)
                                 assert await refusal(daemon, session, "store_open_namespace", opened) == ""
@@ -360,11 +360,11 @@ def test_another_client_of_the_session_is_not_known(clock: ManualClock) -> None:
     async def scenario() -> None:
         with life(clock, allow_client_shm="on") as daemon, shm_object(0o666) as path:
             session = daemon.open(detachable=True)
-            token = session.access.user.introduce(TRUSTED)
+            token = session.shared.user.introduce(TRUSTED)
             daemon.attach(session.token, holder=2)
             create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
             assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
-            session.access.user.introduce(TRUSTED)
+            session.shared.user.introduce(TRUSTED)
             opened = await refusal(daemon, session, "system_shared_memory_register", opening("s", path, token))
             assert opened == "INVALID_ARGUMENT"
 
@@ -380,7 +380,7 @@ def test_a_token_is_good_for_so_long_and_so_many_are(clock: ManualClock) -> None
                 request = opening(f"r{clock.now}", path, token)
                 return await refusal(daemon, session, "system_shared_memory_register", request)
 
-            tokens = [session.access.user.introduce(TRUSTED) for _ in range(MAX_INTRODUCTIONS + 1)]
+            tokens = [session.shared.user.introduce(TRUSTED) for _ in range(MAX_INTRODUCTIONS + 1)]
             assert await opened(tokens[0]) == "INVALID_ARGUMENT"
             clock.advance(TOKEN_S)
             assert await opened(tokens[1]) == ""

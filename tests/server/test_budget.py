@@ -37,7 +37,7 @@ def life(clock: ManualClock) -> Iterator[Life]:
 
 @pytest.fixture
 def budget(life: Life) -> Any:
-    return life.open().access.budget
+    return life.open().shared.budget
 
 
 def test_what_is_taken_is_counted_before_it_is_made(life: Life, budget: Any) -> None:

@@ -29,7 +29,7 @@ def life(clock: ManualClock) -> Iterator[Life]:
     held.close()
 
 
-class Access:
+class Shared:
     """Publishes steps when the test says so. `num_published` is the number of steps that are published."""
 
     shares_steps = True
@@ -53,11 +53,11 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def session_with(life: Life, access: Access) -> Any:
+async def session_with(life: Life, shared: Shared) -> Any:
     """Return a session with sequence 1, whose steps wait for the test."""
     session: Any = life.open()
     await life.allocate(session, 1, [1, 2])
-    session.access = access
+    session.shared = shared
     return session
 
 
@@ -65,7 +65,7 @@ def test_the_response_of_a_step_waits_until_the_step_is_published(life: Life) ->
     """The client may work on the step from the response on. The same request, sent again meanwhile, waits too."""
 
     async def scenario() -> None:
-        session = await session_with(life, access := Access())
+        session = await session_with(life, shared := Shared())
         request = blocks_pb2.AppendRequest(request_id=1, sequence_ids=[1], token_ids=[3])
         first = asyncio.create_task(life.call(session, "append", request))
         await turns()
@@ -74,28 +74,28 @@ def test_the_response_of_a_step_waits_until_the_step_is_published(life: Life) ->
         assert not first.done()
         assert not again.done()
         assert life.dispatcher.in_flight == 2
-        access.may_publish.set()
+        shared.may_publish.set()
         response = await first
         assert list(response.context_lens) == [3]
         assert await again is response
         assert await life.call(session, "append", request) is response
-        assert access.num_published == 1
+        assert shared.num_published == 1
 
     asyncio.run(scenario())
 
 
 def test_a_step_whose_caller_has_gone_is_published(life: Life) -> None:
     async def scenario() -> None:
-        session = await session_with(life, access := Access())
+        session = await session_with(life, shared := Shared())
         request = blocks_pb2.OpenStepRequest(sequence_ids=[1])
         call = asyncio.create_task(life.call(session, "open_step", request))
         await turns()
         call.cancel()
         await turns()
         assert call.cancelled()
-        access.may_publish.set()
+        shared.may_publish.set()
         await turns()
-        assert access.num_published == 1
+        assert shared.num_published == 1
         assert life.dispatcher.in_flight == 0
 
     asyncio.run(scenario())
@@ -174,7 +174,7 @@ def test_a_call_that_waits_does_not_hold_up_the_replies_before_it(life: Life, re
         serving = asyncio.create_task(stream.serve())
         line.bring(session_pb2.Call(call_id=1, attach=session_pb2.AttachRequest(session_token=session.token)))
         await turns()
-        session.access = access = Access()
+        session.shared = shared = Shared()
         append = blocks_pb2.AppendRequest(request_id=1, sequence_ids=[1], token_ids=[3])
         calls = [
             session_pb2.Call(call_id=2, ping=pool_pb2.PingRequest()),
@@ -187,9 +187,9 @@ def test_a_call_that_waits_does_not_hold_up_the_replies_before_it(life: Life, re
         assert [reply.WhichOneof("reply") for reply in line.replies] == ["attach", "ping"]
         if restarts:
             stream.end(RestartingError("the next process takes over"))
-        access.may_publish.set()
+        shared.may_publish.set()
         line.end()
-        session.access = SimpleNamespace(close=lambda: None)
+        session.shared = SimpleNamespace(close=lambda: None)
         await serving
         done = ["attach", "ping", "append", "describe", "free"][: 3 if restarts else 5]
         assert [reply.WhichOneof("reply") for reply in line.replies] == done

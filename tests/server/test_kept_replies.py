@@ -28,7 +28,7 @@ def arrays() -> KeptArrays:
 
 def put(ring: ReplyRing, request_id: int, reply: bytes | None, method: str = "append") -> None:
     ring.put(request_id, method, reply)
-    ring.settle()
+    ring.end_latest()
 
 
 def taken_over(arrays: KeptArrays, row: int = 0, *, undone: bool = False) -> dict[int, bytes | None]:
@@ -194,10 +194,10 @@ def test_a_repeated_request_gets_the_earlier_processs_reply(next_process: Callab
     replies = next_process()
     for request_id in (7, 8):
         replies.keep(request_id, "append", step(request_id))
-        replies.settle()
+        replies.end_latest()
     too_large = blocks_pb2.StepResponse(slot_mapping=range(RING_BYTES // 4))
     replies.keep(9, "open_step", too_large)
-    replies.settle()
+    replies.end_latest()
     later = next_process()
     assert later.find(6, "append") is None
     assert later.find(7, "append") == step(7)
@@ -211,7 +211,7 @@ def test_a_repeated_request_gets_the_earlier_processs_reply(next_process: Callab
 def test_the_earlier_processs_requests_are_the_oldest(next_process: Callable[[], Any]) -> None:
     replies = next_process()
     replies.keep(1, "append", step(1))
-    replies.settle()
+    replies.end_latest()
     later = next_process()
     for request_id in range(2, MAX_REPLIES + 1):
         later.remember(request_id, "append", step(request_id))

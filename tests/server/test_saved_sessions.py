@@ -261,7 +261,7 @@ def test_two_callers_at_once_share_one_return(reboot: Reboot) -> None:
         first, second = await asyncio.gather(resume(life, session.token, 2), resume(life, session.token, 3))
         assert first is second
         assert first.holder == 3
-        assert life.core.saved.num_restored == 1
+        assert life.core.saved.stats().restored == 1
 
     run(scenario())
 
@@ -297,7 +297,7 @@ def test_a_file_expires_in_wall_time(reboot: Reboot, wall: WallClock, tmp_path: 
         assert (await resume_error(life, session.token)).reason == "UNKNOWN_SESSION"
         await life.core.saved.expire()
         assert files(tmp_path) == []
-        assert life.core.saved.num_expired == 1
+        assert life.core.saved.stats().expired == 1
 
     for ttl_s in (1.0, 0.0):
         run(scenario(ttl_s))

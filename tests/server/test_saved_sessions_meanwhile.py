@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks_calls import mark_layer
 from daemon_lives import Life, end_stream
 from kept_files import HeldFiles, at_every_line
 from saved_rig import TOKENS, Reboot, WallClock, files, run
@@ -108,7 +109,7 @@ def test_steps_end_and_their_tokens_stay_pending(reboot: Reboot) -> None:
         session = life.open()
         await life.allocate(session, 1, TOKENS)
         step = await life.call(session, "open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1]))
-        life.manager.mark_layer(session.namespace, step.step_id, 0)
+        mark_layer(life.manager, session.namespace, step.step_id, 0)
         await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
         assert not session.namespace.steps
         await life.call(session, "open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1]))
@@ -282,7 +283,7 @@ def test_sequences_that_are_swapped_out_while_files_are_removed(
         await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[1], tier=tier))
         removals.go_on()
         await expiring
-        assert life.core.saved.num_expired == 1
+        assert life.core.saved.stats().expired == 1
         await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
         assert np.array_equal(await life.read(session, 1, len(TOKENS)), kv)
 

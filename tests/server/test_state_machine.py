@@ -21,7 +21,7 @@ from todays_part import ENTRIES
 from kvservice import chain_hash, ops
 from kvservice.blocks import AllocationRequest, BlockManager, StepPlan
 from kvservice.client import KVClient, PoolStats
-from kvservice.client.transports.inline import RegionTransport
+from kvservice.client.transports.region import RegionTransport
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.errors import KVServiceError

@@ -11,7 +11,7 @@ from each_row import each_row
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.kept import KeptState
-from kvservice.server.memory.host import ALIGNMENT, NUM_SLOTS, SharedStepTables
+from kvservice.server.memory.step_tables import ALIGNMENT, NUM_SLOTS, SharedStepTables
 
 WORD_BYTES = 16 * NUM_SLOTS
 

@@ -143,8 +143,8 @@ def test_a_region_of_gpu_memory_is_refused(life: Life, monkeypatch: pytest.Monke
         calls.has(1)
         monkeypatch.setattr(life.core.device, "open_cuda_region", Mock(), raising=False)
         session = calls.session
-        monkeypatch.setattr(session.access, "open_cuda_region", lambda *_: Mock(number=1))
-        session.regions = type(regions)(life.config, life.sessions.region_totals, session.access, lambda: None)
+        monkeypatch.setattr(session.shared, "open_cuda_region", lambda *_: Mock(number=1))
+        session.regions = type(regions)(life.config, life.sessions.region_totals, session.shared, lambda: None)
         session.regions.register_cuda("r", b"handle", 0, 1 << 20)
         for call in (calls.get(1), calls.put(2)):
             with pytest.raises(InvalidArgumentError, match="memory of a GPU") as refused:

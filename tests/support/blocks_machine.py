@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+from blocks_calls import can_allocate
 from blocks_model import Model, ModelledBlocks
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
@@ -71,7 +72,7 @@ class BlockManagerMachine(ModelledBlocks):
             for i, (prompt, salt) in enumerate(zip(prompts, salts, strict=True))
         ]
         manager, space = self.manager, self.spaces[who]
-        if manager.can_allocate(space, requests) is not AllocStatus.OK:
+        if can_allocate(manager, space, requests) is not AllocStatus.OK:
             required = sum(self.blocks_for(len(prompt) + lookahead) for prompt in prompts)
             places = len(requests) + sum(map(len, self.models))
             assert required + self.config.watermark_blocks > self.missing(who) or places > self.config.max_sequences
@@ -150,11 +151,13 @@ class BlockManagerMachine(ModelledBlocks):
         if chunked:
             lens = [data.draw(st.integers(1, most), "chunk") for most in lens]
         manager, space = self.manager, self.spaces[who]
-        if not manager.can_open_step(space, ids, lookahead):
-            self.refused(manager.open_step, space, ids, lens, lookahead)
+        before = full_state(manager)
+        try:
+            step = manager.open_step(space, ids, lens if chunked else None, lookahead)
+        except OutOfBlocksError:
+            assert full_state(manager) == before
             return
         self.outdate(who, ids)
-        step = manager.open_step(space, ids, lens if chunked else None, lookahead)
         self.opened(who, step, ids, [model.computed for model in models], lens, lookahead)
 
     @precondition(resident)
@@ -289,7 +292,7 @@ class BlockManagerMachine(ModelledBlocks):
             counts = counts[:1] * len(counts)
         if any(len(model.tokens) + count + num_steps > 64 for model, count in zip(models, counts, strict=True)):
             return
-        slots = iter(manager.get_step(space, step_id).slot_mapping.tolist())
+        slots = iter(space.live_step(step_id).plan.slot_mapping.tolist())
         tokens: list[int] = []
         for model, count in zip(models, counts, strict=True):
             added = [data.draw(TOKENS, "token") for _ in range(count)]
@@ -320,7 +323,7 @@ class BlockManagerMachine(ModelledBlocks):
     def use_stale_step(self, data: st.DataObject, who: int) -> None:
         if self.stale[who]:
             step_id = data.draw(st.sampled_from(self.stale[who]), "step")
-            self.raises(StaleStepError, self.manager.mark_layer, self.spaces[who], step_id, 0)
+            self.raises(StaleStepError, self.manager.check_part, self.spaces[who], step_id, 0, 0, 0)
 
     @precondition(resident)
     @rule(data=st.data())

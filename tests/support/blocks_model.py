@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+from blocks_calls import mark_layer
 from event_replica import EventReplica
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from manager_state import full_state
@@ -242,13 +243,13 @@ class ModelledBlocks(RuleBasedStateMachine):
 
     def write(self, who: int, step_id: int, last: bool = True) -> None:
         manager, space, live = self.manager, self.spaces[who], self.steps[who][step_id]
-        step = manager.get_step(space, step_id)
+        step = space.live_step(step_id).plan
         if live.ahead:
-            self.raises(FailedPreconditionError, manager.check_layer, space, step_id, 0)
+            self.raises(FailedPreconditionError, manager.check_part, space, step_id, 0, 0, 0)
             self.raises(FailedPreconditionError, manager.mark_all_layers, space, step_id)
             return
         if live.written:
-            self.raises(LayerWrittenError, manager.check_layer, space, step_id, 0)
+            self.raises(LayerWrittenError, manager.check_part, space, step_id, 0, 0, 0)
             self.raises(LayerWrittenError, manager.mark_all_layers, space, step_id)
             return
         slots = iter(step.slot_mapping.tolist())
@@ -261,7 +262,7 @@ class ModelledBlocks(RuleBasedStateMachine):
         for layer in range(self.config.num_layers - (not last)):
             if not written[layer]:
                 live.written = layer == self.config.num_layers - 1
-                assert manager.mark_layer(space, step_id, layer) == self.commit(who, live)
+                assert mark_layer(manager, space, step_id, layer) == self.commit(who, live)
 
     def commit(self, who: int, step: LiveStep) -> bool:
         """Record a commit if the step and the one that it follows are complete. Returns whether they are."""

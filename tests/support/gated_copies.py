@@ -84,7 +84,7 @@ class HostGpu:
     def synchronize(self) -> None:
         """The copy has ended."""
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """All copies have ended."""
 
     def page_lock(self, address: int, num_bytes: int, *, read_only: bool) -> HostLock | None:

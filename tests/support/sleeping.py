@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from blocks_calls import mark_layer
 from daemon_lives import Life, end_stream, finish
 
 from kvservice.v1 import blocks_pb2, session_pb2
@@ -108,7 +109,7 @@ async def random_session(life: Life, session: Any, seed: int, *, num_operations:
             if made.random() < 0.8:
                 await write(step.step_id, count)
             else:
-                life.manager.mark_layer(space, step.step_id, 0)
+                mark_layer(life.manager, space, step.step_id, 0)
         if kind == "fork":
             await life.call(session, "fork", blocks_pb2.ForkRequest(parent_ids=[chosen], child_ids=[1000 + name]))
         if kind == "truncate":

@@ -43,10 +43,10 @@ def adapter(path: str | None) -> Any:
     return None if path is None else LoRARequest("adapter", 1 + zlib.crc32(path.encode()) % 1000, path)
 
 
-def settle() -> None:
+def wait_for_saves() -> None:
     """Wait until the connector has saved everything that it was given."""
     if has_kv_transfer_group() and (worker := get_kv_transfer_group()._worker) is not None:
-        assert worker.settle(60)
+        assert worker.wait_for_saves(60)
 
 
 def drain(engine: Any) -> None:
@@ -67,7 +67,7 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str], pipe: C
     began = time.monotonic()
     while engine.has_unfinished_requests():
         if len(steps) == command.get("pause_at"):
-            settle()
+            wait_for_saves()
             pipe.send("paused")
             pipe.recv()
         start = time.monotonic()

@@ -12,16 +12,6 @@ from kvservice.attention_options import DEFAULT_OPTIONS
 from kvservice.client.messages import build
 from kvservice.client.regions import ALIGNMENT, RegionRange, SharedRegion, Staging
 from kvservice.client.remote import Context
-from kvservice.client.step import (
-    AttentionCall,
-    AttentionResult,
-    SharedMemoryLostError,
-    Transport,
-    TransportName,
-    WriteCall,
-    check_attention,
-    given,
-)
 from kvservice.client.tensors import (
     Tensor,
     copy,
@@ -32,7 +22,17 @@ from kvservice.client.tensors import (
     like,
     pool_device,
 )
-from kvservice.client.transports.inline import RegionTransport
+from kvservice.client.transport import (
+    AttentionCall,
+    AttentionResult,
+    SharedMemoryLostError,
+    Transport,
+    TransportName,
+    WriteCall,
+    check_attention,
+    given,
+)
+from kvservice.client.transports.region import RegionTransport
 from kvservice.errors import ConnectionLostError, DaemonAwayError, DrainingError, InvalidArgumentError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
@@ -131,7 +131,7 @@ class LaneTransport(Transport):
         output, answer = call.out, None
         async with self._lock:
             if self._unanswered is not None:
-                await self._settle(call.deadline)
+                await self._receive_interrupted(call.deadline)
             sent = await self._copied(call) if output is None else call
             if sent is not None:
                 if self.takes_gpu_tensors and is_on_gpu(sent.query):
@@ -190,7 +190,7 @@ class LaneTransport(Transport):
         check_attention(self.context.info, call)
         async with self._lock:
             if self._unanswered is not None:
-                await self._settle(call.deadline)
+                await self._receive_interrupted(call.deadline)
             placed = self._placed(call)
             if placed is None:
                 placed = await self._staged(call)
@@ -219,7 +219,7 @@ class LaneTransport(Transport):
         self._is_lost = True
         return SharedMemoryLostError(str(error))
 
-    async def _settle(self, deadline: float | None) -> None:
+    async def _receive_interrupted(self, deadline: float | None) -> None:
         """Receive the answer of an interrupted call, before the next call is sent."""
         try:
             await self._answer(deadline)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from kvservice.client.mapped import GpuKernels, MappedPool, MappedStep
 from kvservice.client.messages import build
 from kvservice.client.remote import Context
-from kvservice.client.step import (
+from kvservice.client.tensors import Tensor, is_on_gpu
+from kvservice.client.transport import (
     AttentionCall,
     AttentionResult,
     Transport,
@@ -19,7 +20,6 @@ from kvservice.client.step import (
     check_attention,
     check_kv,
 )
-from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.values import StepInfo
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError
 from kvservice.v1 import host_pb2

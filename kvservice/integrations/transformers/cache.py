@@ -42,12 +42,12 @@ class Rows:
         self.kv = kv
         # The finalizer references this list, so the list is modified in place.
         self.sequences: list[Sequence | None] = []
-        # Passes of which the daemon may not know yet. `settle` ends it before any other change of the rows.
+        # Passes of which the daemon may not know yet. `end_run` ends it before any other change of the rows.
         self.run: DecodeRun | None = None
         finalizer = weakref.finalize(self, _abandon, kv, self.sequences)
         finalizer.atexit = False
 
-    def settle(self) -> None:
+    def end_run(self) -> None:
         """End the run. The lengths of sequences say which tokens were committed: all, unless their step had ended."""
         run, self.run = self.run, None
         if run is None:
@@ -252,7 +252,7 @@ class KVServiceCache(Cache):
     @property
     def sequences(self) -> list[Sequence | None]:
         """The sequence of each row, or None while a row has only padding."""
-        self._settle()
+        self._end_run()
         return list(self._rows.sequences)
 
     @property
@@ -271,7 +271,7 @@ class KVServiceCache(Cache):
         if attention.is_running():
             raise FailedPreconditionError("a forward pass is running already in this thread")
         if self._rows.run is not None and not self._rows.run.is_open:
-            self._settle()
+            self._end_run()
         self._check_lengths()
         batch = arguments.read_batch(inputs, self._mask)
         arguments.refuse_padded_ends(inputs, batch)
@@ -280,7 +280,7 @@ class KVServiceCache(Cache):
         run = self._run(model, inputs, batch, identity, every_output)
         output = None if run is None else self._computed(run, inputs, batch)
         if output is None:
-            self._settle()
+            self._end_run()
             with self._step_pass(model, inputs, batch, identity, every_output) as call:
                 yield call
         self._mask, self._identity = batch.mask, identity
@@ -320,16 +320,16 @@ class KVServiceCache(Cache):
             return None
         except BaseException:
             with contextlib.suppress(StaleStepError):
-                self._settle()
+                self._end_run()
             raise
 
-    def _settle(self) -> None:
+    def _end_run(self) -> None:
         """End the run: the daemon knows all tokens then. Raises StaleStepError if it has lost some. The cache then has
         the columns before them."""
         if self._rows.run is None:
             return
         try:
-            self._rows.settle()
+            self._rows.end_run()
         finally:
             num_lost = self._follow_rows()
         if num_lost:
@@ -402,7 +402,7 @@ class KVServiceCache(Cache):
         return [keys.shared_keys(identity) + self._extra_keys] * num_rows
 
     def _select(self, parents: list[int]) -> None:
-        self._settle()
+        self._end_run()
         self._rows.select(parents)
         if self._mask is not None:
             self._mask = self._mask[parents]
@@ -415,7 +415,7 @@ class KVServiceCache(Cache):
 
     def fork(self) -> KVServiceCache:
         """Return a new cache that shares every block with this one (copy-on-write)."""
-        self._settle()
+        self._end_run()
         child = KVServiceCache(self.kv, extra_keys=self._extra_keys, share=self._share, graphs=self._graphs)
         child._rows, child._mask, child._identity = self._rows.fork(), self._mask, self._identity
         return child
@@ -479,7 +479,7 @@ class KVServiceCache(Cache):
     @override
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns (rejected candidates of assisted generation)."""
-        self._settle()
+        self._end_run()
         count, stored = -tokens_to_remove, self.get_seq_length()
         if not 0 <= count <= stored:
             raise InvalidArgumentError(
@@ -506,7 +506,7 @@ class KVServiceCache(Cache):
     def reset(self) -> None:
         """Free the sequences. The cache can then be used for another batch or another model."""
         with contextlib.suppress(StaleStepError):
-            self._settle()
+            self._end_run()
         self._rows.free()
         self._begin_anew(self._rows)
 

@@ -103,7 +103,7 @@ class LockingGpu(Protocol):
 
     def page_lock(self, address: int, num_bytes: int, *, read_only: bool) -> Any: ...
 
-    def settle(self) -> None: ...
+    def wait_for_copies(self) -> None: ...
 
 
 class CopyingGpu(LockingGpu, Protocol):
@@ -152,7 +152,7 @@ class MappedCopier:
             addresses, ids = lease.addresses[found], block_ids[found]
             with self._loads.room(), self._locks.covering(lease.memory, addresses) as locked:
                 if locked:
-                    undo.callback(self._gpu.settle)  # a part of the copy may have been launched
+                    undo.callback(self._gpu.wait_for_copies)  # a part of the copy may have been launched
                     passing = self._gpu.load(addresses, ids, mark)
 
                     def end() -> Flags:
@@ -178,7 +178,7 @@ class MappedCopier:
             addresses, ids = reservation.addresses[reserved], block_ids[reserved]
             with self._saves.room(), self._locks.covering(reservation.memory, addresses) as locked:
                 if locked:
-                    undo.callback(self._gpu.settle)
+                    undo.callback(self._gpu.wait_for_copies)
                     passing = self._gpu.save(addresses, ids, mark)
 
                     def end() -> Statuses:
@@ -199,7 +199,7 @@ class MappedCopier:
         addresses = memory.addresses(leased.offsets)
         with ExitStack() as undo, self._loads.room(), self._locks.covering(memory, addresses) as locked:
             if locked:
-                undo.callback(self._gpu.settle)
+                undo.callback(self._gpu.wait_for_copies)
                 passing = self._gpu.load(addresses, block_ids, mark)
 
                 def end() -> Flags:
@@ -217,7 +217,7 @@ class MappedCopier:
         if not self.verifies:
             with ExitStack() as undo, self._locks.covering(memory, addresses) as locked:
                 if locked:
-                    undo.callback(self._gpu.settle)
+                    undo.callback(self._gpu.wait_for_copies)
                     passing = self._gpu.load(addresses, block_ids, self._gpu.mark())
                     self._gpu.follow(passing)
                     undo.pop_all()
@@ -384,7 +384,7 @@ class PageLocks:
         """Unlock everything after the copies in flight, and go on with the mapping that is wanted."""
         with self._lock:
             if self._slabs:
-                self._gpu.settle()
+                self._gpu.wait_for_copies()
             for lock in self._slabs.values():
                 lock.close()
             self._slabs.clear()
@@ -461,9 +461,9 @@ class GpuBlocks:
         )
         return Save(self._event(self._saves), sums, checksums, order)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for all copies."""
-        self._pieces.settle()
+        self._pieces.wait_for_copies()
         self._loads.synchronize()
         self._saves.synchronize()
 

@@ -229,7 +229,7 @@ class ConnectorWorker:
             counters, self._counters = self._counters, TransferCounters()
         return counters
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_saves(self, timeout_s: float) -> bool:
         """Wait for all saves. Returns whether they have ended."""
         with self._lock:
             self._hurry(self._next_save)

@@ -114,7 +114,7 @@ class AttentionCalls:
                 for array, tensor in ((key, request.key), (value, request.value))
                 if not tensor.HasField("shared_memory")
             ]
-            session.access.transfers.travelled_in_messages(sum(inline))
+            session.shared.transfers.travelled_in_messages(sum(inline))
             await self._write(session, request, key, value)
         return attention_pb2.WriteResponse()
 
@@ -132,7 +132,7 @@ class AttentionCalls:
             raise InvalidArgumentError(TENSORS_TOO_LARGE, field="value.shared_memory.byte_size")
         with session.regions.remote(places) as memory:
             async with memory.lock:
-                arrived_damaged = session.access.transfers.arrived_damaged
+                arrived_damaged = session.shared.transfers.arrived_damaged
                 _check_waits(caller)
                 key, value = await pull_tensors(memory, request, places, arrived_damaged)
                 _check_waits(caller)
@@ -151,7 +151,7 @@ class AttentionCalls:
             places = target_places(request, num_bytes // 2)
             return await asyncio.shield(to_the_end(self._read_remote(session, ranges, layer, places, num_bytes // 2)))
         key, value = await self._engine.read(session.namespace, ranges, layer)
-        session.access.transfers.travelled_in_messages(num_bytes)
+        session.shared.transfers.travelled_in_messages(num_bytes)
         kind = attention_pb2.ReadResponse
         return encode_tensor(key).inside(kind.KEY_FIELD_NUMBER) + encode_tensor(value).inside(kind.VALUE_FIELD_NUMBER)
 

@@ -30,7 +30,7 @@ from kvservice.server.calls.handlers import (
     max_response_bytes,
     response_too_large,
 )
-from kvservice.server.memory.host import Run
+from kvservice.server.memory.step_tables import Run
 from kvservice.server.sessions.saved import DiskSwaps
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ADMINS, names_salt
@@ -138,7 +138,7 @@ class BlockCalls:
     def open_ahead(
         self, session: ServerSession, request: blocks_pb2.OpenAheadRequest
     ) -> Published[blocks_pb2.StepResponse]:
-        session.access.check_writable()
+        session.shared.check_writable()
         step = self._manager.open_ahead(
             session.namespace,
             _own_ids(session, request),
@@ -150,11 +150,11 @@ class BlockCalls:
     def commit_ahead(
         self, session: ServerSession, request: blocks_pb2.CommitAheadRequest
     ) -> Published[blocks_pb2.StepResponse]:
-        session.access.check_writable()
+        session.shared.check_writable()
         num_tokens = optional_ints(request.num_tokens, np.int32)
         if request.token_ids and request.step_id in session.namespace.steps:
-            session.access.check_in_tables(request.step_id)
-        with session.access.following(request.step_id) as run:
+            session.shared.check_in_tables(request.step_id)
+        with session.shared.following(request.step_id) as run:
             step = self._manager.commit_ahead(
                 session.namespace, request.step_id, token_array(request), num_tokens, request.num_steps
             )
@@ -176,8 +176,8 @@ class BlockCalls:
         mapped = published = None
         if len(step.copies.src):
             self._engine.copy_on_write(step)
-        if session.access.shares_steps:
-            mapped, published = session.access.publish(step, to_lane=to_lane, run=run)
+        if session.shared.shares_steps:
+            mapped, published = session.shared.publish(step, to_lane=to_lane, run=run)
         response = step_response(step, return_slot_mapping, mapped)
         return response, published
 

@@ -148,24 +148,24 @@ class HostCalls:
         )
 
     def open_lane(self, session: ServerSession, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
-        return host_pb2.OpenLaneResponse(handover_token=session.access.open_lane())
+        return host_pb2.OpenLaneResponse(handover_token=session.shared.open_lane())
 
     def close_lane(self, session: ServerSession, _: host_pb2.CloseLaneRequest) -> host_pb2.CloseLaneResponse:
-        session.access.close_lane()
+        session.shared.close_lane()
         return host_pb2.CloseLaneResponse()
 
     def map_pool(self, session: ServerSession, request: host_pb2.MapPoolRequest) -> host_pb2.MapPoolResponse:
         if not session.tenancy.map_pool:
             raise PoolNotSharedError(f"not for tenant {session.tenant}: the pool has the blocks of all tenants")
-        token, pool_bytes, table_bytes = session.access.map_pool(request.writable)
+        token, pool_bytes, table_bytes = session.shared.map_pool(request.writable)
         return host_pb2.MapPoolResponse(handover_token=token, pool_bytes=pool_bytes, table_bytes=table_bytes)
 
     def unmap_pool(self, session: ServerSession, _: host_pb2.UnmapPoolRequest) -> host_pb2.UnmapPoolResponse:
-        session.access.unmap_pool()
+        session.shared.unmap_pool()
         return host_pb2.UnmapPoolResponse()
 
     def commit(self, session: ServerSession, request: host_pb2.CommitRequest) -> host_pb2.CommitResponse:
-        session.access.check_writable()
+        session.shared.check_writable()
         if request.layers:
             self._manager.mark_layers(session.namespace, request.step_id, list(request.layers))
         else:

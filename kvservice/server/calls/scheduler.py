@@ -107,8 +107,8 @@ class SchedulerCalls:
             self._engine.manager.enter(session.namespace)
         ended, batch = scheduler_of(session).step(step_request(request), self._clock())
         mapped = published = None
-        if batch.step is not None and session.access.shares_steps:
-            mapped, published = session.access.publish(batch.step)
+        if batch.step is not None and session.shared.shares_steps:
+            mapped, published = session.shared.publish(batch.step)
         response = schedule_response(batch, ended, mapped)
         return response, published
 

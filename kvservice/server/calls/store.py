@@ -225,7 +225,7 @@ class StoreCalls:
     def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
         if not session.tenancy.map_store:
             raise StoreNotSharedError(f"not for tenant {session.tenant}: its memory has the blocks of all tenants")
-        token = self._store.share(own_store(session), session.access, request.writable)
+        token = self._store.share(own_store(session), session.shared, request.writable)
         growing = not self._store.growth.is_complete
         return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes, growing=growing)
 
@@ -416,10 +416,10 @@ class StoreCopyCalls:
                     chosen = places.of(room.chosen)
                     room.checksums = await copies.write_from(room.offsets, block_bytes, region, chosen)
                 if region.kind == REMOTE:
-                    session.access.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
+                    session.shared.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
         else:
             data = np.frombuffer(request.data, np.uint8)  # each look at the field copies it
-            session.access.transfers.travelled_in_messages(len(data))
+            session.shared.transfers.travelled_in_messages(len(data))
             if len(data) != num_keys * block_bytes:
                 raise InvalidArgumentError(
                     f"{len(data)} bytes, {num_keys} blocks have {num_keys * block_bytes}", field="data"
@@ -494,7 +494,7 @@ class StoreCopyCalls:
         whole = bits_of(good, pinned.num_blocks)
         if not whole.all():
             data = data[whole]
-        session.access.transfers.travelled_in_messages(data.nbytes)
+        session.shared.transfers.travelled_in_messages(data.nbytes)
         encoded = Encoded((np.packbits(found, bitorder="little").tobytes(),)).inside(_FOUND)
         if request.return_checksums:
             encoded += Encoded((chosen_items(checksums, WORD_BYTES, whole),)).inside(_CHECKSUMS)

@@ -28,7 +28,7 @@ from kvservice.errors import (
 )
 from kvservice.server.loop import in_slices
 from kvservice.server.memory.budget import BudgetedMemory, unmap
-from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.host import SharedWithClient
 from kvservice.server.memory.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals, ShmObject
 from kvservice.server.memory.remote import RemoteMemory
 
@@ -78,7 +78,7 @@ class Regions:
     """The regions of one session by name, in host memory and in GPU memory."""
 
     def __init__(
-        self, config: ServeConfig, totals: RegionTotals, access: HostAccess, check_more: Callable[[], None]
+        self, config: ServeConfig, totals: RegionTotals, access: SharedWithClient, check_more: Callable[[], None]
     ) -> None:
         """`check_more` raises QuotaExceededError if the session's tenant may have no more regions."""
         self._check_more = check_more
@@ -375,7 +375,7 @@ class MadeMemory:
     `number` identifies the region in lane entries. `token` is the handover token of its file
     descriptor."""
 
-    def __init__(self, memory: BudgetedMemory, access: HostAccess) -> None:
+    def __init__(self, memory: BudgetedMemory, access: SharedWithClient) -> None:
         """Raises QuotaExceededError and ResourceExhaustedError; the caller then still owns the memory."""
         self._access = access
         self._memory = memory

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final, Literal, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -111,7 +111,7 @@ class Transfers:
             )
         except TransferFailedError:
             self.count -= 1
-            self.totals.engine_failures += 1
+            self.totals.stats.engine_failures += 1
             self.note = "the latest Transfer Engine has not started"
             raise
         except BaseException:
@@ -141,7 +141,7 @@ class Transfers:
 
     def arrived_damaged(self, num_blocks: int) -> None:
         """Count blocks of a client that do not have its checksums."""
-        self.totals.damaged_blocks += num_blocks
+        self.totals.stats.damaged_blocks += num_blocks
 
     def travelled_in_messages(self, num_bytes: int) -> None:
         """Note the bytes of blocks or K/V in the messages of this call. It is a fall back if they are many and the
@@ -150,23 +150,13 @@ class Transfers:
             self.totals.fell_back(num_bytes)
 
     def stats(self) -> TransferStats:
-        totals, (came, went) = self.totals, self.totals.flows.values()
-        return TransferStats(
+        flows = {f"{name}_{way}": n for way, flow in self.totals.flows.items() for name, n in asdict(flow).items()}
+        return replace(
+            self.totals.stats,
             engines=sum(memory.process.is_running for memory in self._open),
             regions=len(self._open),
             region_bytes=sum(memory.num_bytes for memory in self._open),
-            running_in=came.running,
-            running_out=went.running,
-            done_in=came.done,
-            done_out=went.done,
-            failed_in=came.failed,
-            failed_out=went.failed,
-            bytes_in=came.num_bytes,
-            bytes_out=went.num_bytes,
-            engine_failures=totals.engine_failures,
-            damaged_blocks=totals.damaged_blocks,
-            fallbacks=totals.fallbacks,
-            fallback_bytes=totals.fallback_bytes,
+            **flows,
         )
 
     def write(self, table: TransferTable) -> None:
@@ -404,28 +394,27 @@ OUT: Final = "out"
 
 @dataclass
 class Flow:
-    """Transfers of one direction: in progress, ended well, failed; and the bytes of those that ended well."""
+    """Transfers of one direction: in progress, ended well, failed; and the bytes of those that ended well.
+    TransferStats has these names with the direction."""
 
     running: int = 0
     done: int = 0
     failed: int = 0
-    num_bytes: int = 0
+    bytes: int = 0
 
 
 class TransferTotals:
-    """`durations` int64[2, buckets + 1] and `seconds` float64[2] are histograms in the order of `DIRECTIONS`."""
+    """`stats` has the counters that are of no direction, and `flows` the others. `durations` int64[2, buckets + 1] and
+    `seconds` float64[2] are histograms in the order of `DIRECTIONS`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._log = LogBudget(logging.getLogger(__name__))
         self._lock = threading.Lock()
+        self.stats = TransferStats()
         self.flows: dict[str, Flow] = {direction: Flow() for direction in DIRECTIONS}
         self.durations: npt.NDArray[np.int64] = np.zeros((len(DIRECTIONS), WIDTH), np.int64)
         self.seconds: npt.NDArray[np.float64] = np.zeros(len(DIRECTIONS), np.float64)
-        self.engine_failures = 0
-        self.damaged_blocks = 0
-        self.fallbacks = 0
-        self.fallback_bytes = 0
 
     @contextmanager
     def transfer(self, direction: Direction, num_bytes: int) -> Iterator[None]:
@@ -449,11 +438,11 @@ class TransferTotals:
         with self._lock:
             flow.running -= 1
             flow.done += 1
-            flow.num_bytes += num_bytes
+            flow.bytes += num_bytes
             self.durations[row, bisect_left(BUCKETS_S, seconds)] += 1
             self.seconds[row] += seconds
 
     def fell_back(self, num_bytes: int) -> None:
         """Count a call whose blocks came in messages. On the event loop."""
-        self.fallbacks += 1
-        self.fallback_bytes += num_bytes
+        self.stats.fallbacks += 1
+        self.stats.fallback_bytes += num_bytes

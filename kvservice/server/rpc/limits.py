@@ -270,7 +270,8 @@ def _call_id(data: bytes) -> int | None:
 AnyTask: TypeAlias = "asyncio.Task[Any]"
 
 # The coroutine of the outer task in gRPC. If a gRPC version renames it, stalled RPCs stay open until their clients end
-# them.
+# them. gRPC gives a handler no other way to its RPC, and none of its options limits this time. Tried by
+# `test_grpc_forgets_answers_that_are_not_read` of tests/server/test_slots.py: with the inner task alone it fails.
 _OUTER: Final = "_schedule_rpc_coro"
 # The outer task of the RPC that the current task handles.
 OUTER_TASK: ContextVar[AnyTask | None] = ContextVar("kvservice_outer_task", default=None)
@@ -292,7 +293,9 @@ def task_factory(
 
 
 # The coroutine in which a server of gRPC accepts RPCs. It decodes the path of each as UTF-8, and the server closes its
-# port for good when it fails. If a gRPC version renames it, one client can do that again.
+# port for good when it fails. If a gRPC version renames it, one client can do that again. Interceptors and handlers
+# come after the path is decoded, and no option turns it off. Tried by `test_methods_that_do_not_exist` of
+# tests/server/test_random_bytes.py: without `accept_any_path` the port answers nobody after the first such path.
 _ACCEPTING: Final = "_server_main_loop"
 
 

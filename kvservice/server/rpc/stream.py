@@ -572,7 +572,7 @@ class Dispatcher:
         if request_id and handler.method in KEPT_METHODS:
             session.replies.keep(request_id, handler.method, reply)
             self._end_operation()
-            session.replies.settle()
+            session.replies.end_latest()
             return
         if request_id:
             session.replies.remember(request_id, handler.method, reply)

@@ -37,7 +37,7 @@ from kvservice.logs import LogBudget
 from kvservice.server.loop import Clock, SystemClock, in_slices
 from kvservice.server.memory.budget import Budget
 from kvservice.server.memory.fd_passing import FdServer, Peer, Trust
-from kvservice.server.memory.host import HostAccess, Lanes, PoolMappings, Sharing
+from kvservice.server.memory.host import Lanes, PoolMappings, SharedWithClient, Sharing
 from kvservice.server.memory.region import RegionTotals
 from kvservice.server.memory.regions import Regions
 from kvservice.server.memory.remote import Transfers
@@ -262,7 +262,7 @@ class SessionRegistry:
         def check_regions() -> None:
             self._tenancy(record.tenant).check("max_regions", use.regions.count, field="name")
 
-        access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
+        shared = SharedWithClient(self._config, self._device, self._manager, namespace, self._sharing, row)
         return ServerSession(
             session_id=record.session_id,
             token=record.token,
@@ -271,8 +271,8 @@ class SessionRegistry:
             tenancy=tenancy,
             owner=Identity(record.owner, record.credential),
             namespace=namespace,
-            access=access,
-            regions=Regions(self._config, RegionTotals(whole=use.regions, row=row), access, check_regions),
+            shared=shared,
+            regions=Regions(self._config, RegionTotals(whole=use.regions, row=row), shared, check_regions),
             row=row,
             store=None if self._store is None else SessionStore(self._store, tenancy.domain, record.session_id),
             replies=Replies(self._memory.replies.ring(row.number)),
@@ -385,7 +385,7 @@ class SessionRegistry:
             session.end_stream(_taken())
         if session.holder is not None and not reconnects:
             session.unshare()
-            session.access.user.forget()
+            session.shared.user.forget()
         session.holder = holder
         session.owner = CALLER.get()  # the same identity, perhaps with a newer token
         session.end_stream = end_stream
@@ -472,7 +472,7 @@ class SessionRegistry:
         session = self._sessions.get(token)
         if session is None or session.owner != UNNAMED:
             return None
-        return session.access.user.introduce(peer)
+        return session.shared.user.introduce(peer)
 
     def _lose_after(self, session: ServerSession, wait_s: float) -> None:
         """Close a session if no stream attaches to it in time."""

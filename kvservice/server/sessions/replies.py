@@ -39,7 +39,7 @@ class Replies:
         """`ring` has the requests that an earlier process executed."""
         self._ring = ring
         # Says that the operation of the latest request that was kept has ended.
-        self.settle = ring.settle
+        self.end_latest = ring.end_latest
         # The method of each request, and the task that still computes its reply or None, the oldest request first.
         self._requests: dict[int, tuple[str, asyncio.Task[Message] | None]] = {}
         # The replies with their sizes in bytes, the oldest first.
@@ -75,7 +75,7 @@ class Replies:
 
     def keep(self, request_id: int, method: str, reply: Message) -> None:
         """Remember a request that was executed, and its reply, in kept memory too. It counts there with the operation
-        that the request ran; `settle` follows when that has ended."""
+        that the request ran; `end_latest` follows when that has ended."""
         data = reply.SerializeToString()
         num_bytes = _OVERHEAD_BYTES + _NUMBER_BYTES * len(data)  # at most: a number has at least one byte there
         if num_bytes > _SMALL_BYTES:
@@ -242,7 +242,7 @@ class ReplyRing:
                 yield KeptReply(request_id, _METHODS[method], data)
 
     def put(self, request_id: int, method: str, reply: bytes | None) -> None:
-        """Store a request and its reply, until its operation is undone or `settle` is called. The oldest request is
+        """Store a request and its reply, until its operation is undone or `end_latest` is called. The oldest request is
         forgotten, and so are the oldest replies for which there is no room. The request is stored without a reply if
         `reply` is None or larger than the ring."""
         entries, live = self._entries, self._live
@@ -271,7 +271,7 @@ class ReplyRing:
         entries[at + SIZE] = size
         entries[at] = number
 
-    def settle(self) -> None:
+    def end_latest(self) -> None:
         """Say that the operation of the latest request has ended."""
         self._pending[0] = 0
 

@@ -64,7 +64,7 @@ class SavedSessions:
     ) -> None:
         """`files` is None if sessions are not saved."""
         self.files = files
-        self.num_saved = self.num_restored = self.num_expired = 0
+        self._counted = SavedStats()
         self._config, self._manager, self._sessions = config, manager, sessions
         # Limits the sessions that are written or restored at one time; others wait.
         self._transfers = asyncio.Semaphore(NUM_HIDDEN_NAMESPACES)
@@ -126,7 +126,7 @@ class SavedSessions:
                     await files.remove(session.token)
                 raise saving.failure
             await files.keep_swapped(session.token, session.on_disk)
-        self.num_saved += 1
+        self._counted.saved += 1
         count = len(tables.saved.sequences) + len(session.namespace.on_disk)
         self._log.write(
             logging.INFO, "session %d saved: %d sequences, %d bytes", session.session_id, count, num_bytes,
@@ -189,7 +189,7 @@ class SavedSessions:
             raise
         session.recall(values.on_disk)
         session.asleep = True
-        self.num_restored += 1
+        self._counted.restored += 1
         found = len(opened.manifest.checksums) - num_loaded
         self._sessions.show(session, f"restored, {num_loaded} blocks read and {found} found in memory")
         to_the_end(self._drop_unsaved(files, token, frozenset(values.on_disk)))
@@ -224,7 +224,7 @@ class SavedSessions:
         """Remove the files whose time is over."""
         assert self.files is not None, "somebody asks for it"
         try:
-            self.num_expired += await self.files.expire(self._owners)
+            self._counted.expired += await self.files.expire(self._owners)
         except KVServiceError as error:
             self._log.write(logging.WARNING, "expired sessions stay on the disk: %s", error)
 
@@ -245,13 +245,11 @@ class SavedSessions:
         """Return the figures of the sessions on the disk, which there must be."""
         assert self.files is not None, "somebody asks for it"
         files = self.files.files
-        return SavedStats(
+        return dataclasses.replace(
+            self._counted,
             num_sessions=files.num_sessions,
             used_bytes=files.used_bytes,
             capacity_bytes=files.capacity_bytes,
-            saved=self.num_saved,
-            restored=self.num_restored,
-            expired=self.num_expired,
             damaged=files.num_damaged,
             errors=files.num_errors,
         )
@@ -371,11 +369,11 @@ class DiskSwaps:
         with _busy(session) as saving:
             hidden, num_blocks = yield from waiting(self._restore(self._files, session, saving, sequence_ids))
         # After the reply is kept: until then, a restart finds the sequences on the disk.
-        asyncio.get_running_loop().call_soon(self._settle, session, hidden)
+        asyncio.get_running_loop().call_soon(self._end_swap_in, session, hidden)
         self._manager.adopt(session.namespace, hidden)
         return num_blocks
 
-    def _settle(self, session: ServerSession, hidden: SessionNamespace) -> None:
+    def _end_swap_in(self, session: ServerSession, hidden: SessionNamespace) -> None:
         """End what a swap-in has left."""
         self._manager.close_namespace(hidden)
         self._hidden_numbers.append(hidden.number)

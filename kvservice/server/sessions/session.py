@@ -14,7 +14,7 @@ from kvservice.blocks import DiskSequence, SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, SessionBusyError
-from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.host import SharedWithClient
 from kvservice.server.memory.regions import Regions
 from kvservice.server.sessions.replies import KeptReplies, Replies
 from kvservice.server.sessions.scheduler import SessionScheduler
@@ -108,7 +108,7 @@ class ServerSession:
     tenancy: Tenant
     owner: Identity
     namespace: SessionNamespace
-    access: HostAccess
+    shared: SharedWithClient
     regions: Regions
     row: SessionRow
     # None if the daemon has no store.
@@ -175,7 +175,7 @@ class ServerSession:
     def unshare(self, *, writers_done: bool = False) -> None:
         """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
         and reservations in the store. `writers_done`: see SessionStore.close."""
-        self.access.close()
+        self.shared.close()
         self.regions.close()
         if self.store is not None:
             self.store.close(writers_done=writers_done)

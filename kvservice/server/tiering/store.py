@@ -36,7 +36,7 @@ from kvservice.pool.sealed import SAY_EVERY_S, SealedMemory, available_bytes, nu
 from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import RESERVE_BYTES, Budget, descriptors_needed
 from kvservice.server.memory.fd_passing import pid_of
-from kvservice.server.memory.host import HostAccess
+from kvservice.server.memory.host import SharedWithClient
 from kvservice.server.memory.region import Array, Places, Region
 from kvservice.server.memory.remote import RemoteMemory
 from kvservice.store import (
@@ -109,7 +109,7 @@ class ServerStore:
             self.blocks.leases.close()
             raise
 
-    def share(self, own: SessionStore, access: HostAccess, writable: bool) -> bytes:
+    def share(self, own: SessionStore, shared: SharedWithClient, writable: bool) -> bytes:
         """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
         ResourceExhaustedError, QuotaExceededError.
 
@@ -120,13 +120,13 @@ class ServerStore:
         """
         if self.shared == "off" or (writable and self.shared == "read"):
             raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
-        access.user.check_may_map_store(writable=writable)
+        shared.user.check_may_map_store(writable=writable)
         mode = os.O_RDWR if writable else os.O_RDONLY
         with descriptors_needed():
             descriptor = os.open(f"/proc/self/fd/{self.memory.fd}", mode | os.O_CLOEXEC)
         if not writable:
-            return access.offer_store(descriptor, lambda _: None)
-        return access.offer_store(descriptor, lambda connection: own.add_writer(self.writers.add(connection)))
+            return shared.offer_store(descriptor, lambda _: None)
+        return shared.offer_store(descriptor, lambda connection: own.add_writer(self.writers.add(connection)))
 
 
 def open_store(
