@@ -33,6 +33,7 @@
     │   ├── SessionBusyError                             the session is being saved
     │   ├── SessionNotRestoredError                      it does not fit this daemon, or its file is damaged
     │   ├── RegionShrunkError                            the client has truncated its shared-memory object
+    │   ├── RegionNotOpenedError                         no memory of the client that daemon and client may open
     │   └── TransferOffError                             the daemon has no transfer engine
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
@@ -51,7 +52,6 @@
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
     ├── PermissionDeniedError       PERMISSION_DENIED    the caller's tenant or role may not do this
     ├── DiskFailedError             INTERNAL             the disk with the saved sessions cannot be read or written
-    ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug in the daemon, or a device failure
 
 An operation that raises one of these errors changes nothing, with two exceptions. First, if a client truncates its
@@ -220,6 +220,10 @@ class RegionShrunkError(FailedPreconditionError):
     reason = "REGION_SHRUNK"
 
 
+class RegionNotOpenedError(FailedPreconditionError):
+    reason = "REGION_NOT_OPENED"
+
+
 class TransferOffError(FailedPreconditionError):
     reason = "TRANSFER_OFF"
 
@@ -325,11 +329,6 @@ class PermissionDeniedError(KVServiceError):
 
     status = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
-
-
-class RegionNotOpenedError(KVServiceError):
-    status = "INTERNAL"
-    reason = "REGION_NOT_OPENED"
 
 
 class InternalError(KVServiceError):

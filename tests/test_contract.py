@@ -36,7 +36,7 @@ REPEATED_WITHOUT_AN_ID = {
 }  # fmt: skip
 READ_ONLY = {
     "can_allocate", "can_append", "can_swap_out", "can_swap_in", "describe", "match_prefix", "common_prefix",
-    "describe_requests", "system_shared_memory_status", "cuda_shared_memory_status",
+    "describe_requests", "list_regions",
 }  # fmt: skip
 REFUSED_WHILE_DRAINING = {
     "open", "allocate", "append", "open_step", "open_ahead", "fork", "swap_out", "swap_in", "pin",
@@ -116,10 +116,10 @@ def test_calls_of_a_session_and_nothing_else_can_go_over_its_stream() -> None:
 def test_requests_of_a_session_name_it() -> None:
     tokens = {name: method.input_type.fields_by_name["session_token"] for name, method in OF_SESSIONS.items()}
     assert {token.type for token in tokens.values()} == {FieldDescriptor.TYPE_BYTES}
-    # Triton's messages keep their own numbers.
-    of_triton = {name for name, one in OF_SESSIONS.items() if one.containing_service.name == "SharedMemoryService"}
+    # Requests of RegionService have it after their own fields.
+    of_regions = {name for name, one in OF_SESSIONS.items() if one.containing_service.name == "RegionService"}
     assert {name: token.number for name, token in tokens.items()} == {
-        name: 15 if name in of_triton else 1 for name in tokens
+        name: 15 if name in of_regions else 1 for name in tokens
     }
 
 

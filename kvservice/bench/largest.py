@@ -28,9 +28,9 @@ from kvservice.v1 import (
     host_pb2,
     inspect_pb2,
     pool_pb2,
+    regions_pb2,
     scheduler_pb2,
     session_pb2,
-    shared_memory_pb2,
     store_pb2,
     tensor_pb2,
     transfer_pb2,
@@ -40,7 +40,7 @@ from kvservice.v1 import (
 
 
 _MODULES = (
-    session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, store_pb2, scheduler_pb2, pool_pb2,
+    session_pb2, blocks_pb2, attention_pb2, regions_pb2, host_pb2, store_pb2, scheduler_pb2, pool_pb2,
     inspect_pb2, events_pb2, transfer_pb2,
 )  # fmt: skip
 
@@ -554,22 +554,19 @@ def small(sender: Sender) -> Cycle:
     """Requests with the longest texts, to RPCs that take few bytes."""
     text = "x" * MAX_TEXT_BYTES
     data = text.encode()
-    kinds = shared_memory_pb2
     mib = 1 << 20
     requests = [
         ("Ping", "1 MiB", pool_pb2.PingRequest(payload=bytes(MAX_PING_BYTES))),
         ("GetInfo", "", pool_pb2.GetInfoRequest()),
         ("GetStats", "", pool_pb2.GetStatsRequest()),
-        ("SystemSharedMemoryStatus", "texts", kinds.SystemSharedMemoryStatusRequest(name=text)),
-        ("SystemSharedMemoryRegister", "texts", kinds.SystemSharedMemoryRegisterRequest(
+        ("CreateRegion", "the largest", regions_pb2.CreateRegionRequest(name="region", byte_size=256 * mib)),
+        ("RegisterRegion", "texts", regions_pb2.RegisterRegionRequest(
             name=text, key=text, handover_token=data, byte_size=1 << 62)),
-        ("CreateRegion", "the largest", kinds.CreateRegionRequest(name="region", byte_size=256 * mib)),
-        ("SystemSharedMemoryStatus", "all regions", kinds.SystemSharedMemoryStatusRequest()),
-        ("SystemSharedMemoryUnregister", "all regions", kinds.SystemSharedMemoryUnregisterRequest()),
-        ("CudaSharedMemoryStatus", "all regions", kinds.CudaSharedMemoryStatusRequest()),
-        ("CudaSharedMemoryRegister", "texts", kinds.CudaSharedMemoryRegisterRequest(
+        ("RegisterCudaRegion", "texts", regions_pb2.RegisterCudaRegionRequest(
             name=text, raw_handle=data, byte_size=1 << 62)),
-        ("CudaSharedMemoryUnregister", "texts", kinds.CudaSharedMemoryUnregisterRequest(name=text)),
+        ("ListRegions", "", regions_pb2.ListRegionsRequest()),
+        ("UnregisterRegion", "texts", regions_pb2.UnregisterRegionRequest(name=text)),
+        ("UnregisterRegion", "all regions", regions_pb2.UnregisterRegionRequest()),
         ("CreateRemoteRegion", "texts", transfer_pb2.CreateRemoteRegionRequest(name=text, byte_size=1 << 62)),
         ("RemoveRemoteRegion", "texts", transfer_pb2.RemoveRemoteRegionRequest(name=text)),
         ("OpenLane", "", host_pb2.OpenLaneRequest()),

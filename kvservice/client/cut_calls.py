@@ -102,11 +102,10 @@ UNDO: Final[dict[str, Undo | None]] = {
 SETTLED_BY_THEIR_OWNER: Final = frozenset(
     (
         "open",
-        "system_shared_memory_register",
-        "system_shared_memory_unregister",
         "create_region",
-        "cuda_shared_memory_register",
-        "cuda_shared_memory_unregister",
+        "register_region",
+        "register_cuda_region",
+        "unregister_region",
         "open_lane",
         "close_lane",
         "map_pool",

@@ -27,7 +27,7 @@ from kvservice.client.connection import SessionConnection
 from kvservice.client.cut_calls import CutCalls
 from kvservice.client.messages import build, whole
 from kvservice.client.tensors import OUT_OF_MEMORY, Tensor, address_of, as_bytes, extension, view
-from kvservice.client.values import RegionInfo, from_message
+from kvservice.client.values import RegionInfo
 from kvservice.errors import (
     ConnectionLostError,
     InvalidArgumentError,
@@ -37,7 +37,7 @@ from kvservice.errors import (
     ResourceExhaustedError,
 )
 from kvservice.pool.layout import TENSOR_DTYPES
-from kvservice.v1 import shared_memory_pb2, tensor_pb2
+from kvservice.v1 import regions_pb2, tensor_pb2
 from kvservice.wire.tensors import Array
 
 TOKEN_BYTES = 16
@@ -285,12 +285,6 @@ class RegionRange(NamedTuple):
 
 
 SHM_DIRECTORY = "/dev/shm"
-# The calls that unregister regions of host memory and of GPU memory, and their requests.
-_HOST, _GPU = "system_shared_memory_unregister", "cuda_shared_memory_unregister"
-_UNREGISTER = {
-    _HOST: shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
-    _GPU: shared_memory_pb2.CudaSharedMemoryUnregisterRequest,
-}
 
 
 class RegionTable:
@@ -300,9 +294,8 @@ class RegionTable:
         self._connection, self._fds, self._cut = connection, fds, cut
         self.known: list[SharedRegion] = []
         """The regions of the session. Only this table changes the list."""
-        # The names of regions that are not used any more but that the daemon may still have, with their calls to
-        # unregister them.
-        self._dropped: dict[str, str] = {}
+        # The names of regions that are not used any more but that the daemon may still have.
+        self._dropped: set[str] = set()
         self.version = 0
 
     @property
@@ -323,9 +316,9 @@ class RegionTable:
         return await self._connection.with_one_process(lambda: self._create(deadline, num_bytes, device), deadline)
 
     async def _create(self, deadline: float | None, num_bytes: int, device: int | None) -> SharedRegion:
-        for name, call in list(self._dropped.items()):
-            await self._unregister(call, name, deadline)
-            self._dropped.pop(name, None)
+        for name in list(self._dropped):
+            await self._unregister(name, deadline)
+            self._dropped.discard(name)
         await self._fds.introduce_once()
         if device is None:
             region: SharedRegion = await self._create_on_host(num_bytes, deadline)
@@ -337,12 +330,12 @@ class RegionTable:
     async def _create_on_host(self, num_bytes: int, deadline: float | None) -> HostRegion:
         name = _new_name()
         request = build(
-            shared_memory_pb2.CreateRegionRequest,
+            regions_pb2.CreateRegionRequest,
             request_id=self._connection.next_request_id(),
             name=name,
             byte_size=num_bytes,
         )
-        with self._dropped_on_error(_HOST, name):
+        with self._dropped_on_error(name):
             response = await self._connection.call_until(deadline, "create_region", request)
             (descriptor,) = await self._fds.fetch(response.handover_token, 1)
             try:
@@ -355,15 +348,15 @@ class RegionTable:
     async def _create_on_gpu(self, num_bytes: int, device: int, deadline: float | None) -> GpuRegion:
         region = GpuRegion(_new_name(), num_bytes, device)
         request = build(
-            shared_memory_pb2.CudaSharedMemoryRegisterRequest,
+            regions_pb2.RegisterCudaRegionRequest,
             request_id=self._connection.next_request_id(),
             name=region.name,
             raw_handle=region.handle,
             device_id=device,
             byte_size=num_bytes,
         )
-        with self._dropped_on_error(_GPU, region.name):
-            response = await self._connection.call_until(deadline, "cuda_shared_memory_register", request)
+        with self._dropped_on_error(region.name):
+            response = await self._connection.call_until(deadline, "register_cuda_region", request)
         region.number = response.number
         return region
 
@@ -375,7 +368,7 @@ class RegionTable:
     async def _open(self, key: str, num_bytes: int, offset: int, timeout_s: float | None) -> HostRegion:
         name = _new_name()
         request = build(
-            shared_memory_pb2.SystemSharedMemoryRegisterRequest,
+            regions_pb2.RegisterRegionRequest,
             request_id=self._connection.next_request_id(),
             name=name,
             key=key,
@@ -383,8 +376,8 @@ class RegionTable:
             byte_size=num_bytes,
             handover_token=await self._fds.introduce(),
         )
-        with self._dropped_on_error(_HOST, name):
-            await self._connection.call("system_shared_memory_register", request, timeout_s)
+        with self._dropped_on_error(name):
+            await self._connection.call("register_region", request, timeout_s)
             try:
                 descriptor = os.open(f"{SHM_DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -400,48 +393,46 @@ class RegionTable:
         """See SessionCore.unregister_region."""
         deadline = self._connection.deadline(timeout_s)
         self._remove(region)
-        name = "" if region is None else region.name
-        if region is None or isinstance(region, HostRegion):
-            await self._unregister(_HOST, name, deadline)
-        if region is None or not isinstance(region, HostRegion):
-            await self._unregister(_GPU, name, deadline)
+        await self._unregister("" if region is None else region.name, deadline)
 
     def drop(self, region: SharedRegion) -> None:
         """Unregister a region without waiting for the daemon, which may still execute calls that use it. It keeps the
         memory until they are done."""
         if self.has(region):
             self._remove(region)
-            self._drop(_HOST if isinstance(region, HostRegion) else _GPU, region.name)
+            self._drop(region.name)
 
     @contextlib.contextmanager
-    def _dropped_on_error(self, call: str, name: str) -> Iterator[None]:
+    def _dropped_on_error(self, name: str) -> Iterator[None]:
         """Drop a region that the daemon may have made for an operation that fails or is interrupted."""
         try:
             yield
         except BaseException:
-            self._drop(call, name)
+            self._drop(name)
             raise
 
-    def _drop(self, call: str, name: str) -> None:
+    def _drop(self, name: str) -> None:
         """Ask the daemon to unregister a region, if the connection is broken when it is back. `create_until` waits for
         that."""
-        self._dropped[name] = call
-        if self._connection.connected:
-            self._connection.post(call, self._request(call, name))
-        else:
-            self._cut.add(call, self._request(call, name))
+        self._dropped.add(name)
+        send = self._connection.post if self._connection.connected else self._cut.add
+        send("unregister_region", self._unregistering(name))
 
-    async def _unregister(self, call: str, name: str, deadline: float | None) -> None:
-        await self._connection.call_until(deadline, call, self._request(call, name))
+    async def _unregister(self, name: str, deadline: float | None) -> None:
+        await self._connection.call_until(deadline, "unregister_region", self._unregistering(name))
 
-    def _request(self, call: str, name: str) -> Any:
-        return build(_UNREGISTER[call], request_id=self._connection.next_request_id(), name=name)
+    def _unregistering(self, name: str) -> regions_pb2.UnregisterRegionRequest:
+        return build(regions_pb2.UnregisterRegionRequest, request_id=self._connection.next_request_id(), name=name)
 
-    async def status(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
+    async def listed(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
         """See SessionCore.regions."""
-        request = build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
-        response = await self._connection.call("system_shared_memory_status", request, timeout_s)
-        return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
+        response = await self._connection.call("list_regions", build(regions_pb2.ListRegionsRequest), timeout_s)
+        return [
+            RegionInfo(
+                one.name, one.key, one.offset, one.byte_size, one.device_id if one.HasField("device_id") else None
+            )
+            for one in response.regions
+        ]
 
     def _add(self, region: SharedRegion) -> None:
         self.known.append(region)

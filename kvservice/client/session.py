@@ -626,8 +626,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         await self.context.regions.unregister(region, timeout_s=timeout_s)
 
     async def regions(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
-        """Return the daemon's list of the session's regions in host memory."""
-        return await self.context.regions.status(timeout_s=timeout_s)
+        """Return the daemon's list of the session's regions, in the order in which they were made."""
+        return await self.context.regions.listed(timeout_s=timeout_s)
 
     async def map_pool(self, *, writable: bool = False, timeout_s: float | None = None) -> MappedPool:
         """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on

@@ -120,12 +120,14 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """A shared-memory region of the session. `offset` and `byte_size` are in bytes."""
+    """A region of the session. `offset` and `byte_size` are in bytes. `key` is empty unless the region lies in a POSIX
+    object, from `offset` on. `device_id` is the number of the GPU, None for host memory."""
 
     name: str
     key: str
     offset: int
     byte_size: int
+    device_id: int | None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class HostServiceStub(object):
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
     A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
-    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    bytes: the handover_token of RegisterRegion. If users other than the daemon's own and root can connect to
     the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
     The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the
@@ -85,7 +85,7 @@ class HostServiceServicer(object):
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
     A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
-    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    bytes: the handover_token of RegisterRegion. If users other than the daemon's own and root can connect to
     the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
     The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the
@@ -181,7 +181,7 @@ class HostService(object):
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
     A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
-    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    bytes: the handover_token of RegisterRegion. If users other than the daemon's own and root can connect to
     the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
     The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the

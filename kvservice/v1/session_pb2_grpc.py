@@ -30,8 +30,7 @@ class SessionServiceStub(object):
 
     If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
     freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
-    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
-    either case.
+    up to detach_ttl_s seconds for a client with its token. Regions are closed after the grace time in either case.
 
     If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
     unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:
@@ -72,8 +71,7 @@ class SessionServiceServicer(object):
 
     If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
     freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
-    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
-    either case.
+    up to detach_ttl_s seconds for a client with its token. Regions are closed after the grace time in either case.
 
     If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
     unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:
@@ -163,8 +161,7 @@ class SessionService(object):
 
     If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
     freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
-    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
-    either case.
+    up to detach_ttl_s seconds for a client with its token. Regions are closed after the grace time in either case.
 
     If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
     unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:

@@ -111,7 +111,7 @@ def test_limits() -> None:
     assert {row[0] for row in rows if row not in with_meaning} == rpcs - {"Connect", "Subscribe"}
     # At least one request of every RPC succeeds, except for the registrations of shared memory and of remote memory.
     succeeded = {row[0] for row in with_meaning if "OK" in row[2].split(", ")}
-    assert rpcs - succeeded == {"SystemSharedMemoryRegister", "CudaSharedMemoryRegister", "CreateRemoteRegion"}
+    assert rpcs - succeeded == {"RegisterRegion", "RegisterCudaRegion", "CreateRemoteRegion"}
     above = set()
     for rpc, content, _, _, *quantiles in rows:
         if quantiles != ["-", "-", "-"]:

@@ -43,11 +43,11 @@ from kvservice.server.rpc.contract import SERVICES, call_name
 from kvservice.v1 import (
     blocks_pb2,
     blocks_pb2_grpc,
+    regions_pb2,
+    regions_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
     session_pb2,
-    shared_memory_pb2,
-    shared_memory_pb2_grpc,
 )
 
 NUM_TOKENS = 9
@@ -301,16 +301,15 @@ def found_by(address: str, token: bytes, client: KVClient) -> Any:
     with grpc.insecure_channel(address) as channel:
         blocks = blocks_pb2_grpc.BlockServiceStub(channel)
         schedulers = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        memory = shared_memory_pb2_grpc.SharedMemoryServiceStub(channel)
+        memory = regions_pb2_grpc.RegionServiceStub(channel)
         sequences = blocks.Describe(blocks_pb2.DescribeRequest(session_token=token)).sequences
         requests = schedulers.DescribeRequests(scheduler_pb2.DescribeRequestsRequest(session_token=token)).requests
-        status = shared_memory_pb2.SystemSharedMemoryStatusRequest(session_token=token)
-        regions = memory.SystemSharedMemoryStatus(status).regions
+        regions = memory.ListRegions(regions_pb2.ListRegionsRequest(session_token=token)).regions
     stats = client.stats()
     return (
         sorted((one.sequence_id, one.length) for one in sequences),
         [one.request_id for one in requests],
-        sorted(regions),
+        sorted(region.name for region in regions),
         (stats.sessions, stats.pinned_blocks, stats.tokens),
     )
 

@@ -20,7 +20,7 @@ from kvservice.client import KVClient, Session, Step
 from kvservice.client.threads import finish
 from kvservice.errors import ConnectionLostError, RegionsNotAllowedError, StaleStepError
 from kvservice.launch import Daemon
-from kvservice.v1 import host_pb2, shared_memory_pb2
+from kvservice.v1 import host_pb2, regions_pb2
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 32
 PROMPT = list(range(900, 911))
@@ -41,7 +41,7 @@ def taken_over(kv: Session) -> None:
     for name, request in (
         ("close_lane", host_pb2.CloseLaneRequest()),
         ("unmap_pool", host_pb2.UnmapPoolRequest()),
-        ("system_shared_memory_unregister", shared_memory_pb2.SystemSharedMemoryUnregisterRequest()),
+        ("unregister_region", regions_pb2.UnregisterRegionRequest()),
     ):
         with contextlib.suppress(RegionsNotAllowedError):  # the session has shown no user
             finish(connection.call(name, request))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from shm_objects import shm_objects
 
-from kvservice.client import AsyncKVClient, HostRegion, KVClient, Session, SharedRegion, Step
+from kvservice.client import AsyncKVClient, HostRegion, KVClient, RegionInfo, Session, SharedRegion, Step
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 
@@ -133,7 +133,7 @@ def test_torch_tensors_over_a_region(kv: Session) -> None:
 
 def test_regions_are_told_and_given_up(kv: Session) -> None:
     one, two = kv.create_region(4096), kv.create_region(8192)
-    assert {(info.name, info.byte_size) for info in kv.regions()} == {(one.name, 4096), (two.name, 8192)}
+    assert kv.regions() == [RegionInfo(one.name, "", 0, 4096, None), RegionInfo(two.name, "", 0, 8192, None)]
     kv.unregister_region(one)
     assert [info.name for info in kv.regions()] == [two.name]
     kv.unregister_region(one)

@@ -207,7 +207,7 @@ def test_a_region_that_cannot_be_unregistered_now_is_later(store_daemon: OpenSto
     async def scenario(store: Any) -> None:
         await store.put(keys_of(1), blocks_of(1))
         with seen_calls() as seen, lost_posts():
-            for lost in ("store_batch_get", "system_shared_memory_unregister"):
+            for lost in ("store_batch_get", "unregister_region"):
                 errors: dict[str, BaseException] = {lost: InternalError("for this test")}
                 with (
                     failing_calls(errors),
@@ -217,7 +217,7 @@ def test_a_region_that_cannot_be_unregistered_now_is_later(store_daemon: OpenSto
                 assert not errors
             assert (await store.get(keys_of(1), new_out(1))).all()
         sent = [name for name, _ in seen if name != "store_batch_get"]
-        assert sent == ["system_shared_memory_unregister", "create_region"]
+        assert sent == ["unregister_region", "create_region"]
 
     run(store_daemon("off").address, scenario, transport="region")
 

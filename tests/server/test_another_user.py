@@ -23,7 +23,7 @@ from small_pool import SMALL_POOL
 from kvservice.client import KVClient
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
-from kvservice.v1 import host_pb2, shared_memory_pb2, store_pb2
+from kvservice.v1 import host_pb2, regions_pb2, store_pb2
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -44,26 +44,26 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
 # Calls that allocate memory or open an object by name, without the client library, which would not send refused calls.
 RAW = """
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
-from kvservice.v1 import host_pb2, shared_memory_pb2 as shm
+from kvservice.v1 import host_pb2, regions_pb2
 answers = [
     session.call("open_lane", host_pb2.OpenLaneRequest()),
-    session.call("create_region", shm.CreateRegionRequest(name="a", byte_size=4096)),
+    session.call("create_region", regions_pb2.CreateRegionRequest(name="a", byte_size=4096)),
     session.call("map_pool", host_pb2.MapPoolRequest(writable=True)),
-    session.call("system_shared_memory_register", shm.SystemSharedMemoryRegisterRequest(
+    session.call("register_region", regions_pb2.RegisterRegionRequest(
         name="b", key=sys.argv[2], byte_size=4096)),
 ]
 print(json.dumps([getattr(answer, "reason", "done") for answer in answers]))
 """
 # Opens each object by name: with a token that identifies the user, and with the same token again.
 BY_NAME = """
-from kvservice.v1 import shared_memory_pb2 as shm
+from kvservice.v1 import regions_pb2
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
 outcomes = {}
 for number, key in enumerate(sys.argv[2:]):
     token = fd_socket.introduce(fd_socket.path_of(sys.argv[1]), session.token)
-    request = shm.SystemSharedMemoryRegisterRequest(name=key, key=key, byte_size=4096, handover_token=token)
-    outcomes[key] = getattr(session.call("system_shared_memory_register", request), "reason", "done")
-    session.call("system_shared_memory_unregister", shm.SystemSharedMemoryUnregisterRequest(name=key))
+    request = regions_pb2.RegisterRegionRequest(name=key, key=key, byte_size=4096, handover_token=token)
+    outcomes[key] = getattr(session.call("register_region", request), "reason", "done")
+    session.call("unregister_region", regions_pb2.UnregisterRegionRequest(name=key))
 print(json.dumps(outcomes))
 """
 # Opens an object with the client library, and runs a step whose tensors and result are in it.
@@ -178,15 +178,13 @@ def test_without_a_token_nothing_is_opened_by_its_name(auto: Daemon, raw: Any) -
     with contextlib.closing(raw.Wire(auto.address)) as wire, shm_object(0o600) as path:
         with contextlib.closing(raw.RawSession(wire)) as session:
             assert fd_socket.introduce(fd_socket.path_of(auto.address), session.token)
-            answer = session.call("system_shared_memory_register", opening("r", path))
+            answer = session.call("register_region", opening("r", path))
         assert answer.reason == "REGIONS_NOT_ALLOWED"
         assert "handover_token" in answer.message
 
 
 def opening(name: str, path: Path, token: bytes = b"") -> Any:
-    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
-        name=name, key=path.name, byte_size=4096, handover_token=token
-    )
+    return regions_pb2.RegisterRegionRequest(name=name, key=path.name, byte_size=4096, handover_token=token)
 
 
 # Mode, owner and group of an object, and whether the other user may open it. That user is in one supplementary group.
@@ -243,10 +241,10 @@ def test_a_token_is_of_one_session_and_good_once(trusting: Daemon, raw: Any) -> 
         shm_object(0o600) as path,
     ):
         token, _ = (fd_socket.introduce(fd_socket.path_of(trusting.address), each.token) for each in (one, other))
-        refused = other.call("system_shared_memory_register", opening("r", path, token))
+        refused = other.call("register_region", opening("r", path, token))
         assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "handover_token")
-        one.ok("system_shared_memory_register", opening("r", path, token))
-        refused = one.call("system_shared_memory_register", opening("s", path, token))
+        one.ok("register_region", opening("r", path, token))
+        refused = one.call("register_region", opening("s", path, token))
         assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "handover_token")
 
 
@@ -296,7 +294,7 @@ async def refusal(life: Life, session: Any, method: str, request: Any) -> str:
 
 def test_who_may_have_regions_and_the_pool(clock: ManualClock) -> None:
     regions = {"off": [], "auto": [OWN], "on": [OWN, TRUSTED]}
-    create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
+    create = regions_pb2.CreateRegionRequest(name="r", byte_size=4096)
 
     async def scenario() -> None:
         with each_row() as row:
@@ -349,9 +347,9 @@ def test_where_nobody_else_can_connect_it_is_the_daemons_user(clock: ManualClock
     async def scenario() -> None:
         with life(clock, unix_socket_mode="0600") as daemon, shm_object(0o600) as path:
             session = daemon.open()
-            create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
+            create = regions_pb2.CreateRegionRequest(name="r", byte_size=4096)
             assert await refusal(daemon, session, "create_region", create) == ""
-            assert await refusal(daemon, session, "system_shared_memory_register", opening("s", path)) == ""
+            assert await refusal(daemon, session, "register_region", opening("s", path)) == ""
 
     asyncio.run(scenario())
 
@@ -362,10 +360,10 @@ def test_another_client_of_the_session_is_not_known(clock: ManualClock) -> None:
             session = daemon.open(detachable=True)
             token = session.shared.user.introduce(TRUSTED)
             daemon.attach(session.token, holder=2)
-            create = shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096)
+            create = regions_pb2.CreateRegionRequest(name="r", byte_size=4096)
             assert await refusal(daemon, session, "create_region", create) == "REGIONS_NOT_ALLOWED"
             session.shared.user.introduce(TRUSTED)
-            opened = await refusal(daemon, session, "system_shared_memory_register", opening("s", path, token))
+            opened = await refusal(daemon, session, "register_region", opening("s", path, token))
             assert opened == "INVALID_ARGUMENT"
 
     asyncio.run(scenario())
@@ -378,7 +376,7 @@ def test_a_token_is_good_for_so_long_and_so_many_are(clock: ManualClock) -> None
 
             async def opened(token: bytes) -> str:
                 request = opening(f"r{clock.now}", path, token)
-                return await refusal(daemon, session, "system_shared_memory_register", request)
+                return await refusal(daemon, session, "register_region", request)
 
             tokens = [session.shared.user.introduce(TRUSTED) for _ in range(MAX_INTRODUCTIONS + 1)]
             assert await opened(tokens[0]) == "INVALID_ARGUMENT"

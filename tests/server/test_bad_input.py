@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, regions_pb2, tensor_pb2
 
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 4, 2, 32, 2
 MAX_TOKENS = 512
@@ -56,9 +56,9 @@ def read(sequence_id: int, start: int, stop: int, **more: Any) -> attention_pb2.
     return attention_pb2.ReadRequest(ranges=[part], **more)
 
 
-def region(**changes: Any) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
+def region(**changes: Any) -> regions_pb2.RegisterRegionRequest:
     fields: dict[str, Any] = {"name": "new", "key": OBJECT, "offset": 0, "byte_size": 64}
-    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(**(fields | changes))
+    return regions_pb2.RegisterRegionRequest(**(fields | changes))
 
 
 class Scene:
@@ -94,13 +94,13 @@ class Scene:
         self.foreign_step = step.step_id
         session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[self.swapped]))
         session.ok("free", blocks_pb2.FreeRequest(sequence_ids=[self.freed]))
-        session.ok("system_shared_memory_register", region(name="r", offset=1024, byte_size=OBJECT_BYTES - 1024))
+        session.ok("register_region", region(name="r", offset=1024, byte_size=OBJECT_BYTES - 1024))
         shrinking = Path("/dev/shm", f"{OBJECT}-shrinking")
         shrinking.write_bytes(bytes(4096))
-        session.ok("system_shared_memory_register", region(name="shrunk", key=shrinking.name, byte_size=4096))
+        session.ok("register_region", region(name="shrunk", key=shrinking.name, byte_size=4096))
         os.truncate(shrinking, 100)
         shrinking.unlink()
-        other.ok("system_shared_memory_register", region(name="theirs"))
+        other.ok("register_region", region(name="theirs"))
         session.ok("open_lane", host_pb2.OpenLaneRequest())
         session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
         for sequence_id in self.ahead:
@@ -120,10 +120,9 @@ class Scene:
         return step_id
 
     def state(self) -> tuple[Any, ...]:
-        all_regions = shared_memory_pb2.SystemSharedMemoryStatusRequest()
         return (
             self.session.wire.stats(), self.session.describe(), self.other.describe(),
-            self.session.ok("system_shared_memory_status", all_regions),
+            self.session.ok("list_regions", regions_pb2.ListRegionsRequest()),
         )  # fmt: skip
 
     def check_working(self) -> None:
@@ -171,7 +170,6 @@ STATUS_OF = {
     "UNKNOWN_REGION": "NOT_FOUND",
     "DUPLICATE_SEQUENCE": "ALREADY_EXISTS",
     "DUPLICATE_REGION": "ALREADY_EXISTS",
-    "REGION_NOT_OPENED": "INTERNAL",
     "OUT_OF_BLOCKS": "RESOURCE_EXHAUSTED",
     "QUOTA_EXCEEDED": "RESOURCE_EXHAUSTED",
 }
@@ -526,7 +524,7 @@ def read_cases() -> Iterator[Case]:
 
 def region_cases() -> Iterator[Case]:
     def register(what: str, reason: str, field: str, **changes: Any) -> Case:
-        return Case(f"register {what}", "system_shared_memory_register", lambda _: region(**changes), reason, field)
+        return Case(f"register {what}", "register_region", lambda _: region(**changes), reason, field)
 
     yield register("no name", INVALID, "name", name="")
     yield register("a long name", INVALID, "name", name="n" * 257)
@@ -538,9 +536,6 @@ def region_cases() -> Iterator[Case]:
         yield register(f"offset {offset}", INVALID, "offset", offset=offset)
     for offset, byte_size in ((0, 0), (0, OBJECT_BYTES + 1), (1, OBJECT_BYTES), (1, 2**64 - 1), (8191, 2**63)):
         yield register(f"{byte_size} at {offset}", INVALID, "byte_size", offset=offset, byte_size=byte_size)
-    for name in ("none", "theirs", "R"):
-        status = shared_memory_pb2.SystemSharedMemoryStatusRequest(name=name)
-        yield Case(f"status of {name}", "system_shared_memory_status", lambda _, s=status: s, "UNKNOWN_REGION", "name")
 
 
 def place_cases() -> Iterator[Case]:
@@ -591,7 +586,7 @@ def host_cases() -> Iterator[Case]:
 
     def create(what: str, reason: str, field: str, **changes: Any) -> Case:
         usual: dict[str, Any] = {"name": "new", "byte_size": 4096}
-        request = shared_memory_pb2.CreateRegionRequest(**(usual | changes))
+        request = regions_pb2.CreateRegionRequest(**(usual | changes))
         return Case(f"create {what}", "create_region", lambda _: request, reason, field)
 
     yield create("no name", INVALID, "name", name="")
@@ -605,13 +600,8 @@ def host_cases() -> Iterator[Case]:
         ("a name in use", {"name": "r"}, "DUPLICATE_REGION", "name"),
         ("no name", {"name": ""}, INVALID, "name"),
     ):
-        request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(**(gpu | changes))
-        yield Case(f"cuda register {what}", "cuda_shared_memory_register", lambda _, r=request: r, reason, field)
-    for name in ("none", "r"):
-        status = shared_memory_pb2.CudaSharedMemoryStatusRequest(name=name)
-        yield Case(
-            f"cuda status of {name}", "cuda_shared_memory_status", lambda _, s=status: s, "UNKNOWN_REGION", "name"
-        )
+        request = regions_pb2.RegisterCudaRegionRequest(**(gpu | changes))
+        yield Case(f"cuda register {what}", "register_cuda_region", lambda _, r=request: r, reason, field)
     yield Case("a second lane", "open_lane", lambda _: host_pb2.OpenLaneRequest(), "FAILED_PRECONDITION", "")
     commits: dict[str, tuple[Callable[[Scene], int], str, str]] = {
         "stale step": (lambda s: s.stale_step, "STALE_STEP", "step_id"),

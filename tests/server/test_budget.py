@@ -18,7 +18,7 @@ from open_files import num_open_files
 from waiting import until
 
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
-from kvservice.v1 import shared_memory_pb2
+from kvservice.v1 import regions_pb2
 
 MIB = 1 << 20
 # The budget looks once a second whether clients keep memory, and keeps so many descriptors for that.
@@ -45,7 +45,7 @@ def test_what_is_taken_is_counted_before_it_is_made(life: Life, budget: Any) -> 
         session = life.open()
 
         async def create(name: str, num_bytes: int) -> None:
-            request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=num_bytes)
+            request = regions_pb2.CreateRegionRequest(name=name, byte_size=num_bytes)
             await life.call(session, "create_region", request)
 
         await create("one", MIB)
@@ -57,8 +57,8 @@ def test_what_is_taken_is_counted_before_it_is_made(life: Life, budget: Any) -> 
                 "byte_size", "max_shared_mib", "2"
             )  # fmt: skip
             assert budget.used_bytes == MIB
-        request = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="one")
-        await life.call(session, "system_shared_memory_unregister", request)
+        request = regions_pb2.UnregisterRegionRequest(name="one")
+        await life.call(session, "unregister_region", request)
         while budget.used_bytes:  # a background thread may still unmap it
             await manual_loop.advance(SWEEP_S)
 

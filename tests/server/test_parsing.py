@@ -15,7 +15,7 @@ from small_pool import SMALL_POOL
 
 from kvservice.config import RequestLimits, ServeConfig
 from kvservice.launch import Daemon
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, regions_pb2, session_pb2, store_pb2, tensor_pb2
 
 LIMITS = {"max_request_sequences": 4, "max_request_tokens": 10, "max_request_blocks": 8}
 Allocation, Key = blocks_pb2.SequenceAllocation, blocks_pb2.ExtraKey
@@ -124,10 +124,10 @@ ABOVE: dict[str, tuple[str, str, str, Any]] = {
         ),
     ),
     "key of an object": (
-        "system_shared_memory_register",
+        "register_region",
         "key",
         "",
-        shared_memory_pb2.SystemSharedMemoryRegisterRequest(key="x" * 5000),
+        regions_pb2.RegisterRegionRequest(key="x" * 5000),
     ),
     "keys of a store": (
         "store_acquire",

@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +16,6 @@ from google.protobuf.message_factory import GetMessageClass
 from http2_requests import PREFACE, request
 from raw_wire import SERVICES, is_of_session
 
-from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
 from kvservice.v1 import (
     blocks_pb2,
@@ -58,11 +57,6 @@ def send(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
         call: Any = channel.unary_unary(path)
         answer = call(data, timeout=20)
     except grpc.RpcError as error:
-        # Its status, INTERNAL, would mean a fault of the daemon in all other cases.
-        if RegionNotOpenedError.reason.encode() in dict(cast(Any, error.trailing_metadata())).get(
-            "grpc-status-details-bin", b""
-        ):
-            return grpc.StatusCode.NOT_FOUND
         return error.code()
     if path == OPENS:
         token = session_pb2.OpenResponse.FromString(answer).session_token

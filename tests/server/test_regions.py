@@ -1,4 +1,4 @@
-"""Shared memory regions: the rules of Triton, concurrent changes of the object by its client, and the lifetime."""
+"""Shared memory regions: their rules, concurrent changes of the object by its client, and the lifetime."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,9 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     UnknownRegionError,
 )
-from kvservice.v1 import attention_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, regions_pb2, tensor_pb2
 
 LIMITS: dict[str, Any] = {"max_regions": 3, "max_region_mib": 4, "max_shared_mib": 8, "share_store": "off"}
-HOST, GPU = "host", "gpu"
 # A command of fcntl(2).
 F_SETSIG = 10
 
@@ -86,9 +86,9 @@ def test_what_is_read_is_what_the_client_wrote(regions: Any, shm: ShmFile) -> No
         regions.register("r", slash + shm.key, offset, byte_size)
         assert regions.read(at("r", 0, byte_size), "x").tobytes() == shm.content[offset : offset + byte_size]
         assert regions.read(at("r", byte_size - 1, 1), "x").tobytes() == shm.content[offset + byte_size - 1 :][:1]
-        found = regions.status("r", HOST)["r"]
+        found = regions.of_host()["r"]
         assert (found.key, found.offset, found.byte_size) == (slash + shm.key, offset, byte_size)
-        regions.unregister("r", HOST)
+        regions.unregister("r")
 
 
 def test_what_is_written_is_where_it_should_be_and_nowhere_else(regions: Any, shm: ShmFile) -> None:
@@ -116,19 +116,19 @@ def test_a_session_may_have_so_many(regions: Any, shm: ShmFile) -> None:
     with pytest.raises(QuotaExceededError) as caught:
         regions.register("d", shm.key, 0, 64)
     assert caught.value.metadata["limit"] == "max_regions"
-    regions.unregister("b", HOST)
+    regions.unregister("b")
     regions.register("d", shm.key, 0, 64)
-    assert regions.status("", HOST).keys() == {"a", "c", "d"}
+    assert regions.of_host().keys() == {"a", "c", "d"}
 
 
 def test_unregistering_what_is_not_there_is_no_error(regions: Any, shm: ShmFile) -> None:
-    regions.unregister("none", HOST)
-    regions.unregister("", HOST)
+    regions.unregister("none")
+    regions.unregister("")
     regions.register("r", shm.key, 0, 64)
-    regions.unregister("none", HOST)
-    assert regions.status("", HOST).keys() == {"r"}
-    regions.unregister("", HOST)
-    assert regions.status("", HOST) == {}
+    regions.unregister("none")
+    assert regions.of_host().keys() == {"r"}
+    regions.unregister("")
+    assert regions.of_host() == {}
     with pytest.raises(UnknownRegionError):
         regions.read(at("r", 0, 1), "x")
 
@@ -174,7 +174,7 @@ def test_an_object_is_opened_if_its_peer_could(regions: Any, shm: ShmFile) -> No
                     shm.path.chmod(mode)
                     if mode in allowed:
                         regions.register("r", shm.key, 0, 64)
-                        regions.unregister("r", HOST)
+                        regions.unregister("r")
                     else:
                         with pytest.raises(RegionNotOpenedError):
                             regions.register("r", shm.key, 0, 64)
@@ -207,7 +207,7 @@ def test_a_refused_registration_leaves_nothing_open(regions: Any, shm: ShmFile) 
         with pytest.raises(InvalidArgumentError):
             regions.register("r", shm.key, offset, byte_size)
         assert num_open_files() == before
-        assert regions.status("", HOST) == {}
+        assert regions.of_host() == {}
 
 
 def test_a_daemon_that_takes_none(shm: ShmFile, clock: ManualClock) -> None:
@@ -215,8 +215,8 @@ def test_a_daemon_that_takes_none(shm: ShmFile, clock: ManualClock) -> None:
     regions = life.open().regions
     calls: list[Callable[[], object]] = [
         lambda: regions.register("r", shm.key, 0, 1),
-        lambda: regions.unregister("", HOST),
-        lambda: regions.status("", HOST),
+        lambda: regions.unregister(""),
+        lambda: regions.of_host(),
         lambda: regions.read(at("r", 0, 1), "x"),
     ]
     for call in calls:
@@ -234,7 +234,7 @@ def test_a_region_that_the_daemon_makes(life: Life, regions: Any) -> None:
     byte_size = 2 * mmap.PAGESIZE
     totals = life.sessions.region_totals
     assert (totals.count, totals.num_bytes) == (1, byte_size)
-    made = regions.status("", HOST)["made"]
+    made = regions.of_host()["made"]
     assert (made.byte_size, made.key, made.offset) == (byte_size, "", 0)
     array = np.arange(100, dtype=np.float32)
     with regions.target(at("made", byte_size - 400, 400), "x") as target:
@@ -251,7 +251,7 @@ def test_a_session_may_have_so_much_made(regions: Any) -> None:
     assert caught.value.metadata["limit"] == "max_region_mib"
     with pytest.raises(InvalidArgumentError):
         finish(regions.create_in_slices("b", 0))
-    regions.unregister("a", HOST)
+    regions.unregister("a")
     finish(regions.create_in_slices("b", 4 << 20))
 
 
@@ -260,11 +260,11 @@ def test_a_region_is_made_in_slices(regions: Any) -> None:
     slices = regions.create_in_slices("made", (3 << 20) - 1)
     for _ in range(2):
         next(slices)
-        assert regions.status("", HOST) == {}
+        assert regions.of_host() == {}
         with pytest.raises(QuotaExceededError):  # all of it counts
             finish(regions.create_in_slices("other", (1 << 20) + 1))
     finish(slices)
-    assert list(regions.status("", HOST)) == ["made"]
+    assert list(regions.of_host()) == ["made"]
 
 
 def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(regions: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(regions: An
     finish(regions.create_in_slices("twice", 1))
     with pytest.raises(DuplicateRegionError):
         finish(slices)
-    regions.unregister("twice", HOST)
+    regions.unregister("twice")
     abandoned = regions.create_in_slices("abandoned", 2 << 20)
     next(abandoned)
     abandoned.close()
@@ -288,14 +288,37 @@ def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(regions: An
     finish(regions.create_in_slices("all", 4 << 20))
 
 
-def test_regions_of_one_kind_are_none_of_the_other(regions: Any, shm: ShmFile) -> None:
-    regions.register("r", shm.key, 0, 64)
-    regions.unregister("r", GPU)
-    regions.unregister("", GPU)
-    assert regions.status("", GPU) == {}
-    with pytest.raises(UnknownRegionError):
-        regions.status("r", GPU)
-    assert regions.status("r", HOST).keys() == {"r"}
+def test_regions_of_host_and_gpu_memory_share_their_names(
+    life: Life, session: Any, shm: ShmFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are listed together, in the order in which they were made, and unregistered by the same call."""
+    regions = session.regions
+    on_gpu = SimpleNamespace(number=3, close=lambda: None)
+    monkeypatch.setattr(session.access, "open_cuda_region", lambda *_: on_gpu)
+    regions.register("z", shm.key, 8, 64)
+    assert regions.register_cuda("g", bytes(64), 0, 32) == 3
+    finish(regions.create_in_slices("a", mmap.PAGESIZE))
+    for name in "zga":
+        with pytest.raises(DuplicateRegionError):
+            regions.register(name, shm.key, 0, 64)
+        with pytest.raises(DuplicateRegionError):
+            regions.register_cuda(name, bytes(64), 0, 32)
+        with pytest.raises(DuplicateRegionError):
+            finish(regions.create_in_slices(name, 1))
+
+    def listed() -> list[regions_pb2.Region]:
+        response = asyncio.run(life.call(session, "list_regions", regions_pb2.ListRegionsRequest()))
+        return list(response.regions)
+
+    host, gpu, made = listed()
+    assert host == regions_pb2.Region(name="z", key=shm.key, offset=8, byte_size=64)
+    assert gpu == regions_pb2.Region(name="g", byte_size=32, device_id=0)
+    assert made == regions_pb2.Region(name="a", byte_size=mmap.PAGESIZE)
+    regions.unregister("g")
+    assert listed() == [host, made]
+    regions.register_cuda("g", bytes(64), 0, 32)
+    regions.unregister("")
+    assert listed() == []
 
 
 # ---- a client that truncates its object
@@ -316,7 +339,7 @@ def test_truncated_between_the_check_and_the_reading(
     regions: Any, shm: ShmFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions.register("r", shm.key, 0, OBJECT_BYTES)
-    memory = type(regions.status("r", HOST)["r"].memory)
+    memory = type(regions.of_host()["r"].memory)
     check = memory.check
 
     def check_then_truncate(one: Any, end: int) -> None:
@@ -370,8 +393,8 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
         )
         attending = asyncio.create_task(life.call(session, "extend", request))
         await asyncio.sleep(0)
-        regions.unregister("r", HOST)
-        assert regions.status("", HOST) == {}
+        regions.unregister("r")
+        assert regions.of_host() == {}
         assert (is_open(shm), totals.count, totals.num_bytes) == (True, 1, OBJECT_BYTES)
         over.set()
         return attention_pb2.AttendResponse.FromString((await attending).to_bytes())

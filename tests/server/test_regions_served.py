@@ -21,12 +21,16 @@ from waiting import until
 from kvservice.client import KVClient
 from kvservice.errors import KVServiceError, RegionsNotAllowedError
 from kvservice.launch import Daemon
-from kvservice.v1 import attention_pb2, blocks_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, regions_pb2, session_pb2, store_pb2, tensor_pb2
 
-Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
-Status = shared_memory_pb2.SystemSharedMemoryStatusRequest
-Unregister = shared_memory_pb2.SystemSharedMemoryUnregisterRequest
+Register = regions_pb2.RegisterRegionRequest
+List = regions_pb2.ListRegionsRequest
+Unregister = regions_pb2.UnregisterRegionRequest
 REGION = "/memfd:kvservice-region"
+
+
+def names(response: regions_pb2.ListRegionsResponse) -> list[str]:
+    return [region.name for region in response.regions]
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, 
             os.truncate(shm.path, 0)
             os.truncate(shm.path, OBJECT_BYTES)
 
-    raw_session.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=OBJECT_BYTES))
+    raw_session.ok("register_region", Register(name="r", key=shm.key, byte_size=OBJECT_BYTES))
     prompt = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=range(48))
     raw_session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[prompt]))
     opening = blocks_pb2.OpenStepRequest(sequence_ids=[1])
@@ -123,13 +127,13 @@ def kill_a_client(daemon: Daemon, client: KVClient, detachable: bool) -> None:
 
 def test_regions_outlive_a_broken_stream(client: KVClient, wire: Any, raw: Any, shm: ShmFile) -> None:
     session = raw.RawSession(wire)
-    session.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
+    session.ok("register_region", Register(name="r", key=shm.key, byte_size=64))
     session.stream.cancel()
     time.sleep(client.info.session_grace_s / 5)
     session.stream = wire.stream()
     session.stream.attach(session.token, reconnects=True)
     time.sleep(2 * client.info.session_grace_s)  # the timers that the broken stream started must be cancelled
-    assert session.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
+    assert names(session.ok("list_regions", List())) == ["r"]
     session.close()
 
 
@@ -147,11 +151,11 @@ def test_what_a_resumed_session_had_shared_is_closed(daemon: Daemon) -> None:
 
 def test_a_session_shares_before_its_first_stream(wire: Any, shm: ShmFile) -> None:
     token = wire.unary("open", session_pb2.OpenRequest()).session_token
-    wire.unary("system_shared_memory_register", Register(session_token=token, name="r", key=shm.key, byte_size=64))
+    wire.unary("register_region", Register(session_token=token, name="r", key=shm.key, byte_size=64))
     stream = wire.stream()
     stream.attach(token)
-    reply = stream.send("system_shared_memory_status", Status())
-    assert reply.system_shared_memory_status.regions.keys() == {"r"}
+    reply = stream.send("list_regions", List())
+    assert names(reply.list_regions) == ["r"]
     stream.cancel()
     wire.unary("close", session_pb2.CloseRequest(session_token=token))
 
@@ -162,19 +166,17 @@ def test_a_session_shares_before_its_first_stream(wire: Any, shm: ShmFile) -> No
 def test_a_registration_that_is_sent_again_is_answered_again(raw_session: Any, shm: ShmFile) -> None:
     request = Register(name="r", key=shm.key, byte_size=64, request_id=77)
     for transport in ("unary", "stream", "stream"):
-        assert raw_session.call("system_shared_memory_register", request, transport) == (
-            shared_memory_pb2.SystemSharedMemoryRegisterResponse()
-        )
+        assert raw_session.call("register_region", request, transport) == (regions_pb2.RegisterRegionResponse())
     request.request_id = 78
-    assert raw_session.call("system_shared_memory_register", request).code == "ALREADY_EXISTS"
+    assert raw_session.call("register_region", request).code == "ALREADY_EXISTS"
 
 
 def test_names_are_each_sessions_own(wire: Any, raw: Any, shm: ShmFile) -> None:
     one, two = raw.RawSession(wire), raw.RawSession(wire)
-    one.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
-    two.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=32))
-    two.ok("system_shared_memory_unregister", Unregister())
-    assert one.ok("system_shared_memory_status", Status()).regions["r"].byte_size == 64
+    one.ok("register_region", Register(name="r", key=shm.key, byte_size=64))
+    two.ok("register_region", Register(name="r", key=shm.key, byte_size=32))
+    two.ok("unregister_region", Unregister())
+    assert [region.byte_size for region in one.ok("list_regions", List()).regions] == [64]
     one.close()
     two.close()
 
@@ -183,15 +185,15 @@ def test_a_client_over_tcp_is_refused(shm: ShmFile, raw: Any, free_port: int) ->
     with Daemon(**SMALL_POOL, tcp_address=f"127.0.0.1:{free_port}") as daemon:
         near, far = raw.Wire(daemon.address), raw.Wire(f"127.0.0.1:{free_port}")
         local = raw.RawSession(near)
-        local.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
+        local.ok("register_region", Register(name="r", key=shm.key, byte_size=64))
         remote = raw.RawSession(far)
         remote.token = local.token
         place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=64)
         tensor = tensor_pb2.Tensor(shared_memory=place)
         requests: list[tuple[str, Any]] = [
-            ("system_shared_memory_register", Register(name="s", key=shm.key, byte_size=64)),
-            ("system_shared_memory_status", Status()),
-            ("system_shared_memory_unregister", Unregister()),
+            ("register_region", Register(name="s", key=shm.key, byte_size=64)),
+            ("list_regions", List()),
+            ("unregister_region", Unregister()),
             ("write", attention_pb2.WriteRequest(key=tensor)),
             ("extend", attention_pb2.AttendRequest(query=tensor)),
             ("extend", attention_pb2.AttendRequest(output_place=place)),
@@ -204,7 +206,7 @@ def test_a_client_over_tcp_is_refused(shm: ShmFile, raw: Any, free_port: int) ->
             for transport in ("unary", "stream"):
                 refused = remote.call(name, request, transport)
                 assert (refused.code, refused.reason) == ("FAILED_PRECONDITION", "REGIONS_NOT_ALLOWED"), name
-        assert local.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
+        assert names(local.ok("list_regions", List())) == ["r"]
         for wire in (near, far):
             wire.close()
 
@@ -226,7 +228,7 @@ def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon
     with path.open("wb") as file:
         file.truncate(1 << 28)  # a hole, which uses no memory
     try:
-        raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 28))
+        raw_session.ok("register_region", Register(name="r", key=path.name, byte_size=1 << 28))
         shape = (1, 2, 1 << 24)
         place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4 << 25)
         tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=shape, shared_memory=place)

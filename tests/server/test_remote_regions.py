@@ -19,7 +19,7 @@ from waiting import until
 from kvservice import _ext
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon, StartError
-from kvservice.v1 import session_pb2, shared_memory_pb2, store_pb2, transfer_pb2
+from kvservice.v1 import regions_pb2, session_pb2, store_pb2, transfer_pb2
 
 pytestmark = pytest.mark.usefixtures("transfer_engine")
 
@@ -307,13 +307,29 @@ def test_who_may_use_which_regions(daemon: tuple[Daemon, str], session: RawSessi
             assert (answer.code, answer.reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
         with row("regions of this host are not for clients over TCP"):
             of_host = RawStore(RawSession(near), "remote")
-            making = shared_memory_pb2.CreateRegionRequest(name="local", byte_size=MIB)
+            making = regions_pb2.CreateRegionRequest(name="local", byte_size=MIB)
             of_host.session.ok("create_region", making)
             request = store_pb2.BatchGetRequest(
                 namespace_id=of_host.id, keys=keys(1), region=scatter("local", [0]), session_token=of_host.session.token
             )
             assert session.wire.unary("store_batch_get", request).reason == "REGIONS_NOT_ALLOWED"
             of_host.session.close()
+        with row("calls for regions of this host leave remote ones alone, and the other way round"):
+            create(session, "far")
+            token = session.token
+            local = near.unary(
+                "create_region", regions_pb2.CreateRegionRequest(session_token=token, name="n", byte_size=1)
+            )
+            assert len(local.handover_token) == 16
+            taken = near.unary("create_region", regions_pb2.CreateRegionRequest(session_token=token, name="far"))
+            assert taken.reason == create(session, "n").reason == "DUPLICATE_REGION"
+            remove(session, "n")
+            near.unary("unregister_region", regions_pb2.UnregisterRegionRequest(session_token=token, name="far"))
+            listed = near.unary("list_regions", regions_pb2.ListRegionsRequest(session_token=token))
+            assert [region.name for region in listed.regions] == ["n"]
+            near.unary("unregister_region", regions_pb2.UnregisterRegionRequest(session_token=token))
+            assert not near.unary("list_regions", regions_pb2.ListRegionsRequest(session_token=token)).regions
+            assert len(engines_of(daemon[0].process.pid)) == 1
     near.close()
 
 

@@ -12,10 +12,10 @@ import pytest
 from each_row import each_row
 from raw_wire import SESSION_CALLS, request_of
 
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, scheduler_pb2, shared_memory_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, regions_pb2, scheduler_pb2
 
 OBJECT = f"kvservice-repeated-{os.getpid()}"
-ALL_REGIONS = shared_memory_pb2.SystemSharedMemoryStatusRequest()
+ALL_REGIONS = regions_pb2.ListRegionsRequest()
 
 
 def allocate(sequence_id: int, request_id: int = 0, num_tokens: int = 5) -> blocks_pb2.AllocateRequest:
@@ -28,10 +28,8 @@ def scheduled(scheduled_id: int, request_id: int = 0) -> scheduler_pb2.AddReques
     return scheduler_pb2.AddRequestsRequest(request_id=request_id, requests=[one])
 
 
-def register(name: str, request_id: int = 0) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
-    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
-        request_id=request_id, name=name, key=OBJECT, byte_size=64
-    )
+def register(name: str, request_id: int = 0) -> regions_pb2.RegisterRegionRequest:
+    return regions_pb2.RegisterRegionRequest(request_id=request_id, name=name, key=OBJECT, byte_size=64)
 
 
 REPEATABLE: dict[str, Callable[[int], Any]] = {
@@ -50,11 +48,9 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "pin": lambda n: blocks_pb2.PinRequest(request_id=n, token_ids=range(4), ttl_s=60),
     "unpin": lambda n: blocks_pb2.UnpinRequest(request_id=n, pin_id=1),
     "reset_prefix_cache": lambda n: blocks_pb2.ResetPrefixCacheRequest(request_id=n),
-    "system_shared_memory_register": lambda n: register("new", n),
-    "system_shared_memory_unregister": lambda n: shared_memory_pb2.SystemSharedMemoryUnregisterRequest(
-        request_id=n, name="old"
-    ),
-    "create_region": lambda n: shared_memory_pb2.CreateRegionRequest(request_id=n, name="new", byte_size=1),
+    "register_region": lambda n: register("new", n),
+    "unregister_region": lambda n: regions_pb2.UnregisterRegionRequest(request_id=n, name="old"),
+    "create_region": lambda n: regions_pb2.CreateRegionRequest(request_id=n, name="new", byte_size=1),
     "open_lane": lambda n: host_pb2.OpenLaneRequest(request_id=n),
     "close_lane": lambda n: host_pb2.CloseLaneRequest(request_id=n),
     "map_pool": lambda n: host_pb2.MapPoolRequest(request_id=n),
@@ -64,11 +60,10 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "add_requests": lambda n: scheduled(12, n),
     "abort_requests": lambda n: scheduler_pb2.AbortRequestsRequest(request_id=n, request_ids=[13]),
     "schedule": lambda n: scheduler_pb2.ScheduleRequest(request_id=n),
-    "cuda_shared_memory_unregister": lambda n: shared_memory_pb2.CudaSharedMemoryUnregisterRequest(request_id=n),
 }
 # A daemon without a GPU refuses the first. test_store_calls.py and test_store_regions.py repeat those of the store.
 REFUSED = {
-    "cuda_shared_memory_register",
+    "register_cuda_region",
     *(
         name
         for name in SESSION_CALLS
@@ -84,7 +79,7 @@ def new_session(wire: Any, raw: Any) -> Iterator[Any]:
     session = raw.RawSession(wire)
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(64))
-    session.ok("system_shared_memory_register", register("old"))
+    session.ok("register_region", register("old"))
     shape = (2, 5, 2, 32)
     for sequence_id in (1, 3):
         session.ok("allocate", allocate(sequence_id))
@@ -128,10 +123,10 @@ def test_a_repeated_request_is_answered_again_and_not_executed_again(wire: Any, 
                 with row((name, way)), new_session(wire, raw) as session:
                     first = session.call(name, made(77), way)
                     assert not isinstance(first, raw.Refusal)
-                    after = wire.stats(), session.describe(), session.ok("system_shared_memory_status", ALL_REGIONS)
+                    after = wire.stats(), session.describe(), session.ok("list_regions", ALL_REGIONS)
                     for again in ("unary", "stream"):
                         assert session.call(name, made(77), again) == first
-                        now = wire.stats(), session.describe(), session.ok("system_shared_memory_status", ALL_REGIONS)
+                        now = wire.stats(), session.describe(), session.ok("list_regions", ALL_REGIONS)
                         assert now == after
 
 

@@ -27,7 +27,6 @@ from kvservice.errors import (
 )
 from kvservice.v1 import store_pb2
 
-HOST = "host"
 # Copies of at most so many bytes run on the event loop.
 SHORT_BYTES = 256 << 10
 
@@ -67,7 +66,7 @@ class FakeRegions:
     def host_region(self, _: str, __: str) -> Iterator[Any]:
         self.users += 1
         try:
-            yield SimpleNamespace(reach=1 << 20, kind=HOST)
+            yield SimpleNamespace(reach=1 << 20, is_remote=False)
         finally:
             self.users -= 1
 

@@ -19,12 +19,12 @@ from raw_store import BLOCK_BYTES, RawStore, block, blocks, fd_socket, keys, pre
 from waiting import until
 
 from kvservice.launch import Daemon
-from kvservice.v1 import inspect_pb2, session_pb2, shared_memory_pb2, store_pb2
+from kvservice.v1 import inspect_pb2, regions_pb2, session_pb2, store_pb2
 
 OBJECT = f"kvservice-store-{os.getpid()}"
 REGION_BYTES = 1 << 20
 DONE = bytes([store_pb2.PUT_STATUS_DONE])
-UNREGISTER = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="r")
+UNREGISTER = regions_pb2.UnregisterRegionRequest(name="r")
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def memory_of_region(owner: str, store: RawStore, daemon: Daemon) -> Iterator[in
     else:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, REGION_BYTES)
-        register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=REGION_BYTES)
-        store.session.ok("system_shared_memory_register", register)
+        register = regions_pb2.RegisterRegionRequest(name="r", key=OBJECT, byte_size=REGION_BYTES)
+        store.session.ok("register_region", register)
     try:
         yield descriptor
     finally:
@@ -70,7 +70,7 @@ def test_whole_blocks(store: RawStore, daemon: Daemon) -> None:
         store.clear()
         with memory_of_region(owner, store, daemon) as file:
             check_whole_blocks(store, file)
-        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+        store.session.ok("unregister_region", UNREGISTER)
 
 
 def check_whole_blocks(store: RawStore, file: int) -> None:
@@ -93,7 +93,7 @@ def test_blocks_in_pieces(store: RawStore, daemon: Daemon) -> None:
         store.clear()
         with memory_of_region(owner, store, daemon) as file:
             check_blocks_in_pieces(store, file)
-        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+        store.session.ok("unregister_region", UNREGISTER)
 
 
 def check_blocks_in_pieces(store: RawStore, file: int) -> None:
@@ -118,7 +118,7 @@ def test_only_missing_blocks_are_read(store: RawStore, daemon: Daemon) -> None:
         store.clear()
         with memory_of_region(owner, store, daemon) as file:
             check_only_missing_blocks_are_read(store, file)
-        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+        store.session.ok("unregister_region", UNREGISTER)
 
 
 def check_only_missing_blocks_are_read(store: RawStore, file: int) -> None:
@@ -154,7 +154,7 @@ def test_places_that_are_refused(store: RawStore, daemon: Daemon) -> None:
         store.clear()
         with memory_of_region(owner, store, daemon) as file:
             check_places_that_are_refused(store, file)
-        store.session.ok("system_shared_memory_unregister", UNREGISTER)
+        store.session.ok("unregister_region", UNREGISTER)
 
 
 def check_places_that_are_refused(store: RawStore, file: int) -> None:
@@ -183,8 +183,8 @@ def check_places_that_are_refused(store: RawStore, file: int) -> None:
 def test_an_object_that_its_client_truncates(store: RawStore) -> None:
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(REGION_BYTES))
-    register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=REGION_BYTES)
-    store.session.ok("system_shared_memory_register", register)
+    register = regions_pb2.RegisterRegionRequest(name="r", key=OBJECT, byte_size=REGION_BYTES)
+    store.session.ok("register_region", register)
     store.put(1)
     os.truncate(path, BLOCK_BYTES)
     for answer in (put(store, (2, 3), scatter("r", [0, 1])), get(store, (1,), scatter("r", [1]))):

@@ -30,7 +30,7 @@ from kvservice.errors import (
 from kvservice.kept import Section
 from kvservice.saved import SavedFiles
 from kvservice.server.core import state_identity
-from kvservice.v1 import blocks_pb2, host_pb2, shared_memory_pb2, store_pb2
+from kvservice.v1 import blocks_pb2, host_pb2, regions_pb2, store_pb2
 
 TOKENS = list(range(10))
 
@@ -389,7 +389,7 @@ def test_clients_get_the_pool_and_the_store_and_nothing_else_that_is_kept(
         await life.call(session, "map_pool", host_pb2.MapPoolRequest(writable=writable))
         await life.call(session, "store_map_store", store_pb2.MapStoreRequest(writable=writable))
         await life.call(session, "open_lane", host_pb2.OpenLaneRequest())
-        await life.call(session, "create_region", shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096))
+        await life.call(session, "create_region", regions_pb2.CreateRegionRequest(name="r", byte_size=4096))
         offered = [fd for offer in life.sessions.fd_server._offers.values() for fd in offer.descriptors]
         kept = {name: _file(fd) for name, fd in held.held.items()}
         handed = {name for name, file in kept.items() if file in map(_file, offered)}

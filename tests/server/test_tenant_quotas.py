@@ -15,7 +15,7 @@ from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, w
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, PermissionDeniedError, QuotaExceededError
 from kvservice.server.tenants import EVERYONE, Tenants
-from kvservice.v1 import blocks_pb2, pool_pb2, scheduler_pb2, session_pb2, shared_memory_pb2, store_pb2
+from kvservice.v1 import blocks_pb2, pool_pb2, regions_pb2, scheduler_pb2, session_pb2, store_pb2
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_streams_over_quota(options: dict[str, Any], clock: Any) -> None:
 
 
 async def region(life: Life, session: Any, name: str) -> Any:
-    request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=4096)
+    request = regions_pb2.CreateRegionRequest(name=name, byte_size=4096)
     return await life.call(session, "create_region", request)
 
 
@@ -94,8 +94,8 @@ async def test_regions_over_quota(options: dict[str, Any], clock: Any) -> None:
             with pytest.raises(QuotaExceededError) as caught:
                 await region(life, session, "b")
             assert over(caught.value) == ("red", "max_regions", "2", "2", "1")
-        gone = shared_memory_pb2.SystemSharedMemoryUnregisterRequest(name="a")
-        await life.call(one, "system_shared_memory_unregister", gone)
+        gone = regions_pb2.UnregisterRegionRequest(name="a")
+        await life.call(one, "unregister_region", gone)
         await region(life, other, "b")
     with calling("bob"):
         bob = life.open()

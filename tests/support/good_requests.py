@@ -16,9 +16,9 @@ from kvservice.v1 import (
     host_pb2,
     inspect_pb2,
     pool_pb2,
+    regions_pb2,
     scheduler_pb2,
     session_pb2,
-    shared_memory_pb2,
     store_pb2,
     tensor_pb2,
     transfer_pb2,
@@ -88,17 +88,13 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         ),
         "Write": attention_pb2.WriteRequest(**name, step_id=1, layer=1, **kv),
         "Read": attention_pb2.ReadRequest(**name, ranges=[part]),
-        "SystemSharedMemoryStatus": shared_memory_pb2.SystemSharedMemoryStatusRequest(**name, name="r"),
-        "SystemSharedMemoryRegister": shared_memory_pb2.SystemSharedMemoryRegisterRequest(
-            **name, name="n", key=OBJECT, offset=16, byte_size=64
-        ),
-        "SystemSharedMemoryUnregister": shared_memory_pb2.SystemSharedMemoryUnregisterRequest(**name, name="r"),
-        "CudaSharedMemoryStatus": shared_memory_pb2.CudaSharedMemoryStatusRequest(**name),
-        "CudaSharedMemoryRegister": shared_memory_pb2.CudaSharedMemoryRegisterRequest(
+        "ListRegions": regions_pb2.ListRegionsRequest(**name),
+        "RegisterRegion": regions_pb2.RegisterRegionRequest(**name, name="n", key=OBJECT, offset=16, byte_size=64),
+        "UnregisterRegion": regions_pb2.UnregisterRegionRequest(**name, name="r"),
+        "RegisterCudaRegion": regions_pb2.RegisterCudaRegionRequest(
             **name, name="g", raw_handle=bytes(64), byte_size=64
         ),
-        "CudaSharedMemoryUnregister": shared_memory_pb2.CudaSharedMemoryUnregisterRequest(**name, name="g"),
-        "CreateRegion": shared_memory_pb2.CreateRegionRequest(**name, name="m", byte_size=4096),
+        "CreateRegion": regions_pb2.CreateRegionRequest(**name, name="m", byte_size=4096),
         "CreateRemoteRegion": transfer_pb2.CreateRemoteRegionRequest(
             **name, name="m", byte_size=4096, remote_bytes=4096, ports=[9], address=4096
         ),
@@ -154,8 +150,8 @@ def prepare(victim: Any, tensor: Any, service: str, method: Any, *, is_local: bo
     victim.ok("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
     victim.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1], num_tokens=[1]))
     if is_local:
-        register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=4096)
-        victim.ok("system_shared_memory_register", register)
+        register = regions_pb2.RegisterRegionRequest(name="r", key=OBJECT, byte_size=4096)
+        victim.ok("register_region", register)
         victim.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
     if service.endswith("SchedulerService") and method.name != "OpenScheduler":
         schedule(victim, tensor)

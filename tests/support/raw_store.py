@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.v1 import shared_memory_pb2, store_pb2
+from kvservice.v1 import regions_pb2, store_pb2
 
 BLOCK_BYTES = 8192
 
@@ -99,7 +99,7 @@ class RawStore:
 
     def region(self, address: str, name: str, num_bytes: int) -> int:
         """Create a region. Returns its descriptor, which the caller closes."""
-        request = shared_memory_pb2.CreateRegionRequest(name=name, byte_size=num_bytes)
+        request = regions_pb2.CreateRegionRequest(name=name, byte_size=num_bytes)
         _, (descriptor,) = present(address, self.session.ok("create_region", request).handover_token)
         return descriptor
 

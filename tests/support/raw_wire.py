@@ -31,12 +31,12 @@ from kvservice.v1 import (
     inspect_pb2_grpc,
     pool_pb2,
     pool_pb2_grpc,
+    regions_pb2,
+    regions_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
-    shared_memory_pb2,
-    shared_memory_pb2_grpc,
     store_pb2,
     store_pb2_grpc,
     tensor_pb2,
@@ -49,7 +49,7 @@ TIMEOUT_S = 20.0
 SERVICES = tuple(
     service
     for module in (
-        session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, store_pb2, transfer_pb2, scheduler_pb2,
+        session_pb2, blocks_pb2, attention_pb2, regions_pb2, host_pb2, store_pb2, transfer_pb2, scheduler_pb2,
         pool_pb2, inspect_pb2, events_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
@@ -147,7 +147,7 @@ class Wire:
             "PoolService": self.pool,
             "BlockService": blocks_pb2_grpc.BlockServiceStub(self.channel),
             "AttentionService": attention_pb2_grpc.AttentionServiceStub(self.channel),
-            "SharedMemoryService": shared_memory_pb2_grpc.SharedMemoryServiceStub(self.channel),
+            "RegionService": regions_pb2_grpc.RegionServiceStub(self.channel),
             "HostService": host_pb2_grpc.HostServiceStub(self.channel),
             "SchedulerService": scheduler_pb2_grpc.SchedulerServiceStub(self.channel),
             "StoreService": store_pb2_grpc.StoreServiceStub(self.channel),

@@ -20,7 +20,7 @@ from raw_wire import Refusal, Wire
 from kvservice import _ext, ops
 from kvservice.client import KVClient, Session
 from kvservice.errors import FailedPreconditionError
-from kvservice.v1 import host_pb2, shared_memory_pb2
+from kvservice.v1 import host_pb2, regions_pb2
 
 NUM_TOKENS, MANY_HEADS = 200, 1024
 NO_STEP = 1 << 40
@@ -47,7 +47,7 @@ def call(kv: Session, name: str, request: Any) -> Any:
 
 def region_made(kv: Session) -> Any:
     """The region's descriptor is not fetched."""
-    return call(kv, "create_region", shared_memory_pb2.CreateRegionRequest(name="r", byte_size=1 << 20))
+    return call(kv, "create_region", regions_pb2.CreateRegionRequest(name="r", byte_size=1 << 20))
 
 
 def region_fetched(kv: Session) -> Any:

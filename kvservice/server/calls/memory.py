@@ -1,105 +1,72 @@
-"""The handlers of SharedMemoryService, TransferService and HostService: memory that sessions share with clients."""
+"""The handlers of RegionService, TransferService and HostService: memory that sessions share with clients."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from kvservice.blocks import BlockManager, Slices
 from kvservice.errors import PoolNotSharedError
 from kvservice.server.calls.handlers import AnyHandler, WhileDraining, in_session
 from kvservice.server.loop import to_the_end
-from kvservice.server.memory.region import GPU, HOST, REMOTE, Region
 from kvservice.server.sessions.session import ServerSession
 from kvservice.v1 import (
     host_pb2,
-    shared_memory_pb2,
+    regions_pb2,
     transfer_pb2,
 )
 
 
 class RegionCalls:
-    """SharedMemoryService: regions of clients on the daemon's host."""
+    """RegionService: regions of clients on the daemon's host."""
 
     def handlers(self) -> tuple[AnyHandler, ...]:
         return (
-            in_session(
-                "system_shared_memory_status",
-                shared_memory_pb2.SystemSharedMemoryStatusRequest,
-                self.system_shared_memory_status,
-            ),
-            in_session(
-                "system_shared_memory_register",
-                shared_memory_pb2.SystemSharedMemoryRegisterRequest,
-                self.system_shared_memory_register,
-            ),
-            in_session(
-                "system_shared_memory_unregister",
-                shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
-                self.system_shared_memory_unregister,
-            ),
-            in_session(
-                "cuda_shared_memory_status",
-                shared_memory_pb2.CudaSharedMemoryStatusRequest,
-                self.cuda_shared_memory_status,
-            ),
-            in_session(
-                "cuda_shared_memory_register",
-                shared_memory_pb2.CudaSharedMemoryRegisterRequest,
-                self.cuda_shared_memory_register,
-            ),
-            in_session(
-                "cuda_shared_memory_unregister",
-                shared_memory_pb2.CudaSharedMemoryUnregisterRequest,
-                self.cuda_shared_memory_unregister,
-            ),
-            in_session(
-                "create_region",
-                shared_memory_pb2.CreateRegionRequest,
-                self.create_region,
-                WhileDraining.REFUSED,
-            ),
+            in_session("create_region", regions_pb2.CreateRegionRequest, self.create_region, WhileDraining.REFUSED),
+            in_session("register_region", regions_pb2.RegisterRegionRequest, self.register_region),
+            in_session("register_cuda_region", regions_pb2.RegisterCudaRegionRequest, self.register_cuda_region),
+            in_session("list_regions", regions_pb2.ListRegionsRequest, self.list_regions),
+            in_session("unregister_region", regions_pb2.UnregisterRegionRequest, self.unregister_region),
         )
 
-    def system_shared_memory_status(
-        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
-        return system_region_status(session.regions.status(request.name, HOST))
-
-    def system_shared_memory_register(
-        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
-        session.regions.register(request.name, request.key, request.offset, request.byte_size, request.handover_token)
-        return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
-
-    def system_shared_memory_unregister(
-        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryUnregisterResponse:
-        session.regions.unregister(request.name, HOST)
-        return shared_memory_pb2.SystemSharedMemoryUnregisterResponse()
-
-    def cuda_shared_memory_status(
-        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryStatusRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryStatusResponse:
-        return cuda_region_status(session.regions.status(request.name, GPU))
-
-    def cuda_shared_memory_register(
-        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryRegisterRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryRegisterResponse:
-        number = session.regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
-        return shared_memory_pb2.CudaSharedMemoryRegisterResponse(number=number)
-
-    def cuda_shared_memory_unregister(
-        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryUnregisterRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryUnregisterResponse:
-        session.regions.unregister(request.name, GPU)
-        return shared_memory_pb2.CudaSharedMemoryUnregisterResponse()
-
     def create_region(
-        self, session: ServerSession, request: shared_memory_pb2.CreateRegionRequest
-    ) -> Slices[shared_memory_pb2.CreateRegionResponse]:
+        self, session: ServerSession, request: regions_pb2.CreateRegionRequest
+    ) -> Slices[regions_pb2.CreateRegionResponse]:
         token, number = yield from session.regions.create_in_slices(request.name, request.byte_size)
-        return shared_memory_pb2.CreateRegionResponse(handover_token=token, number=number)
+        return regions_pb2.CreateRegionResponse(handover_token=token, number=number)
+
+    def register_region(
+        self, session: ServerSession, request: regions_pb2.RegisterRegionRequest
+    ) -> regions_pb2.RegisterRegionResponse:
+        session.regions.register(request.name, request.key, request.offset, request.byte_size, request.handover_token)
+        return regions_pb2.RegisterRegionResponse()
+
+    def register_cuda_region(
+        self, session: ServerSession, request: regions_pb2.RegisterCudaRegionRequest
+    ) -> regions_pb2.RegisterCudaRegionResponse:
+        number = session.regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return regions_pb2.RegisterCudaRegionResponse(number=number)
+
+    def list_regions(
+        self, session: ServerSession, _: regions_pb2.ListRegionsRequest
+    ) -> regions_pb2.ListRegionsResponse:
+        return regions_pb2.ListRegionsResponse(
+            regions=(
+                regions_pb2.Region(
+                    name=name,
+                    key=region.key,
+                    offset=region.offset,
+                    byte_size=region.byte_size,
+                    device_id=region.device_id,
+                )
+                for name, region in session.regions.of_host().items()
+            )
+        )
+
+    def unregister_region(
+        self, session: ServerSession, request: regions_pb2.UnregisterRegionRequest
+    ) -> regions_pb2.UnregisterRegionResponse:
+        session.regions.unregister(request.name)
+        return regions_pb2.UnregisterRegionResponse()
 
 
 class TransferCalls:
@@ -128,7 +95,7 @@ class TransferCalls:
     def remove_remote_region(
         self, session: ServerSession, request: transfer_pb2.RemoveRemoteRegionRequest
     ) -> transfer_pb2.RemoveRemoteRegionResponse:
-        session.regions.unregister(request.name, REMOTE)
+        session.regions.remove_remote(request.name)
         return transfer_pb2.RemoveRemoteRegionResponse()
 
 
@@ -171,26 +138,3 @@ class HostCalls:
         else:
             self._manager.mark_all_layers(session.namespace, request.step_id)
         return host_pb2.CommitResponse()
-
-
-# ---- codec
-
-
-def system_region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
-    kind = shared_memory_pb2.SystemSharedMemoryStatusResponse.RegionStatus
-    return shared_memory_pb2.SystemSharedMemoryStatusResponse(
-        regions={
-            name: kind(name=name, key=region.key, offset=region.offset, byte_size=region.byte_size)
-            for name, region in regions.items()
-        }
-    )
-
-
-def cuda_region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.CudaSharedMemoryStatusResponse:
-    kind = shared_memory_pb2.CudaSharedMemoryStatusResponse.RegionStatus
-    return shared_memory_pb2.CudaSharedMemoryStatusResponse(
-        regions={
-            name: kind(name=name, device_id=region.device_id, byte_size=region.byte_size)
-            for name, region in regions.items()
-        }
-    )

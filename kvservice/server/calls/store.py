@@ -31,7 +31,7 @@ from kvservice.server.calls.handlers import (
     response_too_large,
 )
 from kvservice.server.loop import Caller, despite_leaving, finished, to_the_end, waiting
-from kvservice.server.memory.region import REMOTE, Places
+from kvservice.server.memory.region import Places
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ADMINS
 from kvservice.server.tiering.store import ServerStore
@@ -410,12 +410,12 @@ class StoreCopyCalls:
                 raise InvalidArgumentError("there is a region, too", field="data")
             with session.regions.host_region(request.region.region, "region.region") as region:
                 places = places_of(request.region, num_keys, block_bytes, region.reach)
-                if region.kind == REMOTE and not request.checksums:
+                if region.is_remote and not request.checksums:
                     raise InvalidArgumentError("is empty, and the region is a remote one", field="checksums")
                 with self._reserved(session, namespace, request, caller) as room:
                     chosen = places.of(room.chosen)
                     room.checksums = await copies.write_from(room.offsets, block_bytes, region, chosen)
-                if region.kind == REMOTE:
+                if region.is_remote:
                     session.shared.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
         else:
             data = np.frombuffer(request.data, np.uint8)  # each look at the field copies it

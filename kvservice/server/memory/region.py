@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,12 +22,6 @@ from kvservice.server.memory.fd_passing import Peer
 from kvservice.telemetry.tables import REGION_BYTES, REGIONS, SessionRow
 
 Array = np.ndarray[Any, Any]
-# Whether a region is host memory or GPU memory of a client on this host, or memory for a client on another host. Each
-# kind has its own calls.
-Kind = Literal["host", "gpu", "remote"]
-HOST: Kind = "host"
-GPU: Kind = "gpu"
-REMOTE: Kind = "remote"
 
 
 class Memory(Protocol):
@@ -80,23 +74,23 @@ class Place:
 
 class Region:
     """`byte_size` bytes of shared memory with a reference count; the last `release` closes it. `key`, `offset` and
-    `device_id` are the values that the client registered it with. Places end below `reach`: the size of the client's
-    memory, if that is on another host."""
+    `device_id` are the values that the client registered it with; host memory has no `device_id`. A remote region, for
+    a client on another host, is given `reach`, the size of the client's memory. Places end below it."""
 
     def __init__(
         self,
         memory: Memory,
         byte_size: int,
         totals: RegionTotals,
-        kind: Kind,
         *,
         key: str = "",
         offset: int = 0,
-        device_id: int = 0,
+        device_id: int | None = None,
         reach: int | None = None,
     ) -> None:
-        self.memory, self.byte_size, self.kind = memory, byte_size, kind
+        self.memory, self.byte_size = memory, byte_size
         self.key, self.offset, self.device_id = key, offset, device_id
+        self.is_remote = reach is not None
         self.reach = byte_size if reach is None else reach
         self._totals = totals
         self._users = 1  # the session

@@ -1,9 +1,4 @@
-"""The regions of a session: memory shared with its client, which carries tensors in place of messages.
-
-The calls and their errors are those of Triton Inference Server's shared-memory extensions (its
-docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), except for `create`. Unlike in Triton, a
-region belongs to a session, and its name can be used again as soon as it is unregistered.
-"""
+"""The regions of a session: memory shared with its client, which carries tensors in place of messages."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ from kvservice.errors import (
 from kvservice.server.loop import in_slices
 from kvservice.server.memory.budget import BudgetedMemory, unmap
 from kvservice.server.memory.host import SharedWithClient
-from kvservice.server.memory.region import GPU, HOST, REMOTE, Array, Kind, Place, Region, RegionTotals, ShmObject
+from kvservice.server.memory.region import Array, Place, Region, RegionTotals, ShmObject
 from kvservice.server.memory.remote import RemoteMemory
 
 MAX_NAME_LENGTH = 256
@@ -75,10 +70,10 @@ class Target:
 
 
 class Regions:
-    """The regions of one session by name, in host memory and in GPU memory."""
+    """The regions of one session by name: in host memory, in GPU memory, and remote ones."""
 
     def __init__(
-        self, config: ServeConfig, totals: RegionTotals, access: SharedWithClient, check_more: Callable[[], None]
+        self, config: ServeConfig, totals: RegionTotals, shared: SharedWithClient, check_more: Callable[[], None]
     ) -> None:
         """`check_more` raises QuotaExceededError if the session's tenant may have no more regions."""
         self._check_more = check_more
@@ -100,7 +95,7 @@ class Regions:
         """
         self._check_new(name)
         memory = ShmObject(key, offset, byte_size, self._access.user.opening_peer(token), self._access.budget)
-        self._regions[name] = Region(memory, byte_size, self._totals, HOST, key=key, offset=offset)
+        self._regions[name] = Region(memory, byte_size, self._totals, key=key, offset=offset)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> int:
         """Register the first `byte_size` bytes of an allocation on the daemon's GPU. Returns its number for lanes.
@@ -110,7 +105,7 @@ class Regions:
         """
         self._check_new(name)
         memory = self._access.open_cuda_region(raw_handle, device_id, byte_size)
-        self._regions[name] = Region(memory, byte_size, self._totals, GPU, device_id=device_id)
+        self._regions[name] = Region(memory, byte_size, self._totals, device_id=device_id)
         return memory.number
 
     def create_in_slices(self, name: str, byte_size: int) -> Slices[tuple[bytes, int]]:
@@ -124,7 +119,7 @@ class Regions:
         self._check_name(name)
         byte_size = self._rounded(byte_size)
         memory = yield from self._make(name, byte_size)
-        self._regions[name] = Region(memory, byte_size, self._totals, HOST)
+        self._regions[name] = Region(memory, byte_size, self._totals)
         return memory.token, memory.number
 
     async def create_remote(self, name: str, byte_size: int, reach: int, ports: Sequence[int], address: int) -> None:
@@ -147,7 +142,7 @@ class Regions:
     async def _create_remote(
         self, name: str, byte_size: int, reach: int, ports: Sequence[int], address: int, num_closings: int
     ) -> None:
-        if (known := self._regions.get(name)) is not None and known.kind == REMOTE:
+        if self.is_remote(name):
             return  # the call is repeated
         if not ports or not all(0 < port < 65536 for port in ports):
             raise InvalidArgumentError(f"{list(ports)} are not ports", field="ports")
@@ -175,7 +170,7 @@ class Regions:
         except BaseException:
             remote.close()
             raise
-        self._regions[name] = Region(remote, byte_size, self._totals, REMOTE, reach=reach)
+        self._regions[name] = Region(remote, byte_size, self._totals, reach=reach)
 
     def _rounded(self, byte_size: int) -> int:
         """Return the size of a region to be made, in whole pages. Raises InvalidArgumentError, QuotaExceededError."""
@@ -228,24 +223,21 @@ class Regions:
             raise QuotaExceededError(f"the session has {limit} regions", field="name", limit="max_regions", value=limit)
         self._check_more()
 
-    def unregister(self, name: str, kind: Kind) -> None:
-        """Remove a region, or all regions of this kind if `name` is empty. Unknown names are ignored."""
-        if kind != REMOTE:
-            self.check_allowed()
-        for one in [*self._regions] if name == "" else [name]:
-            if (region := self._regions.get(one)) is not None and region.kind == kind:
-                del self._regions[one]
-                _give_up(region)
+    def unregister(self, name: str) -> None:
+        """Remove a region of this host, or all of them if `name` is empty. Other names are ignored."""
+        of_host = self.of_host()
+        for one in of_host if name == "" else of_host.keys() & {name}:
+            _give_up(self._regions.pop(one))
 
-    def status(self, name: str, kind: Kind) -> dict[str, Region]:
-        """Return the region of this name, or all of this kind if `name` is empty. Raises UnknownRegionError."""
+    def remove_remote(self, name: str) -> None:
+        """Remove a remote region. Other names are ignored."""
+        if self.is_remote(name):
+            _give_up(self._regions.pop(name))
+
+    def of_host(self) -> dict[str, Region]:
+        """Return the regions that are not remote, by name, in the order in which they were made."""
         self.check_allowed()
-        if name == "":
-            return {one: region for one, region in self._regions.items() if region.kind == kind}
-        region = self._get(name, "name")
-        if region.kind != kind:
-            raise UnknownRegionError(f"no such region {name!r} of this kind", field="name")
-        return {name: region}
+        return {name: region for name, region in self._regions.items() if not region.is_remote}
 
     def read(self, place: Place, field: str) -> Array:
         """Return the bytes at a place, uint8 `[byte_size]`. Errors name `field`: UnknownRegionError, RegionShrunkError,
@@ -268,7 +260,7 @@ class Regions:
         UnknownRegionError, InvalidArgumentError for memory of a GPU."""
         self._check_named()
         region = self._get(name, field)
-        if region.kind == GPU:
+        if region.device_id is not None:
             raise InvalidArgumentError("is memory of a GPU, and this call needs host memory", field=field)
         with region.in_use():
             yield region
@@ -283,7 +275,7 @@ class Regions:
         total = 0
         for field, place in places.items():
             found = self._get(place.region, f"{field}.region")
-            if found.kind != REMOTE or found is not (region or found):
+            if not found.is_remote or found is not (region or found):
                 raise InvalidArgumentError("K and V are not in one remote region", field=f"{field}.region")
             region = found
             if not place.byte_size:
@@ -296,13 +288,13 @@ class Regions:
                 )
         assert region is not None, "there is a place"
         memory = region.memory
-        assert isinstance(memory, RemoteMemory), "its kind was compared"
+        assert isinstance(memory, RemoteMemory), "only such regions are remote"
         with region.in_use():
             yield memory
 
     def is_remote(self, name: str) -> bool:
         """Return whether there is a remote region of this name."""
-        return (region := self._regions.get(name)) is not None and region.kind == REMOTE
+        return (region := self._regions.get(name)) is not None and region.is_remote
 
     def close(self) -> None:
         """Remove all regions. A region that a call uses is closed when the call ends, which fails on a remote one."""
@@ -318,7 +310,7 @@ class Regions:
         """Return whether a client on another host may name these regions: they are for such clients, or are unknown."""
         if not self._config.transfer_address:
             return False
-        return all(region.kind == REMOTE for name in names if (region := self._regions.get(name)) is not None)
+        return all(region.is_remote for name in names if (region := self._regions.get(name)) is not None)
 
     def _check_named(self) -> None:
         """Raise RegionsNotAllowedError if no session can have a region."""
@@ -328,7 +320,7 @@ class Regions:
     def _find(self, place: Place, field: str) -> Region:
         self._check_named()
         region = self._get(place.region, f"{field}.region")
-        if region.kind == REMOTE:
+        if region.is_remote:
             raise InvalidArgumentError("is a remote region, which this call does not use", field=f"{field}.region")
         _check_inside(place, region.byte_size, field)
         return region
@@ -375,7 +367,7 @@ class MadeMemory:
     `number` identifies the region in lane entries. `token` is the handover token of its file
     descriptor."""
 
-    def __init__(self, memory: BudgetedMemory, access: SharedWithClient) -> None:
+    def __init__(self, memory: BudgetedMemory, shared: SharedWithClient) -> None:
         """Raises QuotaExceededError and ResourceExhaustedError; the caller then still owns the memory."""
         self._access = access
         self._memory = memory

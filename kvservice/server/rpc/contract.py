@@ -13,9 +13,9 @@ from kvservice.v1 import (
     host_pb2,
     inspect_pb2,
     pool_pb2,
+    regions_pb2,
     scheduler_pb2,
     session_pb2,
-    shared_memory_pb2,
     store_pb2,
     transfer_pb2,
 )
@@ -26,7 +26,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         session_pb2,
         blocks_pb2,
         attention_pb2,
-        shared_memory_pb2,
+        regions_pb2,
         host_pb2,
         store_pb2,
         transfer_pb2,
@@ -45,7 +45,7 @@ SESSION_SERVICES = frozenset(
     (
         "BlockService",
         "AttentionService",
-        "SharedMemoryService",
+        "RegionService",
         "HostService",
         "StoreService",
         "TransferService",

@@ -59,7 +59,7 @@ from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
 from kvservice.telemetry.tables import CallTable
-from kvservice.v1 import host_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
+from kvservice.v1 import host_pb2, regions_pb2, session_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
 from kvservice.wire.tensors import Encoded, join_elements, with_field
 
@@ -366,7 +366,7 @@ HOST_REQUESTS: tuple[type[Message], ...] = (
     store_pb2.MapStoreRequest,
     *(
         GetMessageClass(method.input_type)
-        for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
+        for module, name in ((regions_pb2, "RegionService"), (host_pb2, "HostService"))
         for method in module.DESCRIPTOR.services_by_name[name].methods
     ),
 )

@@ -27,7 +27,7 @@ from kvservice.errors import (  # noqa: E402
     StaleStepError,
 )
 from kvservice.launch import Daemon  # noqa: E402
-from kvservice.v1 import shared_memory_pb2  # noqa: E402
+from kvservice.v1 import regions_pb2  # noqa: E402
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 2, 8, 2, 64
 POOL: dict[str, Any] = {
@@ -119,7 +119,9 @@ def test_tensors_that_lie_in_a_region(shared: Daemon, expected: list[Any], trans
         found = attend_all(kv, "cpu", HostTensors(memory)) if device is None else attend_all(kv, "cuda:0", memory)
         for one, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(one, wanted, rtol=0, atol=0)
+        assert (memory.name, device) in {(one.name, one.device_id) for one in kv.regions()}
         kv.unregister_region(memory)
+        assert memory.name not in {one.name for one in kv.regions()}
 
 
 class HostTensors:
@@ -214,7 +216,7 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
 
 
 def register_request(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> Any:
-    return shared_memory_pb2.CudaSharedMemoryRegisterRequest(
+    return regions_pb2.RegisterCudaRegionRequest(
         name=name, raw_handle=raw_handle, device_id=device, byte_size=num_bytes
     )
 
@@ -226,12 +228,14 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon, raw: A
         session = raw.RawSession(wire)
 
         def refused(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> str:
-            answer = session.call("cuda_shared_memory_register", register_request(name, raw_handle, num_bytes, device))
+            answer = session.call("register_cuda_region", register_request(name, raw_handle, num_bytes, device))
             assert isinstance(answer, raw.Refusal)
             assert answer.code == "INVALID_ARGUMENT" or answer.reason == RegionNotOpenedError.reason
             return str(answer.field)
 
-        session.ok("cuda_shared_memory_register", register_request("good", handle, 4 << 20))
+        session.ok("register_cuda_region", register_request("good", handle, 4 << 20))
+        listed = session.ok("list_regions", regions_pb2.ListRegionsRequest()).regions
+        assert list(listed) == [regions_pb2.Region(name="good", byte_size=4 << 20, device_id=0)]
         for field, wrong in (
             ("raw_handle", ("again", handle, 4 << 20)),
             ("raw_handle", ("short", handle[:63], 4 << 20)),
@@ -239,8 +243,8 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon, raw: A
             ("device_id", ("device", handle, 4 << 20, 1)),
         ):
             assert refused(*wrong) == field
-        request = shared_memory_pb2.CudaSharedMemoryUnregisterRequest(name="good")
-        session.ok("cuda_shared_memory_unregister", request)
+        request = regions_pb2.UnregisterRegionRequest(name="good")
+        session.ok("unregister_region", request)
         for wrong_size in (0, (4 << 20) + 1, 1 << 63, (1 << 64) - 1):
             assert refused("size", handle, wrong_size) == "byte_size"
         other.kill()
@@ -261,7 +265,7 @@ def test_memory_of_a_gpu_is_taken_from_those_who_are_known(raw: Any) -> None:
         request = register_request("theirs", other.run(allocate, "memory", 4 << 20, 6), 4 << 20)
         wire = raw.Wire(daemon.address)
         session = raw.RawSession(wire)
-        answer = session.call("cuda_shared_memory_register", request)
+        answer = session.call("register_cuda_region", request)
         assert (type(answer), answer.reason) == (raw.Refusal, RegionsNotAllowedError.reason)
         session.close()
         wire.close()
