@@ -27,10 +27,10 @@ if _version_not_supported:
 
 class RegionServiceStub(object):
     """Manages the regions of a session: host memory or GPU memory that daemon and client share, and that carries tensors in
-    place of messages. A region belongs to its session, and other sessions cannot use it. Its name in tensors has 1 to 256
-    characters, and is different from those of all other regions of the session, of whatever kind. A name can be used
-    again as soon as its region is unregistered. Regions of TransferService, for clients on other hosts, have their own
-    calls. session_token and request_id are as in BlockService.
+    place of messages. A region belongs to its session, and other sessions cannot use it. Its name has 1 to 256
+    characters, and no other region of the session has it, of whatever memory. A name can be used again as soon as its
+    region is unregistered. Regions of TransferService, for clients on other hosts, have their own calls. session_token
+    and request_id are as in BlockService.
 
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
@@ -76,10 +76,10 @@ class RegionServiceStub(object):
 
 class RegionServiceServicer(object):
     """Manages the regions of a session: host memory or GPU memory that daemon and client share, and that carries tensors in
-    place of messages. A region belongs to its session, and other sessions cannot use it. Its name in tensors has 1 to 256
-    characters, and is different from those of all other regions of the session, of whatever kind. A name can be used
-    again as soon as its region is unregistered. Regions of TransferService, for clients on other hosts, have their own
-    calls. session_token and request_id are as in BlockService.
+    place of messages. A region belongs to its session, and other sessions cannot use it. Its name has 1 to 256
+    characters, and no other region of the session has it, of whatever memory. A name can be used again as soon as its
+    region is unregistered. Regions of TransferService, for clients on other hosts, have their own calls. session_token
+    and request_id are as in BlockService.
 
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
@@ -112,8 +112,8 @@ class RegionServiceServicer(object):
 
     def RegisterCudaRegion(self, request, context):
         """Makes a region of GPU memory of the client. Daemons without a GPU refuse it with REGIONS_NOT_ALLOWED.
-        FAILED_PRECONDITION, reason REGION_NOT_OPENED, if the driver does not open the handle; INVALID_ARGUMENT for a handle
-        that is invalid or already registered, for another device than the daemon's, and for a size larger than the
+        FAILED_PRECONDITION, reason REGION_NOT_OPENED, if the driver does not open the handle; INVALID_ARGUMENT for a
+        handle that is invalid or already registered, for another device than the daemon's, and for a size larger than the
         allocation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -173,10 +173,10 @@ def add_RegionServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RegionService(object):
     """Manages the regions of a session: host memory or GPU memory that daemon and client share, and that carries tensors in
-    place of messages. A region belongs to its session, and other sessions cannot use it. Its name in tensors has 1 to 256
-    characters, and is different from those of all other regions of the session, of whatever kind. A name can be used
-    again as soon as its region is unregistered. Regions of TransferService, for clients on other hosts, have their own
-    calls. session_token and request_id are as in BlockService.
+    place of messages. A region belongs to its session, and other sessions cannot use it. Its name has 1 to 256
+    characters, and no other region of the session has it, of whatever memory. A name can be used again as soon as its
+    region is unregistered. Regions of TransferService, for clients on other hosts, have their own calls. session_token
+    and request_id are as in BlockService.
 
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
