@@ -294,7 +294,7 @@ def test_regions_of_host_and_gpu_memory_share_their_names(
     """They are listed together, in the order in which they were made, and unregistered by the same call."""
     regions = session.regions
     on_gpu = SimpleNamespace(number=3, close=lambda: None)
-    monkeypatch.setattr(session.access, "open_cuda_region", lambda *_: on_gpu)
+    monkeypatch.setattr(session.shared, "open_cuda_region", lambda *_: on_gpu)
     regions.register("z", shm.key, 8, 64)
     assert regions.register_cuda("g", bytes(64), 0, 32) == 3
     finish(regions.create_in_slices("a", mmap.PAGESIZE))

@@ -79,7 +79,7 @@ class Regions:
         self._check_more = check_more
         self._config = config
         self._totals = totals
-        self._access = access
+        self._shared = shared
         self._regions: dict[str, Region] = {}
         # The bytes of regions that are being created, and the number of calls of `close`.
         self._making_bytes = self._num_closings = 0
@@ -94,7 +94,7 @@ class Regions:
         InvalidArgumentError naming name, key, offset, byte_size or handover_token.
         """
         self._check_new(name)
-        memory = ShmObject(key, offset, byte_size, self._access.user.opening_peer(token), self._access.budget)
+        memory = ShmObject(key, offset, byte_size, self._shared.user.opening_peer(token), self._shared.budget)
         self._regions[name] = Region(memory, byte_size, self._totals, key=key, offset=offset)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> int:
@@ -104,7 +104,7 @@ class Regions:
         InvalidArgumentError naming name, raw_handle, device_id or byte_size.
         """
         self._check_new(name)
-        memory = self._access.open_cuda_region(raw_handle, device_id, byte_size)
+        memory = self._shared.open_cuda_region(raw_handle, device_id, byte_size)
         self._regions[name] = Region(memory, byte_size, self._totals, device_id=device_id)
         return memory.number
 
@@ -115,7 +115,7 @@ class Regions:
         InvalidArgumentError naming name or byte_size, and FailedPreconditionError if the regions of the session are
         closed in the meantime.
         """
-        self._access.user.check_may_share()
+        self._shared.user.check_may_share()
         self._check_name(name)
         byte_size = self._rounded(byte_size)
         memory = yield from self._make(name, byte_size)
@@ -148,13 +148,13 @@ class Regions:
             raise InvalidArgumentError(f"{list(ports)} are not ports", field="ports")
         if not 0 < reach <= MAX_ADDRESS or not 0 < address <= MAX_ADDRESS - reach:
             raise InvalidArgumentError(f"{reach} bytes at {address} are not memory", field="remote_bytes")
-        transfers = self._access.transfers
+        transfers = self._shared.transfers
         transfers.check()
         self._check_name(name)
         byte_size = self._rounded(byte_size)
         self._making_bytes += byte_size
         try:
-            made = in_slices(self._access.make_memory("kvservice-remote", byte_size, "byte_size"))
+            made = in_slices(self._shared.make_memory("kvservice-remote", byte_size, "byte_size"))
             memory = await made if isinstance(made, asyncio.Task) else made
             try:
                 self._check_open_since(num_closings)
@@ -194,13 +194,13 @@ class Regions:
         num_closings = self._num_closings
         self._making_bytes += byte_size
         try:
-            memory = yield from self._access.make_memory("kvservice-region", byte_size, "byte_size")
+            memory = yield from self._shared.make_memory("kvservice-region", byte_size, "byte_size")
         finally:
             self._making_bytes -= byte_size
         try:
             self._check_open_since(num_closings)
             self._check_new(name)
-            return MadeMemory(memory, self._access)
+            return MadeMemory(memory, self._shared)
         except BaseException:
             memory.close()
             raise
@@ -210,7 +210,7 @@ class Regions:
             raise FailedPreconditionError("the session's regions were closed meanwhile")
 
     def _check_new(self, name: str) -> None:
-        self._access.user.check_may_share()
+        self._shared.user.check_may_share()
         self._check_name(name)
 
     def _check_name(self, name: str) -> None:
@@ -369,11 +369,11 @@ class MadeMemory:
 
     def __init__(self, memory: BudgetedMemory, shared: SharedWithClient) -> None:
         """Raises QuotaExceededError and ResourceExhaustedError; the caller then still owns the memory."""
-        self._access = access
+        self._shared = shared
         self._memory = memory
-        self.token = access.hand_over(memory)
+        self.token = shared.hand_over(memory)
         self._bytes: Array = np.frombuffer(memory.sealed.map, np.uint8)
-        self.number = access.add_region(memory.sealed.address, memory.sealed.num_bytes)
+        self.number = shared.add_region(memory.sealed.address, memory.sealed.num_bytes)
 
     def check(self, end: int) -> None:
         """Do nothing: the memory cannot shrink."""
@@ -388,7 +388,7 @@ class MadeMemory:
         return self._bytes[begin : begin + num_bytes]
 
     def close(self) -> None:
-        self._access.remove_region(self.number)
-        self._access.withdraw(self.token)
+        self._shared.remove_region(self.number)
+        self._shared.withdraw(self.token)
         unmap(self._memory.sealed)
         self._memory.close()
