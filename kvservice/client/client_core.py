@@ -25,7 +25,7 @@ from kvservice.client.connection import (
     once_more,
 )
 from kvservice.client.mapped import MappedPool
-from kvservice.client.messages import build, time_limit, wait_time
+from kvservice.client.messages import build, choice, time_limit, wait_time
 from kvservice.client.regions import socket_path
 from kvservice.client.remote import Context, RemoteRegions
 from kvservice.client.session import CloseSession, SessionCore
@@ -58,8 +58,7 @@ AUTO = "auto"
 
 def check_transport(wanted: str) -> None:
     """Raise InvalidArgumentError for what is no transport."""
-    if wanted != AUTO and wanted not in _OPEN:
-        raise InvalidArgumentError(f"is not one of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
+    choice(wanted, (AUTO, *_OPEN), "transport")
 
 
 async def open_transport(context: Context, wanted: TransportName | str, session_id: int) -> Transport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from collections.abc import Sequence as Batch
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -24,6 +24,7 @@ from kvservice.wire.status import from_status
 from kvservice.wire.tensors import fields_of, join_elements, split_elements, with_field
 
 MessageT = TypeVar("MessageT", bound=Message)
+T = TypeVar("T")
 
 
 # Longest finite time in seconds that a caller may name. Longer ones overflow the clocks of gRPC or of the system.
@@ -54,10 +55,13 @@ def whole(value: Any, field: str) -> int:
 def time_limit(timeout_s: Any) -> float | None:
     """Return a call's time limit in seconds; None and infinity mean no limit and become None. Raises
     InvalidArgumentError naming timeout_s, also above MAX_WAIT_S."""
-    if timeout_s is None or timeout_s == math.inf:
+    if timeout_s is None:
         return None
-    if isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_WAIT_S:
-        return float(timeout_s)
+    if isinstance(timeout_s, (int, float)):
+        if 0 < timeout_s <= MAX_WAIT_S:
+            return float(timeout_s)
+        if timeout_s == math.inf:
+            return None
     raise InvalidArgumentError(
         f"{timeout_s!r} is not a number of seconds above 0, at most {MAX_WAIT_S:g} or infinity", field="timeout_s"
     )
@@ -70,11 +74,54 @@ def wait_time(wait_s: Any, field: str) -> float:
     raise InvalidArgumentError(f"{wait_s!r} is not a number of seconds from 0 to {MAX_WAIT_S:g}", field=field)
 
 
+def number(value: Any, field: str) -> float:
+    """Convert a number of any type to float. Raises InvalidArgumentError for other values; texts are no numbers."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InvalidArgumentError(f"{value!r} is not a number", field=field)
+
+
+def flag(value: Any, field: str) -> bool:
+    """Convert to bool. Raises InvalidArgumentError for values that are neither true nor false, such as arrays."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"is {type(value).__name__}, neither true nor false", field=field) from None
+
+
+def choice(value: Any, choices: Iterable[str], field: str) -> str:
+    """Return a text that is one of the choices. Raises InvalidArgumentError."""
+    names = tuple(choices)
+    if not isinstance(value, str) or value not in names:
+        raise InvalidArgumentError(f"is {value!r}, not one of {', '.join(names)}", field=field)
+    return value
+
+
+def listed(values: Iterable[T], field: str) -> list[T]:
+    """Return the values of an iterable. Raises InvalidArgumentError for anything else."""
+    try:
+        found = iter(values)
+    except TypeError:
+        raise InvalidArgumentError(f"is {type(values).__name__}, not a list", field=field) from None
+    return list(found)
+
+
+def size_of(values: Sized, field: str) -> int:
+    """Return the number of values. Raises InvalidArgumentError for what has no length."""
+    try:
+        return len(values)
+    except TypeError:
+        raise InvalidArgumentError(f"is {type(values).__name__}, not a list", field=field) from None
+
+
 def int_list(values: Iterable[int], field: str) -> list[int]:
     """Convert integers to a plain list, the fastest input for protobuf. Raises InvalidArgumentError naming `field`."""
     if type(values) is list:
         return values
-    array = np.asarray(values if isinstance(values, np.ndarray) or hasattr(values, "__array__") else list(values))
+    array = np.asarray(values if hasattr(values, "__array__") else listed(values, field))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgumentError(f"is {array.dtype} of shape {list(array.shape)}, must be whole numbers", field=field)
     flat: list[int] = array.tolist()
@@ -139,14 +186,40 @@ _SEQUENCE_ID = operator.attrgetter("sequence_id")
 
 
 def ids_of(sequences: Iterable[Sequence]) -> list[int]:
-    return list(map(_SEQUENCE_ID, sequences))
+    """Return the ids. Raises InvalidArgumentError for what is no list of sequences."""
+    try:
+        return list(map(_SEQUENCE_ID, sequences))
+    except (TypeError, AttributeError):
+        raise _no_sequences(sequences, "sequences") from None
+
+
+def id_of(sequence: Sequence, field: str) -> int:
+    """Return the id of a sequence. Raises InvalidArgumentError for anything else."""
+    try:
+        return sequence.sequence_id
+    except AttributeError:
+        raise InvalidArgumentError(f"is {type(sequence).__name__}, not a sequence", field=field) from None
+
+
+def _no_sequences(sequences: Any, field: str) -> InvalidArgumentError:
+    """Return the error for what is no list of sequences. It looks for the first value that is none."""
+    if not isinstance(sequences, Iterable):
+        return InvalidArgumentError(f"is {type(sequences).__name__}, not a list of sequences", field=field)
+    for place, sequence in enumerate(sequences):
+        if not hasattr(sequence, "sequence_id"):
+            return InvalidArgumentError(f"is {type(sequence).__name__}, not a sequence", field=f"{field}[{place}]")
+    return InvalidArgumentError("is not a list of sequences", field=field)  # an iterator, which is at its end
 
 
 def growing_ids_of(sequences: Iterable[Sequence], field: str) -> list[int]:
     """Return the ids for a call that changes, or copies, what is known of the sequences. Raises InvalidArgumentError
     for what cannot be changed, such as SequenceInfo."""
     ids: list[int] = []
-    for sequence in sequences:
+    try:
+        found = iter(sequences)
+    except TypeError:
+        raise _no_sequences(sequences, field) from None
+    for sequence in found:
         if not isinstance(sequence, Sequence):
             raise InvalidArgumentError(
                 f"is a {type(sequence).__name__}; make a Sequence of its sequence_id and length",
@@ -164,7 +237,12 @@ def token_list(token_ids: Iterable[int], info: PoolInfo) -> list[int]:
 
 
 def extra_key_messages(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:
-    return [build(blocks_pb2.ExtraKey, position=position, key=key) for position, key in keys]
+    pairs = listed(keys, "extra_keys")
+    try:
+        parts = [(position, key) for position, key in pairs]
+    except (TypeError, ValueError):
+        raise InvalidArgumentError("is not a list of (position, bytes) pairs", field="extra_keys") from None
+    return [build(blocks_pb2.ExtraKey, position=position, key=key) for position, key in parts]
 
 
 def allocation_messages(
@@ -172,8 +250,10 @@ def allocation_messages(
 ) -> list[blocks_pb2.SequenceAllocation]:
     """Convert a batch of prompts. Raises InvalidArgumentError, and MessageTooLargeError if the daemon would refuse so
     many tokens."""
-    if len(ids) != len(prompts):
+    if size_of(ids, "sequence_ids") != len(prompts):
         raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
+    if keys is not None and size_of(keys, "extra_keys") != len(prompts):
+        raise InvalidArgumentError(f"{len(keys)} lists of keys for {len(prompts)} prompts", field="extra_keys")
     tokens, num_bytes = [], 0
     for prompt in prompts:
         tokens.append(int_list(prompt, "token_ids"))
@@ -181,7 +261,8 @@ def allocation_messages(
     check_size(num_bytes, "token_ids", info)
     made = []
     for sequence_id, token_ids, extra in zip(ids, tokens, [()] * len(ids) if keys is None else keys, strict=True):
-        name, key_messages = whole(sequence_id, "sequence_ids"), extra_key_messages(extra) if extra else ()
+        has_keys = extra is not None and (type(extra) is not tuple or extra)
+        name, key_messages = whole(sequence_id, "sequence_ids"), extra_key_messages(extra) if has_keys else ()
         made.append(
             build(blocks_pb2.SequenceAllocation, sequence_id=name, token_ids=token_ids, extra_keys=key_messages)
         )

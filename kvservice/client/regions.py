@@ -391,6 +391,8 @@ class RegionTable:
 
     async def unregister(self, region: SharedRegion | None = None, *, timeout_s: float | None = None) -> None:
         """See SessionCore.unregister_region."""
+        if region is not None and not isinstance(region, SharedRegion):
+            raise InvalidArgumentError(f"is {type(region).__name__}, not a region", field="region")
         deadline = self._connection.deadline(timeout_s)
         self._remove(region)
         await self._unregister("" if region is None else region.name, deadline)

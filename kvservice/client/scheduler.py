@@ -19,7 +19,18 @@ from typing import Any, Generic, TypedDict, TypeVar
 import numpy as np
 
 from kvservice.client.connection import UNANSWERED
-from kvservice.client.messages import ExtraKeys, build, check_size, extra_key_messages, int_list, step_info, whole
+from kvservice.client.messages import (
+    ExtraKeys,
+    build,
+    check_size,
+    choice,
+    extra_key_messages,
+    flag,
+    int_list,
+    listed,
+    step_info,
+    whole,
+)
 from kvservice.client.step import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
 from kvservice.errors import InvalidArgumentError, KVServiceError
@@ -170,6 +181,8 @@ class RequestInfo:
 
 
 def request_message(request: ScheduledRequest) -> scheduler_pb2.ScheduledRequest:
+    if not isinstance(request, ScheduledRequest):
+        raise InvalidArgumentError(f"has a {type(request).__name__}, not a ScheduledRequest", field="requests")
     return build(
         scheduler_pb2.ScheduledRequest,
         request_id=whole(request.request_id, "request_id"),
@@ -179,11 +192,13 @@ def request_message(request: ScheduledRequest) -> scheduler_pb2.ScheduledRequest
         extra_keys=extra_key_messages(request.extra_keys),
         width=whole(request.width, "width"),
         stop_lengths=int_list(request.stop_lengths, "stop_lengths"),
-        beams=bool(request.beams),
+        beams=flag(request.beams, "beams"),
     )
 
 
 def report_message(report: BatchReport) -> scheduler_pb2.StepReport:
+    if not isinstance(report, BatchReport):
+        raise InvalidArgumentError(f"has a {type(report).__name__}, not a BatchReport", field="reports")
     return build(
         scheduler_pb2.StepReport,
         batch=whole(report.batch, "batch"),
@@ -253,7 +268,7 @@ class SchedulerCore(Generic[StepT]):
     async def add(self, requests: Iterable[ScheduledRequest], *, timeout_s: float | None = None) -> None:
         """Queue all requests, or none. Raises DuplicateSequenceError; OutOfBlocksError with `never` for a request that
         the pool can never hold; QuotaExceededError."""
-        messages = [request_message(request) for request in requests]
+        messages = [request_message(request) for request in listed(requests, "requests")]
         check_size(sum(4 * len(message.token_ids) for message in messages), "requests", self._calls.context.info)
         request = build(
             scheduler_pb2.AddRequestsRequest,
@@ -311,11 +326,11 @@ class SchedulerCore(Generic[StepT]):
         request = build(
             scheduler_pb2.ScheduleRequest,
             request_id=next(self._connection.request_ids),
-            reports=[report_message(report) for report in reports],
+            reports=[report_message(report) for report in listed(reports, "reports")],
             max_step_tokens=_budget(max_step_tokens, "max_step_tokens"),
             max_running=_budget(max_running, "max_running"),
-            ahead=bool(ahead),
-            retry=bool(retry),
+            ahead=flag(ahead, "ahead"),
+            retry=flag(retry, "retry"),
         )
         if self._calls.context.cut.pending:
             await self._calls.context.cut.settled(self._connection.deadline(timeout_s))
@@ -420,9 +435,7 @@ async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, time
     for name, kind, prefix in choices:
         if name in fields:
             values = {one.removeprefix(prefix).lower(): number for one, number in kind.items() if number}
-            if fields[name] not in list(values):
-                raise InvalidArgumentError(f"{fields[name]!r} is none of {', '.join(values)}", field=name)
-            fields[name] = values[fields[name]]
+            fields[name] = values[choice(fields[name], values, name)]
     request = build(scheduler_pb2.OpenSchedulerRequest, request_id=next(calls.context.connection.request_ids), **fields)
     opened = await calls.context.connection.send("open_scheduler", request, timeout_s)
     known = await _describe(calls, None, False, timeout_s) if opened.existed else []

@@ -23,12 +23,17 @@ from kvservice.client.messages import (
     allocation_messages,
     allocation_status,
     build,
+    choice,
     describable_batches,
     extra_key_messages,
+    flag,
     growing_ids_of,
     id_batches,
+    id_of,
     ids_of,
     int_list,
+    listed,
+    size_of,
     step_info,
     token_list,
     token_parts,
@@ -179,7 +184,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Allocate all sequences of a batch, or none."""
-        ids = list(itertools.islice(self._sequence_ids, len(prompts))) if sequence_ids is None else sequence_ids
+        num_prompts = size_of(prompts, "prompts")
+        ids = list(itertools.islice(self._sequence_ids, num_prompts)) if sequence_ids is None else sequence_ids
         allocations = allocation_messages(prompts, ids, extra_keys, self.info)
         if self._dropped or self.context.cut.pending:
             await self._free_dropped(timeout_s)
@@ -200,7 +206,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         self, prompts: Batch[Iterable[int]], *, lookahead: int = 0, timeout_s: float | None = None
     ) -> str:
         """Return whether the batch fits: "ok" (now), "later" or "never"."""
-        ids = list(itertools.islice(self._sequence_ids, len(prompts)))
+        ids = list(itertools.islice(self._sequence_ids, size_of(prompts, "prompts")))
         allocations = allocation_messages(prompts, ids, None, self.info)
         if self._dropped or self.context.cut.pending:
             await self._free_dropped(timeout_s)
@@ -251,13 +257,14 @@ class SessionCore(Generic[StepT, SchedulerT]):
         if self._dropped or self.context.cut.pending:
             await self._free_dropped(timeout_s)
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
-        if counts is not None and len(counts) != len(sequences):
-            raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
+        ids = growing_ids_of(sequences, "sequences")
+        if counts is not None and len(counts) != len(ids):
+            raise InvalidArgumentError(f"{len(counts)} counts for {len(ids)} sequences", field="num_tokens")
         lengths = list(map(_LENGTH, sequences))
         request = build(
             blocks_pb2.AppendRequest,
             request_id=next(self._request_ids),
-            sequence_ids=growing_ids_of(sequences, "sequences"),
+            sequence_ids=ids,
             token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
             expected_lengths=lengths,
@@ -280,15 +287,15 @@ class SessionCore(Generic[StepT, SchedulerT]):
     ) -> StepT:
         """Open a step over tokens that are not computed yet: all of them, or the next `num_tokens` of each sequence
         (chunked prefill)."""
-        counts = None
+        ids, counts = ids_of(sequences), None
         if isinstance(num_tokens, Iterable):
             counts = int_list(num_tokens, "num_tokens")
         elif num_tokens is not None:
-            counts = [whole(num_tokens, "num_tokens")] * len(sequences)
+            counts = [whole(num_tokens, "num_tokens")] * len(ids)
         request = build(
             blocks_pb2.OpenStepRequest,
             request_id=next(self._request_ids),
-            sequence_ids=ids_of(sequences),
+            sequence_ids=ids,
             num_tokens=counts,
         )
         return self._step(sequences, await self._send("open_step", request, timeout_s))
@@ -361,9 +368,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     def _own_step(self, step: HasStepInfo) -> int:
         """Return the id of a step of this session. Those of other sessions may have the same ids."""
-        if step.info.session_token not in (b"", self.token):
-            raise InvalidArgumentError(f"step {step.info.step_id} is of another session", field="step")
-        return step.info.step_id
+        try:
+            info = step.info
+        except AttributeError:
+            raise InvalidArgumentError(f"is {type(step).__name__}, not a step", field="step") from None
+        if info.session_token not in (b"", self.token):
+            raise InvalidArgumentError(f"step {info.step_id} is of another session", field="step")
+        return info.step_id
 
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
@@ -381,14 +392,15 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Create one child for each parent. The same parent may appear several times."""
+        parent_ids = growing_ids_of(parents, "parents")
         if sequence_ids is None:
-            child_ids = list(itertools.islice(self._sequence_ids, len(parents)))
+            child_ids = list(itertools.islice(self._sequence_ids, len(parent_ids)))
         else:
             child_ids = int_list(sequence_ids, "child_ids")
         request = build(
             blocks_pb2.ForkRequest,
             request_id=next(self._request_ids),
-            parent_ids=growing_ids_of(parents, "parents"),
+            parent_ids=parent_ids,
             child_ids=child_ids,
         )
         await self._send("fork", request, timeout_s)
@@ -416,13 +428,11 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def swap_out(self, sequences: Batch[Sequence], *, tier: str = "host", timeout_s: float | None = None) -> int:
         """Move sequences to the swap tier, or with the tier "disk" to the daemon's disk, where they take no memory.
         Returns the number of blocks moved. Raises SavedSessionsOffError without a disk, and the errors of `detach`."""
-        if tier not in _SWAP_TIERS:
-            raise InvalidArgumentError(f"is {tier!r}, not one of {', '.join(_SWAP_TIERS)}", field="tier")
         request = build(
             blocks_pb2.SwapOutRequest,
             request_id=next(self._request_ids),
             sequence_ids=ids_of(sequences),
-            tier=_SWAP_TIERS[tier],
+            tier=_SWAP_TIERS[choice(tier, _SWAP_TIERS, "tier")],
         )
         return int((await self._send("swap_out", request, timeout_s)).moved_blocks)
 
@@ -443,7 +453,9 @@ class SessionCore(Generic[StepT, SchedulerT]):
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """Free sequences before the session's next allocation or append. Sequences that are already freed by then are
         ignored. This method makes no call and takes no lock, so finalizers may use it."""
-        self._dropped.extend(sequences)
+        dropped = listed(sequences, "sequences")
+        ids_of(dropped)  # an error now, and not in an allocation
+        self._dropped.extend(dropped)
 
     async def _free_dropped(self, timeout_s: float | None) -> None:
         """Free the sequences of `free_later`, after the calls that were cut short are settled: they may change the
@@ -481,6 +493,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         timeout_s: float | None = None,
     ) -> list[SequenceInfo]:
         """Return the daemon's state of sequences; of all sequences of the session if None."""
+        with_tokens, with_blocks = flag(token_ids, "token_ids"), flag(block_ids, "block_ids")
         if sequences is None:
             found: list[SequenceInfo] = []
             while True:
@@ -491,10 +504,10 @@ class SessionCore(Generic[StepT, SchedulerT]):
                     break
         else:
             found = await self._describe(id_batches(ids_of(sequences), self.info), timeout_s)
-        if not (token_ids or block_ids):
+        if not (with_tokens or with_blocks):
             return found
         batches = describable_batches(found, self.info)
-        return await self._describe(batches, timeout_s, return_token_ids=token_ids, return_block_ids=block_ids)
+        return await self._describe(batches, timeout_s, return_token_ids=with_tokens, return_block_ids=with_blocks)
 
     async def _describe(
         self, batches: Iterable[list[int]], timeout_s: float | None, **details: bool
@@ -530,7 +543,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `[num_tokens, num_kv_heads, head_size]`, with a leading `[num_layers]` if no layer is given. A range larger than
         a message is read in parts."""
         start, stop = whole(start, "start"), whole(stop, "stop")
-        info, sequence_id = self.info, sequence.sequence_id
+        info, sequence_id = self.info, id_of(sequence, "sequence")
         if not 0 <= start < stop <= info.max_sequence_tokens:  # the daemon refuses it, and its memory is not allocated
             first = max(start, stop - 1) if start >= 0 else start
             await self._send("read", _read_request(sequence_id, first, stop, layer), timeout_s)
@@ -571,6 +584,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
         return from_message(Pin, await self._send("pin", request, timeout_s))
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
+        if not isinstance(pin, Pin):
+            raise InvalidArgumentError(f"is {type(pin).__name__}, not a Pin", field="pin")
         request = build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id)
         num_restarts = self.num_restarts
         try:
@@ -633,10 +648,11 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
         the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
         PoolNotSharedError."""
+        may_write = flag(writable, "writable")
         await self.calls.ready()
         await self.context.connection.drain()
         try:
-            pool = await MappedPool.open(self.context, bool(writable), timeout_s)
+            pool = await MappedPool.open(self.context, may_write, timeout_s)
         except BaseException:
             if not self._has_mapped and self.calls.transport.kernels is None:  # the daemon may have made the tables
                 request = host_pb2.UnmapPoolRequest(request_id=next(self._request_ids))

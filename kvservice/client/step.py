@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions, BlockSparse
-from kvservice.client.messages import whole
+from kvservice.client.messages import flag, listed, number, whole
 from kvservice.client.remote import Context
 from kvservice.client.tensors import Tensor
 from kvservice.client.transport import AttentionCall, SharedMemoryLostError, Transport, WriteCall
@@ -72,7 +72,8 @@ class OpenStep:
     ) -> Awaitable[Any]:
         options = attention_options(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
         deadline = self._calls.context.connection.deadline(timeout_s)
-        call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
+        lse = return_lse is not False and flag(return_lse, "return_lse")
+        call = AttentionCall(self.info, decode, layer, query, key, value, options, lse, out, lse_out, deadline)
         return self._calls.attend(call)
 
 
@@ -128,13 +129,19 @@ def attention_options(
     off = (type(sliding_window), type(logits_soft_cap)) == (int, float) and not sliding_window and not logits_soft_cap
     if off and scale is None and alibi_slopes is None and block_sparse is None:
         return DEFAULT_OPTIONS
-    if scale is not None and np.float32(scale) == 0:
-        raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
-    slopes = () if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
+    if block_sparse is not None and not isinstance(block_sparse, BlockSparse):
+        raise InvalidArgumentError(f"is {type(block_sparse).__name__}, not a BlockSparse", field="options.block_sparse")
+    factor = None if scale is None else number(scale, "options.scale")
+    cap, window = number(logits_soft_cap, "options.logits_soft_cap"), whole(sliding_window, "options.sliding_window")
+    slopes_field = "options.alibi_slopes"
+    slopes = [
+        number(slope, slopes_field) for slope in listed(() if alibi_slopes is None else alibi_slopes, slopes_field)
+    ]
     with np.errstate(over="ignore"):  # numbers that become infinite are refused
+        if factor is not None and np.float32(factor) == 0:
+            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
         slopes_array = np.array(slopes, np.float32) if slopes else None
-    window = whole(sliding_window, "options.sliding_window")
-    return AttentionOptions(scale, window, logits_soft_cap, slopes_array, block_sparse)
+    return AttentionOptions(factor, window, cap, slopes_array, block_sparse)
 
 
 # ---- the calls of a session

@@ -13,6 +13,7 @@ from each_row import each_row
 
 from kvservice.client import AsyncKVClient, BlockSparse, KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
+from kvservice.launch import Daemon
 
 LIMIT_TOKENS = 4 * 2**20 // 4  # max_message_mib of the shared daemon, in token ids
 KV = np.ones((3, 2, 32), np.float32)
@@ -56,6 +57,48 @@ WRONG: tuple[tuple[Call, str], ...] = (
     (lambda kv, seq, step: kv.append(kv.describe()[:1], [1]), "sequences[0]"),
     (lambda kv, seq, step: kv.truncate(kv.describe()[0], 1), "sequences[0]"),
     (lambda kv, seq, step: kv.fork(kv.describe()[0]), "parents[0]"),
+    (lambda kv, seq, step: kv.allocate(5), "token_ids"),
+    (lambda kv, seq, step: kv.allocate([1], extra_keys="x"), "extra_keys"),
+    (lambda kv, seq, step: kv.allocate([1], extra_keys=5), "extra_keys"),
+    (lambda kv, seq, step: kv.match_prefix([1], [5]), "extra_keys"),
+    (lambda kv, seq, step: kv.allocate([1], timeout_s=KV), "timeout_s"),
+    (lambda kv, seq, step: kv.allocate_batch(None), "prompts"),
+    (lambda kv, seq, step: kv.allocate_batch([[1]], sequence_ids=5), "sequence_ids"),
+    (lambda kv, seq, step: kv.allocate_batch([[1]], extra_keys=[(), ()]), "extra_keys"),
+    (lambda kv, seq, step: kv.can_allocate(1), "prompts"),
+    (lambda kv, seq, step: kv.free(seq), "sequences"),
+    (lambda kv, seq, step: kv.free([seq.sequence_id]), "sequences[0]"),
+    (lambda kv, seq, step: kv.free([seq, None]), "sequences[1]"),
+    (lambda kv, seq, step: kv.free(iter([5])), "sequences"),
+    (lambda kv, seq, step: kv.free_later(seq), "sequences"),
+    (lambda kv, seq, step: kv.free_later([5]), "sequences[0]"),
+    (lambda kv, seq, step: kv.describe("abc"), "sequences[0]"),
+    (lambda kv, seq, step: kv.describe(token_ids=KV), "token_ids"),
+    (lambda kv, seq, step: kv.append(seq, [1]), "sequences"),
+    (lambda kv, seq, step: kv.append([5], [1]), "sequences[0]"),
+    (lambda kv, seq, step: kv.append([seq], 1), "token_ids"),
+    (lambda kv, seq, step: kv.open_step(seq), "sequences"),
+    (lambda kv, seq, step: kv.fork_batch(seq), "parents"),
+    (lambda kv, seq, step: kv.fork_batch([seq], 5), "child_ids"),
+    (lambda kv, seq, step: kv.swap_out([seq], tier=[]), "tier"),
+    (lambda kv, seq, step: kv.read(seq.sequence_id, 0, 1), "sequence"),
+    (lambda kv, seq, step: kv.commit(step.step_id), "step"),
+    (lambda kv, seq, step: kv.commit_ahead(None, [1]), "step"),
+    (lambda kv, seq, step: kv.unpin(5), "pin"),
+    (lambda kv, seq, step: kv.unregister_region("x"), "region"),
+    (lambda kv, seq, step: kv.map_pool(writable=KV), "writable"),
+    (lambda kv, seq, step: kv.open_scheduler(policy=[]), "policy"),
+    (lambda kv, seq, step: kv.open_scheduler().add(5), "requests"),
+    (lambda kv, seq, step: kv.open_scheduler().add([5]), "requests"),
+    (lambda kv, seq, step: kv.open_scheduler().schedule([None]), "reports"),
+    (lambda kv, seq, step: kv.open_scheduler().abort(5), "request_ids"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale="x"), "options.scale"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=[5]), "options.scale"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, logits_soft_cap=None), "options.logits_soft_cap"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, alibi_slopes=1.0), "options.alibi_slopes"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, alibi_slopes=["x", 1]), "options.alibi_slopes"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, block_sparse=5), "options.block_sparse"),
+    (lambda kv, seq, step: step.extend(0, KV, KV, KV, return_lse=KV), "return_lse"),
     (lambda kv, seq, step: step.extend(0.5, KV, KV, KV), "layer"),
     (lambda kv, seq, step: step.extend(2**40, KV, KV, KV), "layer"),
     (lambda kv, seq, step: step.extend(0, KV.tolist(), KV, KV), "query"),
@@ -88,7 +131,6 @@ def test_a_message_over_the_limit_is_not_sent(kv: Session) -> None:
         "append": lambda kv, tokens: kv.append([kv.allocate([1])], tokens, num_tokens=[len(tokens)]),
         "match_prefix": lambda kv, tokens: kv.match_prefix(tokens),
         "pin": lambda kv, tokens: kv.pin(tokens, ttl_s=1),
-        "write": lambda kv, tokens: prompt_step(kv).write(*(np.ones((2, 4096, 2, 32), np.float32),) * 2),
     }
     tokens = [7] * LIMIT_TOKENS
     with each_row() as row:
@@ -97,6 +139,22 @@ def test_a_message_over_the_limit_is_not_sent(kv: Session) -> None:
                 with pytest.raises(MessageTooLargeError):
                     call(kv, tokens)
                 assert kv.allocate([1]).length == 1
+
+
+def test_a_tensor_with_too_many_tokens_is_told_by_its_shape_also_if_it_fits_into_no_message(daemon: Daemon) -> None:
+    large = np.ones((2, 1 << 15, 2, 32), np.float32)
+    calls: dict[str, tuple[Callable[[Step], Any], str]] = {
+        "query": (lambda step: step.extend(0, large[0], KV, KV), "query.shape"),
+        "key": (lambda step: step.extend(0, KV, large[0], KV), "key.shape"),
+        "a layer": (lambda step: step.write(KV, large[0], 0), "value.shape"),
+        "all layers": (lambda step: step.write(large, large), "key.shape"),
+    }
+    with KVClient(daemon.address, transport="inline") as inline, inline.session() as kv, each_row() as row:
+        for name, (call, field) in calls.items():
+            with row(name):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    call(prompt_step(kv))
+                assert caught.value.field == field
 
 
 def test_outputs_are_of_the_callers_kind_and_own_their_memory(kv: Session) -> None:

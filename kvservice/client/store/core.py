@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvservice.client.messages import wait_time
+from kvservice.client.messages import flag, wait_time
 from kvservice.client.regions import SharedRegion, whole_bytes
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import Patience, StoreLink, blocks_in_request, keys_in_request, parts
@@ -362,6 +362,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         Blocks that `get` would not have within `max_wait_s` seconds, by measured speeds, count as missing; 0: there is
         no such limit."""
         packed, max_wait_s = key_bytes(keys), wait_time(max_wait_s, "max_wait_s")
+        counted, explained = flag(counted, "counted"), flag(explained, "explained")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         num_in_memory = 0
 
@@ -403,11 +404,11 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         Blocks in tiers below the daemon's memory are brought up first. Those that are not there within `max_wait_s`
         seconds, or within half of the time limit of a request, count as missing.
         """
-        packed, patience = key_bytes(keys), Patience(max_wait_s, timeout_s)
+        packed, patience, verify = key_bytes(keys), Patience(max_wait_s, timeout_s), flag(verify, "verify")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         target = pieces_of(out, len(found), self.namespace.block_bytes, "out", writable=True)
         await self._access.attempt(
-            lambda link: BlockReader(link, packed, target, found, bool(verify), patience, timeout_s).read()
+            lambda link: BlockReader(link, packed, target, found, verify, patience, timeout_s).read()
         )
         return found
 
@@ -439,6 +440,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         the daemon does not count the blocks as read: for a lease that protects what another call reads. `max_wait_s`
         is as in `get`."""
         packed, ttl_s, patience = key_bytes(keys), wait_time(ttl_s, "ttl_s"), Patience(max_wait_s, timeout_s)
+        leading_only, counted = flag(leading_only, "leading_only"), flag(counted, "counted")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         held: list[Held] = []
         used: StoreLink | None = None
@@ -452,8 +454,8 @@ class StoreCore(Generic[LeaseT, ReservationT]):
                 found,
                 held,
                 ttl_s=ttl_s,
-                leading_only=bool(leading_only),
-                counted=bool(counted),
+                leading_only=leading_only,
+                counted=counted,
                 patience=patience,
                 timeout_s=timeout_s,
             )
@@ -498,6 +500,8 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         """Make blocks the most recently used. Returns how many keys were there. `uses` are counted by the daemon: what
         this process has done in the mapped memory by itself."""
         packed = key_bytes(keys)
+        if uses is not None and not isinstance(uses, SharedUses):
+            raise InvalidArgumentError(f"is {type(uses).__name__}, not SharedUses", field="uses")
         touched = 0
 
         async def work(link: StoreLink) -> None:

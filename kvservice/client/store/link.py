@@ -17,7 +17,7 @@ from typing import Any
 
 from kvservice.client.connection import SessionConnection, Signal, Waiting
 from kvservice.client.cut_calls import CutCalls
-from kvservice.client.messages import OVERHEAD_BYTES, build, wait_time, whole
+from kvservice.client.messages import OVERHEAD_BYTES, build, choice, wait_time, whole
 from kvservice.client.regions import FdPassing, HostRegion, RegionTable, SharedRegion
 from kvservice.client.remote import RemoteRegions
 from kvservice.client.store.memory import Geometry, MappedStore
@@ -225,12 +225,8 @@ class StoreOptions:
         """Raises InvalidArgumentError."""
         if not isinstance(namespace, StoreNamespace):
             raise InvalidArgumentError(f"is {type(namespace).__name__}, not a StoreNamespace", field="namespace")
-        for name_of, value, allowed in (
-            ("unreachable", unreachable, UNREACHABLE_IS),
-            ("transport", transport, STORE_TRANSPORTS),
-        ):
-            if value not in allowed:
-                raise InvalidArgumentError(f"is not one of {', '.join(allowed)}: {value!r}", field=name_of)
+        choice(unreachable, UNREACHABLE_IS, "unreachable")
+        choice(transport, STORE_TRANSPORTS, "transport")
         threads = default_threads() if copy_threads is None else whole(copy_threads, "copy_threads")
         if threads < 1:
             raise InvalidArgumentError(f"{threads} is not above 0", field="copy_threads")

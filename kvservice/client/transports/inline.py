@@ -16,6 +16,8 @@ from kvservice.client.transport import (
     Transport,
     TransportName,
     WriteCall,
+    check_attention,
+    check_kv,
 )
 from kvservice.client.values import StepInfo
 from kvservice.v1 import attention_pb2, tensor_pb2
@@ -35,6 +37,7 @@ class InlineTransport(Transport):
         # The output is as large as the query; the log-sum-exp adds at most an eighth.
         if fits(max(query.nbytes + key.nbytes + value.nbytes, query.nbytes * 9 // 8), message_bytes):
             return await self._send(call)
+        check_attention(self.context.info, call)  # a wrong shape is told before the size that it causes
         parts = self._parts(call.step, message_bytes, query, key, value)
         if len(parts) == 1:
             return await self._send(call)
@@ -114,7 +117,11 @@ class InlineTransport(Transport):
         return wanted
 
     async def write_prepared(self, call: WriteCall) -> None:
-        for part in self.parts_of(call, self.context.info.max_message_bytes):
+        info, num_tokens = self.context.info, call.step.num_tokens
+        if not fits(call.key.nbytes + call.value.nbytes, info.max_message_bytes):
+            leading = (num_tokens,) if call.layer is not None else (info.num_layers, num_tokens)
+            check_kv(info, leading, call.key, call.value)
+        for part in self.parts_of(call, info.max_message_bytes):
             await self.send_part(part)
 
     async def send_part(self, part: WriteCall, places: Places | None = None) -> None:
