@@ -236,7 +236,7 @@ class ResourceExhaustedError(KVServiceError):
 class OutOfBlocksError(ResourceExhaustedError):
     """A tier has too few free blocks. `metadata` holds `tier` (device or swap), `required`, `free` and `total` blocks.
 
-    `never` says that the request can never succeed, because the pool is too small for it.
+    `never` says that the request can never succeed, because the pool is too small for it. The text ends with that.
     """
 
     reason = "OUT_OF_BLOCKS"
@@ -244,8 +244,10 @@ class OutOfBlocksError(ResourceExhaustedError):
     def __init__(
         self, message: str, *, tier: str, required: int, free: int, total: int, never: bool = False, field: str = ""
     ) -> None:
+        ending = "; it can never fit" if never else "; it may fit later"
+        text = message.removesuffix(ending) + ending  # one that was received has it
         super().__init__(
-            message, field=field, tier=tier, required=required, free=free, total=total, never=str(never).lower()
+            text, field=field, tier=tier, required=required, free=free, total=total, never=str(never).lower()
         )
         self.tier, self.required, self.free, self.total, self.never = tier, required, free, total, never
 

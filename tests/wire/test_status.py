@@ -54,6 +54,7 @@ def details(error: KVServiceError) -> dict[str, AnyMessage]:
 def test_out_of_blocks_says_when_to_try_again_unless_never() -> None:
     later = OutOfBlocksError("why", tier="device", required=2, free=1, total=4)
     never = OutOfBlocksError("why", tier="device", required=5, free=1, total=4, never=True)
+    assert (str(later), str(never)) == ("why; it may fit later", "why; it can never fit")
     assert set(details(never)) == {"ErrorInfo"}
     assert set(details(later)) == {"ErrorInfo", "RetryInfo"}
     retry = error_details_pb2.RetryInfo()
