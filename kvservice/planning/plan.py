@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -256,13 +256,18 @@ def checked_options(layout: PoolLayout, dtype: str, kv_cache_dtype: str, **sizes
         "kv_cache_dtype": kv_cache_dtype,
         **sizes,
     }
+    _check(options)
+    return options
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError naming the option of the plan if the daemon refuses these options."""
     try:
         checked_config(options)
     except InvalidArgumentError as error:
         if error.field in _SAME:
             raise InvalidArgumentError(f"the daemon refuses it: {error.message}", field=error.field) from None
         raise InvalidArgumentError(f"{error.field}: {error.message}", field="model") from None
-    return options
 
 
 def serve_command(options: Mapping[str, Any], model: Path | None) -> str:
@@ -347,7 +352,8 @@ class TierPlan:
 @dataclass(frozen=True)
 class Plan:
     """The figures of a model on a GPU. `unbounded_share` is the hit share of the trace if nothing were evicted, and
-    `needed_gib` the capacity that reaches 95 % of it. `commands` start the daemon of a GPU."""
+    `needed_gib` the capacity that reaches 95 % of it. The first of `commands` starts a daemon whose pool is on the GPU;
+    the second, if a store is worth it, the daemon of a host beside an engine that has its own pool."""
 
     layout: PoolLayout
     token_bytes: int
@@ -396,7 +402,7 @@ def make_plan(options: PlanOptions, trace: Trace | None) -> Plan:
         tiers=tiers,
         unbounded_share=unbounded,
         needed_gib=needed,
-        commands=(_command(options, shape, layout, tiers),),
+        commands=(_command(options, shape, layout, tiers), *_beside(tiers)),
         notes=tuple(_notes(options, tiers, unbounded)),
     )
 
@@ -517,6 +523,21 @@ def _command(options: PlanOptions, shape: PoolOptions, layout: PoolLayout, tiers
     return serve_command(checked_options(layout, shape.dtype, options.kv_cache_dtype, **given), model)
 
 
+def _beside(tiers: tuple[TierPlan, ...]) -> Iterator[str]:
+    """Yield the command line of a daemon beside an engine that has its own pool. All GPUs of the host share its store,
+    so it has the whole tiers."""
+    chosen, gib = _chosen(tiers), {tier.name: size_gib(tier.gib, 1) for tier in tiers}
+    if STORE not in chosen:
+        return
+    given: dict[str, Any] = {"store_gib": gib[STORE], "pool_gib": 0.1, "swap_space_gib": 0}
+    if DISK in chosen:
+        given |= {"disk": DIRECTORY, "disk_gib": gib[DISK]}
+    if SHARED in chosen:
+        given["mooncake"] = MASTER
+    _check(given)
+    yield serve_command(given, None)
+
+
 def _notes(options: PlanOptions, tiers: tuple[TierPlan, ...], unbounded: float | None) -> list[str]:
     notes = []
     chosen = _chosen(tiers)
@@ -563,8 +584,14 @@ def render(plan: Plan, console: Console) -> None:
     for tier in plan.tiers:
         tiers.add_row(tier.name, *_figures(tier))
     console.print(tiers)
-    for line in (*plan.notes, *plan.commands):
+    for line in (*plan.notes, *_with_titles(plan.commands)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _with_titles(commands: tuple[str, ...]) -> Iterator[str]:
+    titles = ("a daemon whose pool is the engine's:", "a daemon beside an engine that has its own pool:")
+    for title, command in zip(titles, commands, strict=False):
+        yield from (title, command)
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

@@ -67,6 +67,7 @@ def test_llama_3_8b(model: Path) -> None:
     assert plan.commands == (
         f"kvservice serve --model {model} --device cuda --block-size 16 --pool-gib 75 --store-gib 64 "
         "--disk DIRECTORY --disk-gib 1000 --weights NAME",
+        "kvservice serve --store-gib 64 --pool-gib 0.1 --swap-space-gib 0 --disk DIRECTORY --disk-gib 1000",
     )
 
 
@@ -223,6 +224,7 @@ def test_the_command_prints_tables(model: Path) -> None:
     assert code == 0
     for part in ("131,072 bytes", "GPU pool", "host store", "disk", "break-even", "kvservice serve --model"):
         assert part in output
+    assert "a daemon beside an engine that has its own pool:\nkvservice serve --store-gib 64 --pool-gib 0.1 " in output
 
 
 def test_numbers_are_short(model: Path) -> None:
