@@ -221,14 +221,16 @@ MAX_CHARACTERS: Final = 1 << 28
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A prompt with its parameters. `number` is that of its line, from 1."""
+    """A prompt with its parameters. `number` is that of its line, from 1. `options` are the names of the parameters
+    that it has from the command line."""
 
     number: int
     prompt: Any
     params: SamplingParams
+    options: frozenset[str]
 
-    def fail(self, reason: object) -> click.ClickException:
-        return _error(self.number, reason)
+    def fail(self, error: KVServiceError) -> click.ClickException:
+        return _error_in(self.number, error, self.options)
 
 
 def read_lines(file: TextIO, options: dict[str, Any], *, chat: bool, special_tokens: bool) -> list[PromptLine]:
@@ -275,10 +277,11 @@ def _parse(number: int, line: str, options: dict[str, Any], special_tokens: bool
         raise _error(number, "the prompt must be a text or a list of token ids")
     if isinstance(prompt, str) and not special_tokens:
         prompt = Verbatim(prompt)
+    given = frozenset(options) - values.keys()
     try:
-        return PromptLine(number, prompt, SamplingParams.of(options | values))
+        return PromptLine(number, prompt, SamplingParams.of(options | values), given)
     except KVServiceError as error:
-        raise _error(number, error) from None
+        raise _error_in(number, error, given) from None
 
 
 def _parse_chat(number: int, line: str, options: dict[str, Any]) -> PromptLine:
@@ -289,13 +292,14 @@ def _parse_chat(number: int, line: str, options: dict[str, Any]) -> PromptLine:
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     arguments: Any = {name: values.pop(name) for name in ChatArguments.__annotations__ if name in values}
+    given = frozenset(options) - values.keys()
     try:
         conversations = conversations_of(messages, arguments)
         if len(conversations) != 1:
             raise _error(number, "a line has one conversation")
-        return PromptLine(number, conversations[0], SamplingParams.of(options | values))
+        return PromptLine(number, conversations[0], SamplingParams.of(options | values), given)
     except KVServiceError as error:
-        raise _error(number, error) from None
+        raise _error_in(number, error, given) from None
 
 
 def _values(number: int, line: str, name: str) -> tuple[Any, dict[str, Any]]:
@@ -320,6 +324,15 @@ def _values(number: int, line: str, name: str) -> tuple[Any, dict[str, Any]]:
 def _token(name: str) -> int | str:
     """Return the token id that is a key in JSON. Other keys stay, and SamplingParams refuses them."""
     return int(name) if name.isdecimal() else name
+
+
+def _error_in(number: int, error: KVServiceError, options: frozenset[str]) -> click.ClickException:
+    """Return the error for a line, or for an option of the command line if that is what is wrong."""
+    name = error.field.partition("[")[0]
+    if name in options:
+        flag = "stop_token_id" if name == "stop_token_ids" else name
+        return click.UsageError(f"--{flag.replace('_', '-')}: {error.message}")
+    return _error(number, error)
 
 
 def _error(number: int, reason: object) -> click.ClickException:
