@@ -1,8 +1,7 @@
 """An inference engine without a model: what an engine asks of the daemon, with random numbers for its tensors.
 
-    python example_client.py [ADDRESS]
-
-For a daemon with TLS the environment names its CA's certificate, KVSERVICE_TLS_CA, and holds a token, KVSERVICE_TOKEN.
+ADDRESS is unix:///path/of.sock or host:port. For a daemon with TLS the environment names its CA's certificate,
+KVSERVICE_TLS_CA, and holds a token, KVSERVICE_TOKEN.
 
 Two tenants send requests. Those of a tenant begin alike, so part of each prompt is in the prefix cache; some are
 answered twice, by a fork. In a small pool they are more than it holds, so that the youngest wait in the swap tier.
@@ -10,6 +9,7 @@ answered twice, by a fork. In a small pool they are more than it holds, so that 
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -131,7 +131,7 @@ def work(address: str) -> None:
                 engine.kv.close()
 
 
-def main(address: str = "127.0.0.1:50051") -> None:
+def main(address: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # sessions are closed on the way out, not lost
     while True:
         try:
@@ -144,4 +144,6 @@ def main(address: str = "127.0.0.1:50051") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="[%(default)s]")
+    main(parser.parse_args().address)

@@ -36,6 +36,17 @@ def test_it_shares_forks_swaps_and_ends_its_sequences() -> None:
     assert stats.sequences == 0
 
 
+def test_it_tells_its_arguments_and_refuses_others() -> None:
+    told, refused = (
+        subprocess.run([sys.executable, "-P", str(EXAMPLE), *words], capture_output=True, text=True)
+        for words in (["--help"], ["--adress", "unix:/absent"])
+    )
+    assert told.returncode == 0
+    assert "ADDRESS" in told.stdout
+    assert refused.returncode == 2
+    assert "unrecognized arguments: --adress" in refused.stderr
+
+
 def test_it_comes_back_to_a_daemon_that_was_started_anew(tmp_path: Path) -> None:
     socket = tmp_path / "kvservice.sock"
     command = [sys.executable, "-P", str(EXAMPLE), f"unix:{socket}"]
