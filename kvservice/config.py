@@ -45,6 +45,23 @@ def home_folder() -> str:
     return "" if folder.startswith("~") else folder
 
 
+# Options that do nothing unless another one is set.
+_NEEDED = {
+    "disk_admission": "disk_gib",
+    "disk_threads": "disk_gib",
+    "disk_sessions_gib": "disk",
+    "event_token_ids": "event_window",
+    "max_transfers": "transfer_address",
+    "mooncake_address": "mooncake",
+    "mooncake_device": "mooncake",
+    "mooncake_metadata": "mooncake",
+    "mooncake_protocol": "mooncake",
+    "otel_sample_ratio": "otel_endpoint",
+    "transfer_insecure": "transfer_address",
+    "transfer_protocol": "transfer_address",
+}
+
+
 class ServeConfig(BaseModel):
     """Options of `kvservice serve`. The field descriptions are their help texts."""
 
@@ -508,6 +525,22 @@ class ServeConfig(BaseModel):
             raise ValueError(f"disk_gib: a disk tier keeps values of the block store in files: set {missing}")
         if 0 < self.disk_gib < MIN_DISK_GIB:
             raise ValueError(f"disk_gib: must be at least {MIN_DISK_GIB:g}, or 0, not {self.disk_gib:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _with_effect(self) -> ServeConfig:
+        """Refuse what was set and would do nothing."""
+        if "gpu_memory_utilization" in self.model_fields_set:
+            if self.cuda_device is None:
+                raise ValueError(f"gpu_memory_utilization: the pool is on the device {self.device}, which is no GPU")
+            if self.pool_blocks is not None:
+                raise ValueError(
+                    f"gpu_memory_utilization: {self.pool_field} says how large the pool is: set one of them"
+                )
+        for name, needed in _NEEDED.items():
+            value = getattr(self, name)
+            if value and value != type(self).model_fields[name].default and not getattr(self, needed):
+                raise ValueError(f"{name}: has no effect without {needed}: set that as well")
         return self
 
     @model_validator(mode="after")

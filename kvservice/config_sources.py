@@ -97,10 +97,30 @@ def _read_file(file: Path | None) -> dict[str, Any]:
         return {}
     try:
         with open_regular(file) as stream:
-            return tomllib.load(stream)
+            found = tomllib.load(stream)
     except (OSError, ValueError, RecursionError) as error:
         # tomllib raises ValueError for what is no TOML, and for very long numbers.
         raise InvalidArgumentError(f"{file}: {reason_of(error)}", field="config") from None
+    for name, value in found.items():
+        if (field := ServeConfig.model_fields.get(name)) is not None:
+            _check_kind(name, value, field.annotation, file)
+    return found
+
+
+def _check_kind(name: str, value: Any, kind: Any, file: Path) -> None:
+    """Raise InvalidArgumentError for a value of TOML that has another type than the option. pydantic would convert it,
+    as it must for the texts of the environment."""
+    if kind is bool:
+        is_right, wanted = isinstance(value, bool), "true or false"
+    elif kind in (int, int | None):
+        is_right, wanted = type(value) is int, "a whole number"
+    elif kind is float:
+        is_right, wanted = type(value) in (int, float), "a number"
+    else:
+        is_right, wanted = isinstance(value, str), "a text"
+    if not is_right:
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise InvalidArgumentError(f"must be {wanted}, not {shown} ({file})", field=name)
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:

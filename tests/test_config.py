@@ -34,6 +34,14 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str, str, str]] = [
     ({}, {}, "block_size = 12", "block_size", "kvservice.toml"),
     ({}, {}, f"block_size = {'1' * 5000}", "config", "kvservice.toml"),
     ({}, {}, f"block_size = {'[' * 5000}{']' * 5000}", "config", "kvservice.toml"),
+    ({}, {}, 'block_size = "4"', "block_size", "must be a whole number, not '4' ({file})"),
+    ({}, {}, "block_size = 16.0", "block_size", "must be a whole number, not 16.0 ({file})"),
+    ({}, {}, "num_blocks = true", "num_blocks", "must be a whole number, not true ({file})"),
+    ({}, {}, 'pool_gib = "1"', "pool_gib", "must be a number, not '1' ({file})"),
+    ({}, {}, "spill = 1", "spill", "must be true or false, not 1 ({file})"),
+    ({}, {}, 'spill = "no"', "spill", "must be true or false, not 'no' ({file})"),
+    ({}, {}, "device = 0", "device", "must be a text, not 0 ({file})"),
+    ({}, {}, "dtype = [1]", "dtype", "must be a text, not [1] ({file})"),
     ({"block_size": 512}, {}, "", "block_size", "option"),
     ({"dtype": "int8"}, {}, "", "dtype", "option"),
     ({"head_size": 36}, {}, "", "head_size", "option"),
@@ -77,13 +85,20 @@ def test_what_is_wrong_is_named_with_where_it_was_read(tmp_path: Path) -> None:
                 with pytest.raises(InvalidArgumentError) as caught:
                     load_config(options, environ, file)
                 assert caught.value.field == field
-                assert origin in caught.value.message
+                assert origin.format(file=file) in caught.value.message
 
 
 # Environment, text of the file; a part of the error.
 SAID: list[tuple[dict[str, str], str, str]] = [
-    ({}, "store_gib = true", "must not be true"),
-    ({}, "max_sessions = false", "must not be false"),
+    ({}, "store_gib = true", "must be a number, not true"),
+    ({}, "max_sessions = false", "must be a whole number, not false"),
+    ({}, "gpu_memory_utilization = 0.5", "the pool is on the device cpu, which is no GPU"),
+    ({}, 'device = "cuda"\ngpu_memory_utilization = 0.5\npool_gib = 2.0', "pool_gib says how large the pool is"),
+    ({}, "otel_sample_ratio = 0.5", "has no effect without otel_endpoint"),
+    ({"KVSERVICE_DISK_THREADS": "4"}, "", "has no effect without disk"),
+    ({}, "event_token_ids = true\nevent_window = 0", "has no effect without event_window"),
+    ({}, 'transfer_protocol = "rdma"', "has no effect without transfer_address"),
+    ({}, 'mooncake_device = "mlx5_0"', "has no effect without mooncake"),
     ({}, "store_gib = nan", "finite number"),
     ({}, "pool_gib = inf", "finite number"),
     ({"KVSERVICE_STORE_GIB": ""}, "", "is empty"),
