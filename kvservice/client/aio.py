@@ -429,7 +429,8 @@ class AsyncKVClient:
             close_session=self._close_session,
             fd_path=self._core.fd_path,
         )
-        access = await self._opened(self._core.open_store(dialer, options), StoreAccess.close)
+        opening = self._core.open_store(dialer, options, patient=self._connect_timeout_s is None)
+        access = await self._opened(opening, StoreAccess.close)
         try:
             yield AsyncStore(access, namespace, AsyncStoreLease, AsyncStoreReservation)
         finally:

@@ -309,6 +309,7 @@ class KVClient:
         if connect_timeout_s is not None:
             try:
                 info = finish(
+        self._patient = connect_timeout_s is None
                     first_answer(ThreadWaiting(), self._get_info, wait_time(connect_timeout_s, "connect_timeout_s"))
                 )
             except KVServiceError:
@@ -386,6 +387,7 @@ class KVClient:
         `transport`: "auto", or one of "mapped", "region", "transfer" and "inline", the way that blocks must take.
         `copy_threads`: how many threads of this process copy blocks at most. `quota_gib`: most GiB of values in the
         namespace, for all clients, until one names another; the daemon's store_quota_gib is the upper limit. 0 leaves
+        Over a quota of the tenant it raises QuotaExceededError, unless the client has connect_timeout_s=None.
         the quota as it is.
 
         Raises StoreOffError, and StoreNotSharedError or RegionsNotAllowedError if the transport is not available.
@@ -404,7 +406,7 @@ class KVClient:
             close_session=self._close_session,
             fd_path=self._core.fd_path,
         )
-        access = finish(self._core.open_store(dialer, options))
+        access = finish(self._core.open_store(dialer, options, patient=self._patient))
         return Store(StoreCore(access, namespace, make_lease, make_reservation))
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:

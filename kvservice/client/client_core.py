@@ -270,10 +270,10 @@ class ClientCore:
         self._ended = True
         _open.discard(self)
 
-    async def open_store(self, dialer: Dialer, options: StoreOptions) -> StoreAccess:
+    async def open_store(self, dialer: Dialer, options: StoreOptions, *, patient: bool) -> StoreAccess:
         """Open the link of a store. Raises the errors of StoreAccess.start."""
         access = StoreAccess(dialer, options)
-        await access.start()
+        await access.start(patient=patient)
         self._stores.add(access)
         return access
 

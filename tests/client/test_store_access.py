@@ -351,6 +351,17 @@ def test_a_daemon_that_restarts_without_a_store_counts_as_away(rig: Make, caplog
     ]
 
 
+def test_a_quota_of_the_tenant_is_an_error_where_a_full_daemon_is_none(rig: Make) -> None:
+    over = QuotaExceededError("there are 8 sessions", limit="max_sessions", value=8, tenant="red")
+    with pytest.raises(QuotaExceededError):
+        rig(over).start()
+    patient = rig(over, None)
+    finish(patient.access.start(patient=True))
+    assert not patient.access.reachable
+    patient.waiting.work()
+    assert patient.access.reachable
+
+
 def test_attempts_that_the_daemon_refuses_get_rare(rig: Make) -> None:
     with each_row() as row:
         for refusal in (StoreOffError("off"), FULL):

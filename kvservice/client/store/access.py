@@ -23,6 +23,7 @@ from kvservice.errors import (
     DaemonAwayError,
     DrainingError,
     KVServiceError,
+    QuotaExceededError,
     ResourceExhaustedError,
     SessionTakenError,
     TLSHandshakeError,
@@ -80,6 +81,12 @@ _LOST = (
     UnknownRegionError,
 )
 
+
+def _is_over_quota(error: KVServiceError) -> bool:
+    """Return whether a tenant has as much as it may have, in distinction to a daemon that is full."""
+    return isinstance(error, QuotaExceededError) and "tenant" in error.metadata
+
+
 # See open_link in link.py.
 OpenLink = Callable[[Dialer, StoreOptions, Callable[[KVServiceError], None]], Awaitable[StoreLink]]
 
@@ -118,15 +125,16 @@ class StoreAccess:
     def reachable(self) -> bool:
         return (link := self.answering) is not None and link.connection.connected
 
-    async def start(self) -> None:
+    async def start(self, *, patient: bool = False) -> None:
         """Open the first link. A daemon that is away, or has no room for the session or namespace, is an error only
-        with `raises`; every other error is raised."""
+        with `raises`; every other error is raised. A quota of the caller's tenant is no lack of room: it is an error
+        unless the client is `patient`."""
         try:
             self._join(await self._open())
         except TLSHandshakeError:
             raise
         except _MAY_PASS as error:
-            if self._options.raises:
+            if self._options.raises or (_is_over_quota(error) and not patient):
                 raise
             self._failed_to_open(error)
             self._opening = self._dialer.waiting.start(self._reopen())
