@@ -25,10 +25,10 @@ from kvservice.commands import (
     Presented,
     configuration,
     connection_options,
+    daemon_address,
     failed,
     needs,
     reexec_with_environment,
-    usual_configuration,
 )
 from kvservice.commands.bench import bench
 from kvservice.commands.generate import generate
@@ -43,6 +43,9 @@ from kvservice.keeper.private_paths import control_path
 
 if TYPE_CHECKING:
     from kvservice.demo import DemoResult, TiersResult
+
+
+ADDRESS_HELP = "unix:///path/of.sock, /path/of.sock or host:port.  [default: what serve would listen on]"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -183,7 +186,7 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
 
 
 @main.command()
-@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
+@click.option("--address", help=ADDRESS_HELP)
 @click.option("--timeout-s", type=Number(0, 3600, min_open=True), default=5.0, show_default=True)
 @connection_options
 def health(address: str | None, timeout_s: float, presented: Presented) -> None:
@@ -192,9 +195,9 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
     Print what the daemon has to do without, for example a disk that is suspended because it fails.
     """
     prepare_grpc()
-    from kvservice.health import address_of, ask
+    from kvservice.health import ask
 
-    where = address or address_of(usual_configuration())
+    where = daemon_address(address)
     try:
         answer = ask(where, timeout_s, presented.at(where))
     except KVServiceError as error:
@@ -205,18 +208,8 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
         raise click.ClickException(f"not serving: {answer.reason}")
 
 
-def _daemon_address(given: str | None) -> str:
-    """Return the given address, or that of a daemon with the usual configuration. Raises UsageError."""
-    from kvservice.health import address_of
-
-    where = given or address_of(usual_configuration())
-    if not where:
-        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
-    return where
-
-
 @main.command()
-@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
+@click.option("--address", help=ADDRESS_HELP)
 @click.option("--interval", type=Number(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
@@ -239,7 +232,7 @@ def top(
 
     if sort not in SORT_KEYS:
         raise click.BadParameter(f"one of {', '.join(SORT_KEYS)}", param_hint="--sort")
-    where = _daemon_address(address)
+    where = daemon_address(address)
     try:
         run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
@@ -247,7 +240,7 @@ def top(
 
 
 @main.command()
-@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
+@click.option("--address", help=ADDRESS_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @connection_options
 def tenants(address: str | None, as_json: bool, presented: Presented) -> None:
@@ -262,7 +255,7 @@ def tenants(address: str | None, as_json: bool, presented: Presented) -> None:
     from kvservice.health import door_of
     from kvservice.top.source import Source, to_json
 
-    where = _daemon_address(address)
+    where = daemon_address(address)
 
     async def asked() -> list[dict[str, object]]:
         async with Source(door_of(where), presented.at(where)) as source:
@@ -294,10 +287,11 @@ def tenants(address: str | None, as_json: bool, presented: Presented) -> None:
 
 
 RESET_S = 10.0
+_socket_option = click.option("--address", "--unix-socket", help=ADDRESS_HELP)
 
 
 @main.command()
-@click.option("--unix-socket", help="The daemon's unix socket.  [default: what serve would listen on]")
+@_socket_option
 @click.option(
     "--timeout-s",
     type=click.FloatRange(1, 86400),
@@ -305,7 +299,7 @@ RESET_S = 10.0
     show_default=True,
     help="Seconds that each part of the upgrade may take before this command gives up waiting.",
 )
-def upgrade(unix_socket: str | None, timeout_s: float) -> None:
+def upgrade(address: str | None, timeout_s: float) -> None:
     """Replace the running daemon by a process of the installed version, with all K/V and sessions.
 
     The new process starts beside the old one and checks that it can take over. Then the old one finishes its calls and
@@ -313,7 +307,7 @@ def upgrade(unix_socket: str | None, timeout_s: float) -> None:
     the process of `kvservice serve` does the same.
     """
     try:
-        for answer in ask_keeper(_keeper_of(unix_socket, "send SIGHUP to it instead"), "upgrade", timeout_s):
+        for answer in ask_keeper(_keeper_of(address, "send SIGHUP to it instead"), "upgrade", timeout_s):
             if answer["event"] == "progress":
                 click.echo(answer["message"], err=True)
             elif answer["ok"]:
@@ -325,15 +319,15 @@ def upgrade(unix_socket: str | None, timeout_s: float) -> None:
 
 
 @main.command()
-@click.option("--unix-socket", help="The daemon's unix socket.  [default: what serve would listen on]")
+@_socket_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def reset(unix_socket: str | None, yes: bool) -> None:
+def reset(address: str | None, yes: bool) -> None:
     """Start the daemon empty: all sessions and K/V that its keeper holds are lost.
 
     It is the last resort for a daemon that cannot start with the state of the process before. A daemon that serves is
     killed. Addresses stay the daemon's.
     """
-    path = _keeper_of(unix_socket, "stop it, and start it again")
+    path = _keeper_of(address, "stop it, and start it again")
     if not yes:
         click.confirm("All sessions and K/V of the daemon are lost. Go on?", abort=True)
     try:
@@ -343,12 +337,13 @@ def reset(unix_socket: str | None, yes: bool) -> None:
         raise click.ClickException(str(error)) from None
 
 
-def _keeper_of(unix_socket: str | None, otherwise: str) -> str:
+def _keeper_of(address: str | None, otherwise: str) -> str:
     """Return the path of the keeper's control socket. `otherwise` is what to do if there can be none."""
-    path = control_path(usual_configuration().unix_socket if unix_socket is None else unix_socket)
-    if not path:
+    kind, _, path = daemon_address(address).partition(":")
+    control = control_path(path.removeprefix("//")) if kind == "unix" else ""
+    if not control:
         raise click.ClickException(f"the daemon's keeper is found by its unix socket: {otherwise}")
-    return path
+    return control
 
 
 # ---- tokens

@@ -74,7 +74,7 @@ class ClientCredentials:
     def for_address(cls, address: str, tls: TLSOption, token: str | os.PathLike[str] | None) -> ClientCredentials:
         """Build credentials from a client's arguments. A unix socket needs no token and gets none. Raises
         InvalidArgumentError."""
-        check_address(address)
+        address = target_of(address)
         config = _tls_config(tls)
         if address.startswith(_UNIX):
             if config is not None:
@@ -109,11 +109,22 @@ def check_address(address: object) -> None:
             )
         return
     if address.startswith(("http://", "https://")) or ":" not in address:
-        raise InvalidArgumentError(f"{address!r} is neither unix:///path/of.sock nor host:port", field="address")
+        raise InvalidArgumentError(
+            f"{address!r} is neither the path of a socket, as unix:///path/of.sock or /path/of.sock, nor host:port",
+            field="address",
+        )
     port = address.rpartition(":")[2]
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
     if not is_port and "://" not in address:
         raise InvalidArgumentError(f"{address!r} has no port from 1 to 65535", field="address")
+
+
+def target_of(address: object) -> str:
+    """Return gRPC's target for an address: unix:PATH, unix:///PATH, a PATH that begins with / or ., or host:port.
+    Raises InvalidArgumentError."""
+    target = f"{_UNIX}{address}" if isinstance(address, str) and address.startswith(("/", "./", "../")) else address
+    check_address(target)
+    return str(target)
 
 
 def _tls_config(tls: TLSOption) -> TLSConfig | None:

@@ -266,8 +266,9 @@ class Session:
 
 
 class KVClient:
-    """A connection to a daemon at `address`, unix:///path/of.sock or host:port. Clients and sessions are thread-safe.
-    In a process that is forked from theirs, their calls raise FailedPreconditionError, and closing them does nothing.
+    """A connection to a daemon at `address`: unix:///path/of.sock, /path/of.sock or host:port. Clients and sessions are
+    thread-safe. In a process that is forked from theirs, their calls raise FailedPreconditionError, and closing them
+    does nothing.
 
     `transport` selects how sessions pass tensors to the daemon. "inline" sends them in messages. "region" places them
     in shared memory. "lane" uses shared-memory rings that a thread of the daemon serves. "mapped" passes none: the
@@ -302,14 +303,16 @@ class KVClient:
         transport: str = "auto",
     ) -> None:
         self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
-        self._channel = open_channel(address, self._core.credentials, channel.channel_options(address))
+        self._channel = open_channel(
+            self._core.address, self._core.credentials, channel.channel_options(self._core.address)
+        )
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = open_stub(self._channel)
         self._info: PoolInfo | None = None
+        self._patient = connect_timeout_s is None
         if connect_timeout_s is not None:
             try:
                 info = finish(
-        self._patient = connect_timeout_s is None
                     first_answer(ThreadWaiting(), self._get_info, wait_time(connect_timeout_s, "connect_timeout_s"))
                 )
             except KVServiceError:
@@ -384,10 +387,10 @@ class KVClient:
         `tenant` is part of the namespace; operators see it and `name`. `timeout_s` is the time limit of each request in
         seconds; None: the client's. `unreachable`: "miss" or "raise", what the store's methods do while the daemon is
         away; with "miss" this method does not raise then either, nor if the daemon has no room for the session now.
+        Over a quota of the tenant it raises QuotaExceededError, unless the client has connect_timeout_s=None.
         `transport`: "auto", or one of "mapped", "region", "transfer" and "inline", the way that blocks must take.
         `copy_threads`: how many threads of this process copy blocks at most. `quota_gib`: most GiB of values in the
         namespace, for all clients, until one names another; the daemon's store_quota_gib is the upper limit. 0 leaves
-        Over a quota of the tenant it raises QuotaExceededError, unless the client has connect_timeout_s=None.
         the quota as it is.
 
         Raises StoreOffError, and StoreNotSharedError or RegionsNotAllowedError if the transport is not available.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from kvservice.auth.client import ClientCredentials, TLSOption
+from kvservice.auth.client import ClientCredentials, TLSOption, target_of
 from kvservice.client import channel
 from kvservice.client.connection import (
     PAUSE_S,
@@ -212,7 +212,7 @@ class ClientCore:
                 "for example with the start method `spawn` of multiprocessing, or before the first client"
             )
         self.process = OwnProcess()
-        self.address = address
+        self.address = address = target_of(address)
         self.credentials = ClientCredentials.for_address(address, tls, token)
         self.fd_path = socket_path(address)
         self._timeout_s = time_limit(timeout_s)

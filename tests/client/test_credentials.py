@@ -20,7 +20,7 @@ from ports import free_port
 from small_pool import SMALL_POOL
 
 from kvservice.cli import main
-from kvservice.client import AsyncKVClient, KVClient, TLSConfig
+from kvservice.client import AsyncKVClient, Cluster, KVClient, TLSConfig
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, TLSHandshakeError
 from kvservice.launch import Daemon
 
@@ -224,10 +224,31 @@ def test_what_no_address_can_be_is_refused_here() -> None:
     done = CliRunner().invoke(main, ["health", "--address", "http://kv:1"])
     assert (done.exit_code, done.output) == (
         1,
-        "Error: address: 'http://kv:1' is neither unix:///path/of.sock nor host:port\n",
+        "Error: address: 'http://kv:1' is neither the path of a socket, as unix:///path/of.sock or /path/of.sock, nor "
+        "host:port\n",
     )
     for address in ("kv:1", "[::1]:65535", "dns:///kv", "ipv4:10.0.0.1:1", "unix:a", "unix:///" + "a" * 106):
         AsyncKVClient(address)
+
+
+def test_every_client_and_command_takes_every_spelling_of_an_address(daemon: Daemon) -> None:
+    path = daemon.address.removeprefix("unix://")
+    spellings = (path, f"unix:{path}", f"unix://{path}", f"/../{path}")
+    with each_row() as row:
+        for address in spellings:
+            with row(address):
+                with KVClient(address) as client, client.session() as kv:
+                    assert kv.transport == "lane"
+                with Cluster([address]) as cluster:
+                    assert cluster.choose([1]).daemon == address
+                for command in (["health"], ["tenants"], ["top", "--once"]):
+                    done = CliRunner().invoke(main, [*command, "--address", address])
+                    assert (command, done.exit_code) == (command, 0), done.output
+        for command in ("health", "tenants", "upgrade", "reset"):
+            with row(command):
+                done = CliRunner().invoke(main, [command, "--address", "kv"], input="n\n")
+                assert done.exit_code == 1
+                assert done.output.startswith("Error: address: 'kv' is neither the path of a socket")
 
 
 def test_a_token_file_is_read_for_each_call(tmp_path: Path) -> None:

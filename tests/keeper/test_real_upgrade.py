@@ -32,7 +32,7 @@ def command(keeper: SmallKeeper) -> Any:
 
 
 def upgrade(unix_socket: str) -> Any:
-    return CliRunner().invoke(main, ["upgrade", "--unix-socket", unix_socket])
+    return CliRunner().invoke(main, ["upgrade", "--address", f"unix://{unix_socket}"])
 
 
 def test_a_new_process_takes_over(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvservice.auth.client import ClientCredentials
+from kvservice.auth.client import ClientCredentials, target_of
 from kvservice.client import channel
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStore, TaskWaiting
 from kvservice.client.cluster.core import (
@@ -40,7 +40,7 @@ class TaskLink:
     """See DaemonLink."""
 
     def __init__(self, address: str, options: ClientOptions) -> None:
-        self._address = address
+        self._address = address = target_of(address)
         self._credentials = ClientCredentials.for_address(address, options.get("tls"), options.get("token", ""))
         self.client = AsyncKVClient(address, connect_timeout_s=None, **options)
         self._control = AsyncKVClient(address, **control_options(options))

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvservice.auth.client import ClientCredentials
+from kvservice.auth.client import ClientCredentials, target_of
 from kvservice.client import channel
 from kvservice.client.blocking import KVClient, Session, Store
 from kvservice.client.cluster.core import (
@@ -40,6 +40,7 @@ class BlockingLink:
     """See DaemonLink."""
 
     def __init__(self, address: str, options: ClientOptions) -> None:
+        address = target_of(address)
         credentials = ClientCredentials.for_address(address, options.get("tls"), options.get("token", ""))
         self.client = KVClient(address, connect_timeout_s=None, **options)
         self._control = KVClient(address, **control_options(options))
