@@ -196,6 +196,11 @@ def _open(
         memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
         blocks = None if store is None else store.blocks
         sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks, tenants)
+        if not kept.taken:
+            after = f" after {report.ended}" if report.ended else ""
+            sessions.began = (
+                f"this daemon began empty{after}: sessions from before it, unless they were saved, are gone"
+            )
         saved = SavedSessions(config, engine.manager, sessions, files)
         if kept.taken:
             try:

@@ -123,12 +123,18 @@ def test_a_closed_session_stays_closed(start: Callable[..., Life]) -> None:
         next(closing, None)
         life = start()
         assert [one.session_id for one in life.sessions] == [other.session_id]
-        with pytest.raises(UnknownSessionError):
+        with pytest.raises(UnknownSessionError) as closed:
             life.attach(session.token)
+        assert "began empty" not in closed.value.message, "this daemon has the sessions of the one before"
         assert life.manager.stats().sequences == 0
         assert life.core.report.lost.sequences == 0
 
     run(scenario())
+
+
+def test_a_daemon_that_began_empty_says_so_of_sessions_that_it_does_not_know(start: Callable[..., Life]) -> None:
+    with pytest.raises(UnknownSessionError, match=r"this daemon began empty: sessions from before it, .* are gone"):
+        start().attach(b"from the daemon before")
 
 
 # ---- times

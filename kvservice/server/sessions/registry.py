@@ -84,6 +84,8 @@ class SessionRegistry:
     ) -> None:
         """`tenants` is None if the daemon has one tenant, whatever sessions call it."""
         self._tenants = tenants
+        # What a client of a session from before this daemon should know; empty if that session can still be there.
+        self.began = ""
         self._clock = clock or SystemClock()
         self._config = config
         self._manager = manager
@@ -349,10 +351,16 @@ class SessionRegistry:
         session = self.find(token)
         if session is None:
             self._note_foreign(token)
-            raise UnknownSessionError(
-                "no such session: it was closed, was lost without a stream, or was never opened", field="session_token"
-            )
+            raise self.unknown()
         return session
+
+    def unknown(self) -> UnknownSessionError:
+        """Return the error for a token without a session."""
+        return UnknownSessionError(
+            "no such session: it was closed, was lost without a stream, or was never opened"
+            + (f"; {self.began}" if self.began else ""),
+            field="session_token",
+        )
 
     def _note_foreign(self, token: bytes) -> None:
         if (session := self._sessions.get(token)) is not None:

@@ -33,7 +33,6 @@ from kvservice.errors import (
     SavedSessionsOffError,
     SequenceLostError,
     SessionNotRestoredError,
-    UnknownSessionError,
 )
 from kvservice.logs import LogBudget
 from kvservice.saved import OpenedSession, SessionFiles, SessionValues
@@ -165,7 +164,7 @@ class SavedSessions:
                 return
             opened = await self.files.open(token)
             if opened is None:
-                raise _unknown()
+                raise self._sessions.unknown()
             try:
                 await self._restore_from(self.files, opened, token)
             finally:
@@ -175,7 +174,7 @@ class SavedSessions:
         values = opened.manifest.session
         if values.owner != CALLER.get().name or not self._sessions.is_of_caller(values.tenant):
             self._sessions.note_foreign("a saved session")
-            raise _unknown()
+            raise self._sessions.unknown()
         files.check_identity(opened)
         owner = Identity(values.owner, bytes.fromhex(values.credential))
         session = self._sessions.begin(token, values.name, values.tenant, owner, values.wait_s)
@@ -239,7 +238,7 @@ class SavedSessions:
     def note(self) -> str:
         """Say that the disk failed when it was last used, or return an empty string."""
         fails = self.files is not None and self.files.files.fails
-        return "the disk of the saved sessions fails or is full" if fails else ""
+        return f"the disk of the saved sessions, {self._config.disk}, fails or is full" if fails else ""
 
     def stats(self) -> SavedStats:
         """Return the figures of the sessions on the disk, which there must be."""
@@ -267,12 +266,6 @@ def _fitting() -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         raise SessionNotRestoredError(f"a saved sequence does not fit: {error}", cause="limits") from None
-
-
-def _unknown() -> UnknownSessionError:
-    return UnknownSessionError(
-        "no such session: it was closed, was lost without a stream, or was never opened", field="session_token"
-    )
 
 
 # ---- sequences of open sessions that are swapped out to the disk
