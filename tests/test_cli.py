@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from waiting import until
 
 from kvservice.cli import main
 from kvservice.config import ServeConfig
+from kvservice.keeper.private_paths import why_unusable
 from kvservice.launch import Daemon
 
 TINY_POOL = {"KVSERVICE_NUM_LAYERS": "1", "KVSERVICE_NUM_BLOCKS": "8", "KVSERVICE_SWAP_SPACE_GIB": "0"}
@@ -106,6 +108,12 @@ def test_a_socket_in_the_home_directory_has_a_private_folder(tmp_path: Path) -> 
     assert f"unix_socket: {folder}/kvservice.sock: other users can write to it" in refused.stderr
 
 
+def test_a_folder_that_cannot_be_used_is_named_with_what_to_do() -> None:
+    for number, said in ((errno.EROFS, f"user {os.geteuid()}, the daemon's, must own it"), (errno.ENOSPC, "make room")):
+        text = why_unusable(OSError(number, os.strerror(number)), Path("/mnt/kv/values"))
+        assert text.startswith(f"/mnt/kv/values cannot be used: {os.strerror(number)}; {said}")
+
+
 # What test_config.py does not show: that an error of the configuration is one line, and what the daemon finds wrong.
 NOT_SERVED: list[tuple[tuple[str, ...], dict[str, str], str]] = [
     (("--block-size", "12"), {}, "block_size"),
@@ -115,6 +123,11 @@ NOT_SERVED: list[tuple[tuple[str, ...], dict[str, str], str]] = [
     (("--unix-socket", f"/tmp/{'k' * 103}"), {}, "has 108 bytes: the path of a socket has at most"),
     (("--tcp-address", "192.0.2.1:1", "--insecure"), {}, "tcp_address: cannot listen"),
     (("--tcp-address", "0.0.0.0:1"), {}, "tcp_address: other hosts reach 0.0.0.0:1"),
+    (
+        ("--disk", "/dev/null"),
+        {},
+        "disk: /dev/null cannot be used: there is no directory at this path, but a file: name",
+    ),
     (("--tls-cert", "/absent.crt", "--tls-key", "/absent.key"), {}, "tls_cert: /absent.crt"),
     (("--auth-tokens", "/absent"), {}, "auth_tokens: /absent"),
     ((), {"KVSERVICE_CPU_ISA": "sse9"}, "KVSERVICE_CPU_ISA: unknown instruction set 'sse9'"),

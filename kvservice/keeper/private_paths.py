@@ -35,6 +35,18 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def why_unusable(error: OSError, path: Path) -> str:
+    """Return which part of a private folder cannot be used, why, and what to do about it."""
+    where, why = error.filename or path, error.strerror or str(error)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        why = "there is no directory at this path, but a file: name another one"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        why += f"; user {os.geteuid()}, the daemon's, must own it and may alone write to it"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why += "; make room there, or name another directory"
+    return f"{where} cannot be used: {why}"
+
+
 def beside(path: str) -> str:
     """Return a path in the same folder, for a socket that `put_in_place` then moves."""
     folder, name = os.path.split(path)

@@ -21,7 +21,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
-from kvservice.keeper.private_paths import private_folder
+from kvservice.keeper.private_paths import private_folder, why_unusable
 from kvservice.keeper.processes import is_from_outside
 from kvservice.kept import KeptFiles, KeptState, KeptStateError, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
@@ -233,8 +233,7 @@ def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], fl
     except BlockingIOError:
         raise InvalidArgumentError(f"{folder} is in use by another daemon", field="disk") from None
     except OSError as error:
-        where = error.filename or folder
-        raise InvalidArgumentError(f"{where} cannot be used: {error.strerror}", field="disk") from None
+        raise InvalidArgumentError(why_unusable(error, folder), field="disk") from None
     logger.info(
         "saved sessions are in %s: %d are found after %.2f s, with %.2f of %.2f GiB",
         folder, files.num_sessions, time.monotonic() - began_s, files.used_bytes / GIB, config.disk_sessions_gib,

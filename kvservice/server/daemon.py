@@ -176,6 +176,7 @@ class KVServer:
                 self.sessions.transfers.note,
                 "" if self._tenants is None else self._tenants.note,
                 *map(str, self._not_open.values()),
+                disk=config.disk,
             )
         )
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)

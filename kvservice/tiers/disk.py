@@ -111,7 +111,7 @@ class DiskTier:
                     logging.WARNING, "values in %s that are removed because they were damaged: %d", where, damaged
                 )
             if stats.reads_fail:
-                raise TierError("the disk cannot be read")
+                raise TierError(f"{self._options.directory} cannot be read")
         return GetResult(result.found, result.checksums)
 
     async def put(self, space: Space, values: Values) -> bytes:
@@ -123,7 +123,9 @@ class DiskTier:
         stored = (await self._result(operation)).found
         if 0 in stored and (stats := self._files.stats()).writes_fail:
             broken_gib, capacity_gib = stats.broken_bytes / _GIB, stats.capacity_bytes / _GIB
-            raise TierError(f"the disk cannot be written: {broken_gib:.2f} of {capacity_gib:.2f} GiB failed")
+            raise TierError(
+                f"{self._options.directory} cannot be written: {broken_gib:.2f} of {capacity_gib:.2f} GiB failed"
+            )
         return stored
 
     async def remove(self, space: Space, keys: bytes) -> int:

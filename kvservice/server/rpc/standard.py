@@ -83,10 +83,14 @@ Status = health_pb2.HealthCheckResponse
 _NOTES = {"opening": "is opening", "suspended": "is suspended", "failed": "has failed"}
 
 
-def note_of(tiers: Sequence[TierStats], *others: str) -> str:
+def note_of(tiers: Sequence[TierStats], *others: str, disk: str = "") -> str:
     """Return which tiers below the block store are not open, and the other notes, of what the daemon serves without; or
-    an empty string."""
-    notes = [f"the tier {tier.name} {_NOTES[tier.state]}" for tier in tiers if tier.state in _NOTES]
+    an empty string. `disk` is the directory of the disk tier."""
+    notes = [
+        f"the tier {tier.name}{f' in {disk}' if disk and tier.name == 'disk' else ''} {_NOTES[tier.state]}"
+        for tier in tiers
+        if tier.state in _NOTES
+    ]
     return ", ".join(filter(None, (*notes, *others)))
 
 

@@ -28,7 +28,7 @@ from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
 from kvservice.errors import InvalidArgumentError, RegionShrunkError, ResourceExhaustedError, StoreNotSharedError
-from kvservice.keeper.private_paths import private_folder
+from kvservice.keeper.private_paths import private_folder, why_unusable
 from kvservice.kept import Facts, KeptState, Section
 from kvservice.mooncake import PRELOADED, MooncakeOptions, numeric_address
 from kvservice.owned import OwnedProcess
@@ -585,7 +585,7 @@ def _open_disk(config: ServeConfig, memory: SealedMemory) -> DiskTier:
     try:
         private_folder(directory)
     except OSError as error:
-        raise TierError(f"{directory}: {error.strerror}") from None
+        raise TierError(why_unusable(error, directory)) from None
     options = DiskOptions(directory, int(config.disk_gib * GIB), num_threads=config.disk_threads)
     return DiskTier(options, memory.address, memory.num_bytes)
 
