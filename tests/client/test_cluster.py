@@ -301,6 +301,10 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (["unix:a", "unix:a"], {}, "addresses"),
     ([f"unix:{n}" for n in range(257)], {}, "addresses"),
     ([7], {}, "addresses"),
+    ([["unix:a"]], {}, "addresses"),
+    (None, {}, "addresses"),
+    (5, {}, "addresses"),
+    (["unix:a"], {"placement": 5}, "placement"),
     (["unix:a"], {"probe_interval_s": 0}, "probe_interval_s"),
     (["unix:a"], {"probe_timeout_s": -1}, "probe_timeout_s"),
     (["unix:a"], {"open_timeout_s": 2e9}, "open_timeout_s"),
@@ -315,7 +319,7 @@ def test_wrong_arguments_are_refused() -> None:
     with each_row() as row:
         for kind in kinds:
             for addresses, options, field in WRONG:
-                with row((kind.__name__, addresses[:2], options)):
+                with row((kind.__name__, repr(addresses)[:40], options)):
                     with pytest.raises(InvalidArgumentError) as caught:
                         kind(addresses, **options)
                     assert caught.value.field == field

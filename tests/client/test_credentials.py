@@ -241,9 +241,9 @@ def test_every_client_and_command_takes_every_spelling_of_an_address(daemon: Dae
                     assert kv.transport == "lane"
                 with Cluster([address]) as cluster:
                     assert cluster.choose([1]).daemon == address
-                for command in (["health"], ["tenants"], ["top", "--once"]):
-                    done = CliRunner().invoke(main, [*command, "--address", address])
-                    assert (command, done.exit_code) == (command, 0), done.output
+                for words in (["health"], ["tenants"], ["top", "--once"]):
+                    done = CliRunner().invoke(main, [*words, "--address", address])
+                    assert (words, done.exit_code) == (words, 0), done.output
         for command in ("health", "tenants", "upgrade", "reset"):
             with row(command):
                 done = CliRunner().invoke(main, [command, "--address", "kv"], input="n\n")

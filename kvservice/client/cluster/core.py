@@ -31,7 +31,7 @@ from kvservice.client.cluster.placement import (
 )
 from kvservice.client.connection import Background, Waiting
 from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from kvservice.client.messages import ExtraKeys, int_list, wait_time
+from kvservice.client.messages import ExtraKeys, int_list, listed, wait_time
 from kvservice.client.values import PoolInfo, from_message
 from kvservice.errors import (
     CallTimeoutError,
@@ -87,6 +87,8 @@ class ClusterOptions:
                 raise InvalidArgumentError("must be above 0", field=name)
         if connect_timeout_s is not None:
             connect_timeout_s = wait_time(connect_timeout_s, "connect_timeout_s")
+        if placement is not None and not isinstance(placement, PlacementSettings):
+            raise InvalidArgumentError(f"is {type(placement).__name__}, not PlacementSettings", field="placement")
         return cls(connect_timeout_s=connect_timeout_s, placement=placement or PlacementSettings(), **waits)
 
 
@@ -94,12 +96,12 @@ def check_addresses(addresses: Any) -> tuple[str, ...]:
     """Return the addresses. Raises InvalidArgumentError."""
     if isinstance(addresses, str):
         raise InvalidArgumentError("must be a list of addresses", field="addresses")
-    listed = tuple(addresses)
-    if not 1 <= len(listed) <= MAX_DAEMONS or len(set(listed)) < len(listed):
-        raise InvalidArgumentError(f"must be 1 to {MAX_DAEMONS} different addresses", field="addresses")
-    if not all(isinstance(address, str) and address for address in listed):
+    given = tuple(listed(addresses, "addresses"))
+    if not all(isinstance(address, str) and address for address in given):
         raise InvalidArgumentError("must be addresses such as unix:///path/of.sock or host:port", field="addresses")
-    return listed
+    if not 1 <= len(given) <= MAX_DAEMONS or len(set(given)) < len(given):
+        raise InvalidArgumentError(f"must be 1 to {MAX_DAEMONS} different addresses", field="addresses")
+    return given
 
 
 # The first pause after a failure, and the longest. Each failure doubles the pause.
@@ -423,13 +425,13 @@ class ClusterCore(Generic[ClientT]):
 
     def client(self, address: str) -> ClientT:
         """Return the client of a daemon. Raises InvalidArgumentError."""
-        if address not in self._members.by_address:
+        if not isinstance(address, str) or address not in self._members.by_address:
             raise InvalidArgumentError(f"{address!r} is not an address of the cluster", field="address")
         return self._members.by_address[address].link.client
 
     async def choose(self, token_ids: Iterable[int], extra_keys: ExtraKeys) -> Candidate:
         """Return the best daemon for a prompt. Raises NoDaemonError, InvalidArgumentError."""
-        tokens, keys = [*int_list(token_ids, "token_ids")], list(extra_keys)
+        tokens, keys = [*int_list(token_ids, "token_ids")], listed(extra_keys, "extra_keys")
         deadline = self.waiting.clock() + self.options.wait_s
         while True:
             prompt = await self._prompt(tokens, keys, deadline)
@@ -446,7 +448,7 @@ class ClusterCore(Generic[ClientT]):
 
         Raises NoDaemonError when all have been away for `wait_s`, and QuotaExceededError if all others are full.
         """
-        tokens, keys = [*int_list(token_ids, "token_ids")], list(extra_keys)
+        tokens, keys = [*int_list(token_ids, "token_ids")], listed(extra_keys, "extra_keys")
         deadline = self.waiting.clock() + self.options.wait_s
         full: dict[str, QuotaExceededError] = {}
         while True:
