@@ -87,7 +87,7 @@ def test_the_pool_takes_its_share_of_what_the_workspaces_leave(fake: FakeCuda) -
 
 
 def test_a_size_that_is_given_wins(fake: FakeCuda) -> None:
-    device = open_device(config_of(num_blocks=None, pool_gib=100 * BLOCK_BYTES / 2**30, gpu_memory_utilization=0.5))
+    device = open_device(config_of(num_blocks=None, pool_gib=100 * BLOCK_BYTES / 2**30))
     assert device.num_blocks == 100
     assert device.memory_bytes["pool"] == 100 * BLOCK_BYTES
     assert device.memory_bytes["swap"] == device.num_swap_blocks * BLOCK_BYTES == 12 * BLOCK_BYTES
