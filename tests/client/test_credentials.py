@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from each_row import each_row
 from ports import free_port
 from small_pool import SMALL_POOL
+from waiting import until
 
 from kvservice.cli import main
 from kvservice.client import AsyncKVClient, Cluster, KVClient, TLSConfig
@@ -233,6 +234,7 @@ def test_what_no_address_can_be_is_refused_here() -> None:
 
 def test_every_client_and_command_takes_every_spelling_of_an_address(daemon: Daemon) -> None:
     path = daemon.address.removeprefix("unix://")
+    until(lambda: CliRunner().invoke(main, ["tenants", "--address", path]).exit_code == 0)  # its observer has started
     spellings = (path, f"unix:{path}", f"unix://{path}", f"/../{path}")
     with each_row() as row:
         for address in spellings:
