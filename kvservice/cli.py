@@ -20,15 +20,16 @@ from pydantic_core import PydanticUndefined
 
 from kvservice import __version__, plain_json
 from kvservice.auth import tokens
+from kvservice.auth.client import target_of
 from kvservice.commands import (
     Number,
     Presented,
     configuration,
     connection_options,
-    daemon_address,
     failed,
     needs,
     reexec_with_environment,
+    usual_configuration,
 )
 from kvservice.commands.bench import bench
 from kvservice.commands.generate import generate
@@ -185,6 +186,19 @@ def demo(device: str, dtype: str, address: str | None, tiers: bool, as_json: boo
         raise click.ClickException("; ".join(result.problems))
 
 
+def _daemon_address(given: str | None) -> str:
+    """Return gRPC's target of the given address, or of a daemon with the usual configuration. Raises ClickException."""
+    from kvservice.health import address_of
+
+    where = address_of(usual_configuration()) if given is None else given
+    if given is None and not where:
+        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
+    try:
+        return target_of(where)
+    except InvalidArgumentError as error:
+        raise click.ClickException(str(error)) from None
+
+
 @main.command()
 @click.option("--address", help=ADDRESS_HELP)
 @click.option("--timeout-s", type=Number(0, 3600, min_open=True), default=5.0, show_default=True)
@@ -197,7 +211,7 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
     prepare_grpc()
     from kvservice.health import ask
 
-    where = daemon_address(address)
+    where = _daemon_address(address)
     try:
         answer = ask(where, timeout_s, presented.at(where))
     except KVServiceError as error:
@@ -232,7 +246,7 @@ def top(
 
     if sort not in SORT_KEYS:
         raise click.BadParameter(f"one of {', '.join(SORT_KEYS)}", param_hint="--sort")
-    where = daemon_address(address)
+    where = _daemon_address(address)
     try:
         run(TopOptions(door_of(where), interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
@@ -255,7 +269,7 @@ def tenants(address: str | None, as_json: bool, presented: Presented) -> None:
     from kvservice.health import door_of
     from kvservice.top.source import Source, to_json
 
-    where = daemon_address(address)
+    where = _daemon_address(address)
 
     async def asked() -> list[dict[str, object]]:
         async with Source(door_of(where), presented.at(where)) as source:
@@ -339,7 +353,7 @@ def reset(address: str | None, yes: bool) -> None:
 
 def _keeper_of(address: str | None, otherwise: str) -> str:
     """Return the path of the keeper's control socket. `otherwise` is what to do if there can be none."""
-    kind, _, path = daemon_address(address).partition(":")
+    kind, _, path = ("" if address == "" else _daemon_address(address)).partition(":")
     control = control_path(path.removeprefix("//")) if kind == "unix" else ""
     if not control:
         raise click.ClickException(f"the daemon's keeper is found by its unix socket: {otherwise}")

@@ -19,7 +19,7 @@ from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig, 
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
-from kvservice.errors import CallTimeoutError, ConnectionLostError, InvalidArgumentError, KVServiceError, reason_of
+from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError, reason_of
 
 
 class Number(click.FloatRange):
@@ -43,19 +43,6 @@ def configuration(options: dict[str, Any], file: str | None) -> ServeConfig:
 def usual_configuration() -> ServeConfig:
     """Return the configuration of a daemon that is started without options here. Raises ClickException."""
     return configuration({}, os.environ.get(f"{ENV_PREFIX}CONFIG"))
-
-
-def daemon_address(given: str | None) -> str:
-    """Return gRPC's target of the given address, or of a daemon with the usual configuration. Raises ClickException."""
-    from kvservice.health import address_of
-
-    where = address_of(usual_configuration()) if given is None else given
-    if given is None and not where:
-        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
-    try:
-        return target_of(where)
-    except InvalidArgumentError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def reexec_with_environment() -> None:

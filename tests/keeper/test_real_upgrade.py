@@ -28,11 +28,11 @@ def socket_of(keeper: SmallKeeper) -> str:
 
 def command(keeper: SmallKeeper) -> Any:
     """Run `kvservice upgrade` and return its result."""
-    return upgrade(socket_of(keeper))
+    return upgrade(f"unix://{socket_of(keeper)}")
 
 
-def upgrade(unix_socket: str) -> Any:
-    return CliRunner().invoke(main, ["upgrade", "--address", f"unix://{unix_socket}"])
+def upgrade(address: str) -> Any:
+    return CliRunner().invoke(main, ["upgrade", "--address", address])
 
 
 def test_a_new_process_takes_over(tmp_path: Path) -> None:
