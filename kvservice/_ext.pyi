@@ -109,8 +109,12 @@ class LaneSession:
 
 class LaneExecutor: ...
 
+# Upper bounds of the size classes of work on a pool in host memory, in bytes. One more class has no bound. Work runs in
+# turns with work of its class, and beside that of other classes.
+CPU_SIZE_CLASSES: tuple[int, ...]
+
 class CpuLaneExecutor(LaneExecutor):
-    """Executes the calls of any number of lanes, one at a time. `pool` is as in `attention`."""
+    """Executes the calls of any number of lanes, those of a size class one at a time. `pool` is as in `attention`."""
 
     def __init__(self, pool: Any, head_size: int, batch_invariant: bool) -> None: ...
 

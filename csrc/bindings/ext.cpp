@@ -305,6 +305,7 @@ PYBIND11_MODULE(_ext, m) {
   define_store(m);
   define_disk(m);
   define_wire(m);
+  m.attr("CPU_SIZE_CLASSES") = py::tuple(py::cast(kSizeClasses));
   py::class_<CpuLaneExecutor, LaneExecutor>(m, "CpuLaneExecutor", py::module_local())
       .def(py::init(&make_lane_executor), py::arg("pool"), py::arg("head_size"), py::arg("batch_invariant"),
            py::keep_alive<1, 2>());

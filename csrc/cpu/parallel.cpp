@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -42,7 +43,7 @@ bool spin_until(const Done& done) {
   return false;
 }
 
-// One parallel_for. Shared, so that a thread that wakes up late still finds it, without work.
+// One parallel_for. Shared, so that a thread that is late still finds it, without work.
 struct Job {
   const std::function<void(int64_t)>* body;
   int64_t count;
@@ -51,10 +52,19 @@ struct Job {
 
   Job(const std::function<void(int64_t)>* body, int64_t count) : body(body), count(count), left(count) {}
 
-  // Returns true if this call finished the last of the work.
-  bool work() {
+  // The indices that no thread has taken. It is below 0 when threads have looked for more.
+  int64_t remaining() const { return count - next.load(); }
+
+  // Works until nothing remains, or `enough()` holds after an index. Returns true if this call finished the last of the
+  // work.
+  template <class Enough>
+  bool work(const Enough& enough) {
     int64_t done = 0;
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1), ++done) (*body)(i);
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+      (*body)(i);
+      ++done;
+      if (enough()) break;
+    }
     return done > 0 && left.fetch_sub(done) == done;
   }
 };
@@ -78,19 +88,19 @@ class ThreadPool {
   int size() const { return size_; }
 
   void run(int64_t count, const std::function<void(int64_t)>& body) {
-    const std::lock_guard<std::mutex> turn(turn_);
-    auto job = std::make_shared<Job>(&body, count);
+    const auto job = std::make_shared<Job>(&body, count);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      job_ = job;
+      jobs_.push_back(job);
       epoch_.fetch_add(1);
     }
     wake_.notify_all();
-    job->work();
+    job->work([] { return false; });
     const auto done = [&] { return job->left.load() == 0; };
-    if (spin_until(done)) return;
+    const bool spun = spin_until(done);
     std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, done);
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
+    if (!spun) finished_.wait(lock, done);
   }
 
  private:
@@ -100,30 +110,45 @@ class ThreadPool {
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     uint64_t seen = 0;
     for (;;) {
-      spin_until([&] { return epoch_.load() != seen; });
-      std::shared_ptr<Job> job;
-      {
+      std::shared_ptr<Job> job = smallest(seen);
+      if (!job) {
+        spin_until([&] { return epoch_.load() != seen; });
         std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return epoch_.load() != seen; });
+        wake_.wait(lock, [&] { return stopping_ || epoch_.load() != seen; });
         if (stopping_) return;
-        seen = epoch_.load();
-        job = job_;
+        continue;
       }
-      if (job->work()) {
+      if (job->work([&] { return epoch_.load() != seen; })) {
         const std::lock_guard<std::mutex> lock(mutex_);
         finished_.notify_all();
       }
     }
   }
 
+  // Returns the job with the fewest indices left, so that a large one delays no small one; null if nothing remains.
+  // Whoever called has a thread that works on its job alone, so each of them goes on.
+  std::shared_ptr<Job> smallest(uint64_t& seen) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    seen = epoch_.load();
+    std::shared_ptr<Job> found;
+    int64_t fewest = std::numeric_limits<int64_t>::max();
+    for (const auto& job : jobs_) {
+      const int64_t remaining = job->remaining();
+      if (remaining > 0 && remaining < fewest) {
+        found = job;
+        fewest = remaining;
+      }
+    }
+    return found;
+  }
+
   const int size_;
-  std::mutex turn_;  // held by the caller whose job runs
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable finished_;
   std::atomic<uint64_t> epoch_{0};
   bool stopping_ = false;
-  std::shared_ptr<Job> job_;
+  std::vector<std::shared_ptr<Job>> jobs_;
   std::vector<std::thread> threads_;
 };
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -38,14 +42,14 @@ from kvservice.pool.sealed import SealedMemory
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Smaller work runs directly on the event loop if the queue is empty, because a hop to a thread and back costs more.
+# Smaller work runs directly on the event loop if nothing precedes it, because a hop to a thread and back costs more.
 INLINE_BYTES = 2 << 20
 # Smaller copies run on the event loop if no work precedes them. A thread would take longer to start.
 SHORT_BYTES: Final = 256 << 10
 
 
 class CpuDevice:
-    """A `Device`. One thread runs work that is too long for the event loop; the kernels have their own threads."""
+    """A `Device`. Threads of a queue run work that is too long for the event loop; the kernels have their own."""
 
     lane_bytes = _ext.LANE_BYTES
     lane_buckets_s = _ext.LANE_BUCKETS
@@ -72,10 +76,12 @@ class CpuDevice:
         self._unfinished_swap = UnfinishedBlocks(kept.arrays, "unfinished_swap", self.num_swap_blocks)
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
-        self._queue = ByteQueue(kept.mark_faulted)
+        self._swap_lock = threading.Lock()
+        # In the queue, blocks of the swap tier have the numbers after those of the pool.
+        self._queue = ByteQueue(kept.mark_faulted, num_blocks=num_blocks + self.num_swap_blocks)
         self._pools: dict[PoolName, HostPool] = {
-            "pool": HostPool(self.pool.blocks.ctypes.data, self._unfinished),
-            "swap": HostPool(self.swap_pool.blocks.ctypes.data, self._unfinished_swap),
+            "pool": HostPool(self.pool.blocks.ctypes.data, self._unfinished, 0),
+            "swap": HostPool(self.swap_pool.blocks.ctypes.data, self._unfinished_swap, num_blocks),
         }
         self._host_copies = CpuHostCopies(self._queue, self.layout.block_bytes, config.store_copy_threads)
         self._batch_invariant = config.batch_invariant
@@ -105,21 +111,21 @@ class CpuDevice:
         def work() -> None:
             ops.copy_blocks(self.pool.blocks, self.pool.blocks, src_ids, dst_ids)
 
-        self._post(work, self._unfinished, dst_ids)
+        self._post(work, self._unfinished, dst_ids, BlockUse(src_ids, dst_ids))
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
         def work() -> None:
             with self._timed("out"):
                 ops.copy_blocks(self.pool.blocks, self.swap_pool.blocks, src_ids, dst_ids)
 
-        self._post(work, self._unfinished_swap, dst_ids)
+        self._post(work, self._unfinished_swap, dst_ids, BlockUse(src_ids, dst_ids + self.num_blocks))
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
         def work() -> None:
             with self._timed("in"):
                 ops.copy_blocks(self.swap_pool.blocks, self.pool.blocks, src_ids, dst_ids)
 
-        self._post(work, self._unfinished, dst_ids)
+        self._post(work, self._unfinished, dst_ids, BlockUse(src_ids + self.num_blocks, dst_ids))
 
     def save_blocks(self, block_ids: Int32, addresses: UInt64, pool: PoolName = "pool") -> Awaitable[UInt64]:
         return self._host_copies.save(self._pools[pool], block_ids, addresses)
@@ -133,11 +139,13 @@ class CpuDevice:
     def _timed(self, direction: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.swap_busy_s[direction] += time.perf_counter() - start
+        with self._swap_lock:
+            self.swap_busy_s[direction] += time.perf_counter() - start
 
-    def _post(self, work: Callable[[], None], unfinished: UnfinishedBlocks, dst_ids: Int32) -> None:
+    def _post(self, work: Callable[[], None], unfinished: UnfinishedBlocks, dst_ids: Int32, use: BlockUse) -> None:
         counted = _counted(work, unfinished, dst_ids)
-        self._queue.post(counted, inline=len(dst_ids) * self.layout.block_bytes <= INLINE_BYTES)
+        num_bytes = len(dst_ids) * self.layout.block_bytes
+        self._queue.post(counted, inline=num_bytes <= INLINE_BYTES, num_bytes=num_bytes, use=lambda: use)
 
     def attend(
         self,
@@ -172,7 +180,7 @@ class CpuDevice:
             )
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
-        return self._run(work, completed, scores * query[0].nbytes)
+        return self._run(work, step, completed, scores * query[0].nbytes)
 
     def write(
         self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
@@ -181,16 +189,17 @@ class CpuDevice:
             for index, layer in enumerate(layers):
                 ops.write_kv(self.pool.blocks, layer, step.slot_mapping, keys[index], values[index])
 
-        return self._run(work, completed, keys.nbytes * 2)
+        return self._run(work, step, completed, keys.nbytes * 2)
 
-    def _run(self, work: Callable[[], T], completed: StepPlan | None, num_bytes: int) -> Awaitable[T]:
+    def _run(self, work: Callable[[], T], step: StepPlan, completed: StepPlan | None, num_bytes: int) -> Awaitable[T]:
         """Run a call. If it completes a step and is not done when this returns, the step's blocks are unfinished until
-        then. Work runs in order, so the step's other layers are written too."""
-        if num_bytes <= INLINE_BYTES and self._queue.idle:
+        then. All work on the step's blocks precedes it, so the step's other layers and parts are written too."""
+        use = functools.cache(partial(blocks_of_step, step if completed is None else completed))
+        if num_bytes <= INLINE_BYTES and self._queue.is_free(use):
             return ready(self._queue.guarded(work))
         if completed is not None:
             work = _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
-        return awaited(self._queue.submit(work))
+        return awaited(self._queue.submit(work, num_bytes, use))
 
     def read(
         self, layers: Sequence[int], slots: Int64, out: tuple[Array, Array] | None = None
@@ -204,7 +213,11 @@ class CpuDevice:
             return key, value
 
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
-        return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)
+
+        def use() -> BlockUse:
+            return BlockUse(slots // self.layout.block_size, NO_BLOCKS)
+
+        return self._queue.run(work, inline=num_bytes <= INLINE_BYTES, num_bytes=num_bytes, use=use)
 
     def lane_session(self, number: int, kept_ids: Int64) -> _ext.LaneSession:
         return _ext.LaneSession(self.layout.num_layers, self.finished_steps, number, kept_ids)
@@ -221,8 +234,9 @@ class CpuDevice:
     ) -> CudaRegion:
         raise RegionsNotAllowedError("the pool is in host memory, so the daemon opens no GPU memory")
 
-    def prepare(self, _: StepPlan) -> Awaitable[None] | None:
-        return None if self._queue.idle else self._queue.run(lambda: None, inline=False)
+    def prepare(self, step: StepPlan) -> Awaitable[None] | None:
+        use = functools.cache(partial(blocks_of_step, step))
+        return None if self._queue.is_free(use) else self._queue.run(lambda: None, inline=False, use=use)
 
     def publish(self, session: LaneSession, step: StepPlan, written: bytearray) -> None:
         assert isinstance(session, _ext.LaneSession), "it was made here"
@@ -250,15 +264,44 @@ def _counted(work: Callable[[], T], unfinished: UnfinishedBlocks, blocks: Array)
 
 
 # ---- the queue in which work runs in order
+#
+
+# Work waits for work of its size class and below. It waits for larger work only if one of them writes blocks that the
+# other one uses. So small work is not behind work of seconds, and small work that cannot pass is in order behind it.
+#
+#   worker 0   small ──▶ small ──▶ small        never waits for worker 1 or 2
+#   worker 1   medium ──▶ small, of a block that the medium one writes
+#   worker 2   large ──▶ large                  each waits for what worker 0 and 1 had before it was submitted
+
+NO_BLOCKS: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockUse:
+    """The blocks that work reads and writes, int[n] each. A block may be repeated."""
+
+    reads: Array
+    writes: Array
+
+
+def blocks_of_step(step: StepPlan) -> BlockUse:
+    """Return the blocks that a call of a live step uses."""
+    tables, size = step.block_tables, step.block_size
+    there = np.arange(tables.shape[1]) < -(-step.context_lens // size)[:, None]  # the rest is padding
+    return BlockUse(tables[there], step.slot_mapping // size)
 
 
 class ByteQueue:
-    """An in-order queue with one worker thread. Work is submitted from the event loop only.
+    """Queue of work, each on the worker thread of its size class or of larger work that it must follow. Work is
+    submitted from the event loop only.
 
     Work is validated, and recorded as done in the bookkeeping, before it is submitted. An exception in it is therefore
     a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined and sets `fault`,
-    and the daemon exits. `on_start` runs first in the worker thread. `mark_faulted` is called first of all on a fault,
+    and the daemon exits. `on_start` runs first in each worker thread. `mark_faulted` is called first of all on a fault,
     on any thread.
+
+    Where work has a `num_bytes` and a `use`, they are the bytes that it moves or reads, counted roughly, and a function
+    that returns its blocks, below `num_blocks`. Work without a `use` may use all blocks.
     """
 
     def __init__(
@@ -266,49 +309,79 @@ class ByteQueue:
         mark_faulted: Callable[[], object],
         device_errors: tuple[type[Exception], ...] = (),
         on_start: Callable[[], object] = lambda: None,
+        num_blocks: int = 0,
     ) -> None:
         self.fault: BaseException | None = None
         self.on_fault: Callable[[], object] = lambda: None
         self._mark_faulted = mark_faulted
         self._device_errors = device_errors
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
-        # Set when the last submission is done. Its future would also say so, but it would keep a result alive that may
-        # be in memory of a disconnected client.
-        self._last_done = threading.Event()
-        self._last_done.set()
+        self._workers = [_Worker(num_blocks, on_start) for _ in range(len(_ext.CPU_SIZE_CLASSES) + 1)]
 
-    def run(self, work: Callable[[], T], *, inline: bool) -> Awaitable[T]:
-        """Run `work` in order. The caller awaits its result. With `inline` and an empty queue it runs now, on the event
-        loop. Cancelling the caller does not cancel the work."""
-        if inline and self.idle:
+    def run(
+        self,
+        work: Callable[[], T],
+        *,
+        inline: bool,
+        num_bytes: int = 0,
+        use: Callable[[], BlockUse] | None = None,
+    ) -> Awaitable[T]:
+        """Run `work` in order. The caller awaits its result. With `inline` and nothing before it, it runs now, on the
+        event loop. Cancelling the caller does not cancel the work."""
+        if inline and self.is_free(use):
             return ready(self.guarded(work))
-        return awaited(self.submit(work))
+        return awaited(self.submit(work, num_bytes, use))
 
-    def post(self, work: Callable[[], object], *, inline: bool) -> None:
+    def post(
+        self,
+        work: Callable[[], object],
+        *,
+        inline: bool,
+        num_bytes: int = 0,
+        use: Callable[[], BlockUse] | None = None,
+    ) -> None:
         """Run `work` in order without waiting for it. Later submissions see its effect."""
-        if inline and self.idle:
+        if inline and self.is_free(use):
             self.guarded(work)
         else:
-            self.submit(work)
+            self.submit(work, num_bytes, use)
 
     @property
     def idle(self) -> bool:
-        return self._last_done.is_set()
+        return all(worker.idle for worker in self._workers)
+
+    def is_free(self, use: Callable[[], BlockUse] | None) -> bool:
+        """Return whether nothing precedes small work that uses these blocks."""
+        return self._workers[0].idle and self._worker_of(0, use) == 0
 
     def close(self) -> None:
         """Finish all queued work."""
-        self._worker.shutdown(wait=True)
+        for worker in self._workers:
+            worker.thread.shutdown(wait=True)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        done = self._last_done = threading.Event()
+    def submit(self, work: Callable[[], T], num_bytes: int = 0, use: Callable[[], BlockUse] | None = None) -> Future[T]:
+        number = self._worker_of(num_bytes, use)
+        before = [worker.last_done for worker in self._workers[:number] if not worker.idle]
+        worker = self._workers[number]
+        done = worker.begin(None if use is None or not number else use())
 
         def run() -> T:
             try:
+                for earlier in before:
+                    earlier.wait()
                 return self.guarded(work)
             finally:
                 done.set()
 
-        return self._worker.submit(run)
+        return worker.thread.submit(run)
+
+    def _worker_of(self, num_bytes: int, use: Callable[[], BlockUse] | None) -> int:
+        """Return the number of the worker for work: of its size class, or of larger work that it must follow."""
+        smallest = bisect.bisect_left(_ext.CPU_SIZE_CLASSES, num_bytes)
+        for number in range(len(self._workers) - 1, smallest, -1):
+            worker = self._workers[number]
+            if not worker.idle and (use is None or worker.precedes(use())):
+                return number
+        return smallest
 
     def guarded(self, work: Callable[[], T]) -> T:
         """Run `work` on the calling thread. An exception in it becomes the fault."""
@@ -326,6 +399,51 @@ class ByteQueue:
             logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=not known)
             self.on_fault()
         return InternalError(f"the device failed: {error}") if known else error
+
+
+class _Worker:
+    """A thread, which the first work starts, and the blocks of its work that is not done."""
+
+    def __init__(self, num_blocks: int, on_start: Callable[[], object]) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
+        # Set when the last submission is done. Its future would also say so, but it would keep a result alive that may
+        # be in memory of a disconnected client.
+        self.last_done = threading.Event()
+        self.last_done.set()
+        # The number of submissions that read or write each block. Only the event loop's thread uses them: it takes what
+        # is done away before it looks.
+        self._num_reading = np.zeros(num_blocks, np.int32)
+        self._num_writing = np.zeros(num_blocks, np.int32)
+        self._begun = deque[tuple[threading.Event, BlockUse | None]]()
+
+    @property
+    def idle(self) -> bool:
+        return self.last_done.is_set()
+
+    def begin(self, use: BlockUse | None) -> threading.Event:
+        """Count a submission, which sets the event when it is done."""
+        done = self.last_done = threading.Event()
+        self._forget_done()
+        if use is not None:
+            np.add.at(self._num_reading, use.reads, 1)
+            np.add.at(self._num_writing, use.writes, 1)
+        self._begun.append((done, use))
+        return done
+
+    def precedes(self, use: BlockUse) -> bool:
+        """Return whether work with these blocks must wait for a submission."""
+        self._forget_done()
+        writing, written = self._num_writing, use.writes
+        if writing[use.reads].any() or writing[written].any() or self._num_reading[written].any():
+            return True
+        return any(begun is None for _, begun in self._begun)
+
+    def _forget_done(self) -> None:
+        while self._begun and self._begun[0][0].is_set():
+            _, use = self._begun.popleft()
+            if use is not None:
+                np.subtract.at(self._num_reading, use.reads, 1)
+                np.subtract.at(self._num_writing, use.writes, 1)
 
 
 async def ready(result: T) -> T:
@@ -369,10 +487,11 @@ def _places(addresses: UInt64, block_ids: Int32, block_bytes: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class HostPool:
-    """A pool at an address in host memory."""
+    """A pool at an address in host memory. `first` is the number of its first block in the queue."""
 
     pointer: int
     unfinished: UnfinishedBlocks
+    first: int
 
 
 class CpuHostCopies:
@@ -393,7 +512,7 @@ class CpuHostCopies:
         def work() -> UInt64:
             return copy_from_pool(pool.pointer, block_ids, addresses, self._block_bytes, self._num_threads)
 
-        return self._run(self._saver, work, len(block_ids))
+        return self._run(self._saver, work, BlockUse(block_ids + pool.first, NO_BLOCKS))
 
     def load(self, pool: HostPool, addresses: UInt64, block_ids: Int32, checksums: UInt64) -> Awaitable[Bools]:
         """See Device.load_blocks."""
@@ -407,13 +526,14 @@ class CpuHostCopies:
             pool.unfinished.end(block_ids)
             return right
 
-        return self._run(self._loader, work, len(block_ids))
+        return self._run(self._loader, work, BlockUse(NO_BLOCKS, block_ids + pool.first))
 
-    def _run(self, worker: ThreadPoolExecutor, work: Callable[[], T], num_blocks: int) -> Awaitable[T]:
-        if self._queue.idle and num_blocks * self._block_bytes <= SHORT_BYTES:
+    def _run(self, worker: ThreadPoolExecutor, work: Callable[[], T], use: BlockUse) -> Awaitable[T]:
+        num_bytes = (len(use.reads) + len(use.writes)) * self._block_bytes
+        if num_bytes <= SHORT_BYTES and self._queue.is_free(lambda: use):
             return ready(self._queue.guarded(work))
         done: Future[T] = Future()
-        self._queue.post(lambda: worker.submit(self._run_for, work, done), inline=True)
+        self._queue.post(lambda: worker.submit(self._run_for, work, done), inline=True, use=lambda: use)
         return awaited(done)
 
     def _run_for(self, work: Callable[[], T], done: Future[T]) -> None:

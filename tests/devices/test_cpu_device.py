@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from kv_model import POOL
 
 from kvservice import ops
 from kvservice.attention_options import AttentionOptions
-from kvservice.blocks import AllocationRequest
+from kvservice.blocks import AllocationRequest, SessionNamespace
+from kvservice.blocks.plans import PADDING_BLOCK
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
@@ -78,3 +81,105 @@ def test_a_sequence_without_blocks_is_swapped_without_a_swap_tier() -> None:
         assert engine.device.fault is None
     finally:
         engine.device.close()
+
+
+# ---- a long prefill and the calls of others
+
+NUM_TOKENS = 400
+
+
+@pytest.fixture
+def engine() -> Iterator[CacheEngine]:
+    """Return an engine with blocks for one prefill of NUM_TOKENS and a few tokens of others."""
+    changes = {"num_blocks": 106, "max_sequence_tokens": 512, "num_layers": 1, "num_kv_heads": 4, "head_size": 128}
+    config = ServeConfig.model_validate(POOL | changes | {"watermark": 0.0})
+    opened = CacheEngine(config, open_device(config))
+    yield opened
+    opened.device.close()
+
+
+@dataclass
+class Gate:
+    """Holds the writes of NUM_TOKENS until it is open. `written` has the number of tokens of each write."""
+
+    held: threading.Event = field(default_factory=threading.Event)
+    open: threading.Event = field(default_factory=threading.Event)
+    written: list[int] = field(default_factory=list)
+
+    def write_kv(self, pool: Any, layer: int, slots: Any, key: Any, value: Any) -> None:
+        if len(key) == NUM_TOKENS:
+            self.held.set()
+            self.open.wait(60)
+        WRITE_KV(pool, layer, slots, key, value)
+        self.written.append(len(key))
+
+
+WRITE_KV = ops.write_kv
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(ops, "write_kv", made.write_kv)
+    yield made
+    made.open.set()
+
+
+def begun(engine: CacheEngine, space: SessionNamespace, ids: list[int]) -> asyncio.Task[Any]:
+    """Begin a step over all tokens of sequences that are not computed. Its task returns the output."""
+    step = engine.manager.open_step(space, np.array(ids), None)
+    random = np.random.default_rng(0)
+    shapes = [(len(step.slot_mapping), heads, 128) for heads in (8, 4, 4)]
+    query, key, value = (random.standard_normal(shape, np.float32) for shape in shapes)
+    call = engine.attend(space, step.step_id, 0, query, key, value, AttentionOptions(), False)
+    return asyncio.get_running_loop().create_task(call)
+
+
+@pytest.mark.timeout(120)
+def test_a_long_prefill_delays_no_other_session(engine: CacheEngine, gate: Gate) -> None:
+    """Not even one whose block tables are padded with a block of the prefill, and all outputs are the same."""
+    manager = engine.manager
+
+    async def outputs() -> list[Any]:
+        spaces = manager.open_namespace(), manager.open_namespace()
+        manager.allocate(spaces[0], [AllocationRequest(0, range(NUM_TOKENS))])
+        (long,) = manager.describe(spaces[0], [0], include_blocks=True)
+        assert long.block_ids is not None
+        assert gate.open.is_set() or PADDING_BLOCK in long.block_ids
+        manager.allocate(spaces[1], [AllocationRequest(n, range(n, n + 4 * n)) for n in (1, 3)])
+        prefill = begun(engine, spaces[0], [0])
+        assert await asyncio.to_thread(gate.held.wait, 60)
+        others = await begun(engine, spaces[1], [1, 3])
+        gate.open.set()
+        results = [(await prefill)[0], others[0]]
+        for space in spaces:
+            manager.close_namespace(space)
+        manager.reset_prefix_cache()
+        return results
+
+    beside = asyncio.run(outputs())
+    alone = asyncio.run(outputs())  # the gate is open
+    assert gate.written[:2] == [16, NUM_TOKENS]
+    for output, expected in zip(beside, alone, strict=True):
+        np.testing.assert_array_equal(output.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.timeout(120)
+def test_blocks_of_a_long_prefill_are_used_again_only_after_it(engine: CacheEngine, gate: Gate) -> None:
+    """Its session has freed them while it was computed."""
+    manager = engine.manager
+
+    async def run() -> None:
+        spaces = manager.open_namespace(), manager.open_namespace()
+        manager.allocate(spaces[0], [AllocationRequest(0, range(NUM_TOKENS))])
+        prefill = begun(engine, spaces[0], [0])
+        assert await asyncio.to_thread(gate.held.wait, 60)
+        manager.free(spaces[0], [0])
+        manager.allocate(spaces[1], [AllocationRequest(1, range(1000, 1040))])
+        other = begun(engine, spaces[1], [1])
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(prefill, other)
+
+    asyncio.run(run())
+    assert gate.written == [NUM_TOKENS, 40]
