@@ -83,7 +83,8 @@ class LaneExecutor {
   virtual const LaneShape& shape() const = 0;
 
   // Writes the keys and values and attends. Returns when the output is complete. Calls of several threads run in turns,
-  // first come, first served, but may pass much larger ones. Throws ArgumentError if nothing was written; any other exception is a fault.
+  // first come, first served, but may pass much larger ones. Throws ArgumentError if nothing was written; any other
+  // exception is a fault.
   virtual void attend(const LaneCall& call) = 0;
 
   // Copies from a region into the daemon's own memory.

@@ -4,6 +4,7 @@ shares of several engines in one pool."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -40,7 +41,14 @@ from kvservice.scheduler.batches import (
 )
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
-from kvservice.scheduler.queues import EngineQueues, RequestSnapshot, WaitingQueue, describe_requests
+from kvservice.scheduler.queues import (
+    UNLIMITED,
+    EngineQueues,
+    Needs,
+    RequestSnapshot,
+    WaitingQueue,
+    describe_requests,
+)
 from kvservice.scheduler.reporting import CheckedReport, Report, Reporter, Retrier, Samples, check_report
 from kvservice.scheduler.requests import (
     Phase,
@@ -481,8 +489,6 @@ class PoolShares:
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64
-# How many requests in front of others are passed over because they would be refused. Each look costs microseconds.
-_MAX_PASSED_OVER: Final = 256
 # Requests that one step admits, or a few more, so that no step takes long.
 _MAX_ADMITTED: Final = 256
 
@@ -505,8 +511,7 @@ class Admission:
         quota, blocks, owners = self._namespace.quota, self._blocks_config, self._manager.device.owners
         if quota is None:
             return None
-        required = blocks.num_blocks_for(num_tokens + request.max_tokens + self._config.lookahead)
-        required *= num_sequences if request.beams else 1
+        required = int(self._queues.needs(request, num_tokens, num_sequences).blocks)
         available = blocks.num_blocks - (0 if owners is None else owners.guaranteed_to_others(quota))
         if (error := quota.never(required, num_sequences)) or required <= available:
             return error
@@ -518,13 +523,19 @@ class Admission:
     def admissible(self, queue: WaitingQueue) -> Iterator[RequestState]:
         """Yield the requests of a queue in their order, without those that would be refused if they came now, because
         quotas are lower or guarantees higher than when they came. They wait until that changes, or they are
-        aborted. So many of them that a step would be slow hold back those behind."""
-        if self._namespace.quota is None:
-            return iter(queue)
-        return (
-            state
-            for state in itertools.islice(queue, _MAX_PASSED_OVER)
-            if not self.refusal(state.group.request, state.group.num_prompt_tokens, _places(state.unit))
+        aborted."""
+        queue.limit(self._limits())
+        return iter(queue)
+
+    def _limits(self) -> Needs:
+        """Return the most that the engine's tenant may ever have. A request that needs more has a `refusal`."""
+        quota, owners = self._namespace.quota, self._manager.device.owners
+        if quota is None:
+            return UNLIMITED
+        available = self._blocks_config.num_blocks - (0 if owners is None else owners.guaranteed_to_others(quota))
+        return Needs(
+            available if quota.max_blocks is None else min(available, quota.max_blocks),
+            math.inf if quota.max_sequences is None else quota.max_sequences,
         )
 
     def preempt_for_priority(self, draft: Draft) -> None:
@@ -544,7 +555,7 @@ class Admission:
     def admit(self, draft: Draft, now_s: float) -> None:
         """Bring in swapped requests, then waiting ones. Waiting ones wait for swapped ones of the same priority."""
         self._resume(draft)
-        if not len(self._queues.waiting) or self._delayed(now_s):
+        if next(self.admissible(self._queues.waiting), None) is None or self._delayed(now_s):
             return
         before = len(draft.chunks)
         while (

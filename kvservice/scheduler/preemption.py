@@ -145,7 +145,7 @@ class Preemptor:
             state.phase = Phase.SWAPPED
             draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
         draft.swapped_out.append(self._manager.swap_out(self._namespace, ids))
-        queues.swapped.add(unit[0], len(unit))
+        queues.wait_swapped(unit)
 
     def recompute(self, unit: list[RequestState], draft: Draft) -> None:
         """Preempt running sequences, which compute their tokens again when they go on."""
@@ -164,7 +164,7 @@ class Preemptor:
             state.lost, state.looked_up = computed, False
             draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
         self._manager.free(self._namespace, [state.sequence_id for state in unit])
-        queues.waiting.add(unit[0], len(unit))
+        queues.wait(unit)
 
     def _swap_is_better(self, unit: list[RequestState], ids: list[int], num_tokens: int) -> bool:
         mode, speeds = self._config.preemption, self._queues.speeds

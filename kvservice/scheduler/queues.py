@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,48 +19,82 @@ from kvservice.blocks.plans import BoolArray, Int32Array
 from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.scheduler.batches import DecodeSet, InFlight
 from kvservice.scheduler.config import SchedulerConfig, Speeds
-from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
+from kvservice.scheduler.requests import Phase, Request, RequestGroup, RequestState
 from kvservice.scheduler.stats import SchedulerFigures
+
+
+class Needs(NamedTuple):
+    """The most blocks and sequences that a request has at one time, or that a tenant may have."""
+
+    blocks: float
+    sequences: float
+
+    def within(self, limits: Needs) -> bool:
+        return self.blocks <= limits.blocks and self.sequences <= limits.sequences
+
+
+UNLIMITED: Final = Needs(math.inf, math.inf)
+
+
+class _Waiting(NamedTuple):
+    """A request of a queue. It stands for `num_samples` beams."""
+
+    rank: tuple[int, float, int]
+    state: RequestState
+    num_samples: int
+    needs: Needs
+
+
+_rank = operator.attrgetter("rank")
 
 
 class WaitingQueue:
     """Waiting requests in the order of their ranks, which are distinct. The first is admitted first. A sample waits
-    alone; of beams that wait together the first stands for all. `num_samples` counts them all."""
+    alone; of beams that wait together the first stands for all. `num_samples` counts them all.
+
+    Requests that need more than the limits, which were lowered after they came, are refused: they wait aside, where
+    any number of them costs the others nothing, and return to their places when the limits allow them. Iteration leaves
+    them out.
+    """
 
     def __init__(self) -> None:
-        self._ranks: list[tuple[int, float, int]] = []
-        self._states: list[RequestState] = []
-        self._sizes: list[int] = []
+        self._admissible: list[_Waiting] = []
+        self._refused: list[_Waiting] = []
+        self._limits = UNLIMITED
         self.num_samples = 0
 
     def __len__(self) -> int:
-        return len(self._states)
+        """Number of all requests, refused ones too."""
+        return len(self._admissible) + len(self._refused)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states)
+        return (waiting.state for waiting in self._admissible)
 
     def __contains__(self, state: object) -> bool:
-        """Return whether a request is at its place in the queue."""
-        if not isinstance(state, RequestState):
-            return False
-        at = bisect.bisect_left(self._ranks, state.rank)
-        return at < len(self._states) and self._states[at] is state
+        """Return whether a request is at its place in the queue, or among the refused ones."""
+        return isinstance(state, RequestState) and self._find(state) is not None
 
-    def add(self, state: RequestState, num_samples: int = 1) -> None:
+    def limit(self, limits: Needs) -> None:
+        """Refuse requests that need more than these limits, and no others. Costs time only if they have changed."""
+        if limits == self._limits:
+            return
+        self._limits = limits
+        everyone = sorted([*self._admissible, *self._refused], key=_rank)
+        self._admissible = [waiting for waiting in everyone if waiting.needs.within(limits)]
+        self._refused = [waiting for waiting in everyone if not waiting.needs.within(limits)]
+
+    def add(self, state: RequestState, needs: Needs, num_samples: int = 1) -> None:
         """Insert a request at its place. It stands for `num_samples` beams."""
-        at = bisect.bisect_left(self._ranks, state.rank)
-        self._ranks.insert(at, state.rank)
-        self._states.insert(at, state)
-        self._sizes.insert(at, num_samples)
+        waiting = self._admissible if needs.within(self._limits) else self._refused
+        bisect.insort(waiting, _Waiting(state.rank, state, num_samples, needs), key=_rank)
         self.num_samples += num_samples
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that is in the queue."""
-        at = bisect.bisect_left(self._ranks, state.rank)
-        assert self._states[at] is state, "every waiting request is at its rank"
-        del self._ranks[at]
-        del self._states[at]
-        self.num_samples -= self._sizes.pop(at)
+        found = self._find(state)
+        assert found is not None, "every waiting request is at its rank"
+        waiting, at = found
+        self.num_samples -= waiting.pop(at).num_samples
 
     def discard(self, state: RequestState) -> None:
         """Remove a request if it is in the queue. Of beams, only the first is."""
@@ -65,8 +102,15 @@ class WaitingQueue:
             self.remove(state)
 
     def oldest_arrival_s(self) -> float:
-        """Return the earliest arrival of the queue, which is not empty."""
-        return min(state.arrived_at_s for state in self._states)
+        """Return the earliest arrival of the requests that are not refused, of which there is one."""
+        return min(state.arrived_at_s for state in self)
+
+    def _find(self, state: RequestState) -> tuple[list[_Waiting], int] | None:
+        for waiting in (self._admissible, self._refused):
+            at = bisect.bisect_left(waiting, state.rank, key=_rank)
+            if at < len(waiting) and waiting[at].state is state:
+                return waiting, at
+        return None
 
 
 class EngineQueues:
@@ -150,6 +194,23 @@ class EngineQueues:
         copies = self.tail_copies()
         return int(self.decodes.needs().sum()) + (copies[1] if copies else 0)
 
+    def wait(self, unit: list[RequestState]) -> None:
+        """Add samples that wait together to the waiting ones."""
+        self.waiting.add(unit[0], self._needs_of(unit), len(unit))
+
+    def wait_swapped(self, unit: list[RequestState]) -> None:
+        """Add samples that wait together to the swapped ones."""
+        self.swapped.add(unit[0], self._needs_of(unit), len(unit))
+
+    def _needs_of(self, unit: list[RequestState]) -> Needs:
+        group = unit[0].group
+        return self.needs(group.request, group.num_prompt_tokens, sum(state.num_places for state in unit))
+
+    def needs(self, request: Request, num_tokens: int, num_sequences: int) -> Needs:
+        """Return what a request with a prompt of `num_tokens` needs, of which so many samples run at one time."""
+        blocks = self.manager.config.num_blocks_for(num_tokens + request.max_tokens + self.config.lookahead)
+        return Needs(blocks * (num_sequences if request.beams else 1), num_sequences)
+
     def start_prefill(self, state: RequestState) -> None:
         """Add a sequence to the prefilling ones."""
         state.phase = Phase.PREFILLING
@@ -219,7 +280,7 @@ class EngineQueues:
         self.requests[group.request_id] = group
         self.reserved.update(dict.fromkeys(group.reserved_ids, group))
         self.states[state.sequence_id] = state
-        self.waiting.add(state)
+        self.wait(state.unit)
 
     def forget(self, group: RequestGroup) -> None:
         """Remove a request that has no samples any more."""

@@ -317,9 +317,10 @@ class Samples:
             first.blocks = self._manager.config.num_blocks_for(len(first.tokens))
         self._queues.decodes.add(first, len(first.tokens), tokens[0])
         over = first.generated >= first.limit or first.sequence_id in finished
-        if forks:
-            self._fork(first, self._others(first, tokens[1:], finished), over)
+        others = self._others(first, tokens[1:], finished) if forks else []
         first.group.forked = True
+        if forks:
+            self._fork(first, others, over)
         return [first.sequence_id] if over else []
 
     def _others(self, first: RequestState, tokens: list[int], finished: set[int]) -> list[RequestState]:
@@ -350,7 +351,7 @@ class Samples:
             tokens = np.append(first.tokens, np.int32(sample.next_token))
             sample.continue_with(tokens, self._manager.config)
             sample.phase, sample.preempted, sample.lost = Phase.WAITING, True, len(first.tokens)
-            queues.waiting.add(sample)
+            queues.wait([sample])
 
     def _park(self, beams: list[RequestState]) -> None:
         """Let beams wait together, which have a computed prompt and their first token."""
@@ -360,7 +361,7 @@ class Samples:
                 self._manager.free(self._namespace, [beam.sequence_id])
             beam.phase, beam.blocks, beam.resumes = Phase.WAITING, 0, True
             beam.preempted, beam.lost, beam.looked_up = True, len(beam.tokens), False
-        self._queues.waiting.add(beams[0], len(beams))
+        self._queues.wait(beams)
 
     def rearrange(self, parents: dict[int, int]) -> None:
         """Let beams continue their `parents`, which are beams of the same request after the same step."""

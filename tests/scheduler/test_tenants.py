@@ -8,6 +8,7 @@ from schedule_rig import EngineRig, make_rig
 from kvservice.blocks import TenantQuota
 from kvservice.errors import KVServiceError
 from kvservice.scheduler import PreemptionMode, QueueOrder, Request
+from kvservice.scheduler.queues import Needs
 
 
 def tenant_rig(**config: object) -> EngineRig:
@@ -53,6 +54,34 @@ def test_a_queued_request_that_would_be_refused_holds_no_other_back(smaller: dic
     share(rig)
     rig.run()
     assert rig.finished[-1] == 1
+    rig.check_outputs()
+
+
+@pytest.mark.parametrize("smaller", SMALLER)
+@pytest.mark.parametrize("order", QueueOrder)
+def test_no_number_of_refused_requests_holds_others_back(
+    smaller: dict[str, int], order: QueueOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step looks at none of them. All keep their places, also those that come while others are refused."""
+    rig = tenant_rig(order=order, max_running=4, size_delay_steps=0.0)
+    refused, others = range(10, 1010), range(2000, 2008)
+    for number in refused:
+        rig.add(number, range(10 * number, 10 * number + 160), max_tokens=1)
+    share(rig, **smaller)
+    for number in others:
+        rig.add(number, range(100_000 + 10 * number, 100_008 + 10 * number), max_tokens=1)
+    rig.step()
+    with monkeypatch.context() as unchanged:
+        unchanged.setattr(Needs, "within", lambda *_: pytest.fail("the limits are as before"))
+        for _ in range(8):
+            rig.step()
+    assert rig.finished == [*others]
+    for number in [*refused][4:]:
+        rig.abort(number)
+    share(rig)
+    rig.add(3000, range(8), max_tokens=1)
+    rig.run()
+    assert rig.finished == [*others, *refused[:4], 3000]
     rig.check_outputs()
 
 

@@ -143,10 +143,11 @@ class SessionScheduler:
                     self._loads[state.sequence_id] = load
                     queues.loading.add(load.chain_hash)
                     load.done.add_done_callback(functools.partial(self._loaded, state.sequence_id))
-        if not self._loads or not len(queues.waiting) or queues.num_running or queues.flight or len(queues.swapped):
+        if queues.num_running or queues.flight or len(queues.swapped):
             return None
-        first = self._loads.get(next(iter(queues.waiting)).sequence_id)
-        return None if first is None else asyncio.wait([first.done])
+        first = next(iter(queues.waiting), None)
+        load = None if first is None else self._loads.get(first.sequence_id)
+        return None if load is None else asyncio.wait([load.done])
 
     def _loaded(self, sequence_id: int, _done: asyncio.Future[object]) -> None:
         load = self._loads.pop(sequence_id)
