@@ -197,8 +197,8 @@ class Device(Protocol):
         of a step in `kept_ids` int64[n], at id % n, before the call that wrote its last layer is complete."""
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
-        """Serve a lane from a separate thread. It executes its calls in order, after all operations that were submitted
-        before the step was published. A failure in the lane faults the device."""
+        """Serve a lane from a separate thread. It executes its calls in order, after all operations on the step's
+        blocks that were submitted before the step was published. A failure in the lane faults the device."""
 
     def open_cuda_region(
         self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int, /
