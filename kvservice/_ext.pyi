@@ -416,6 +416,15 @@ def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
     """Add a reference to each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns (the
     blocks int64[m] that had no reference, how many got their second one)."""
 
+def drop_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
+    """Drop a reference of each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns
+    (the blocks int64[m] that have none any more, how many are not shared any more). Raises InvalidArgumentError
+    before anything changes."""
+
+def distinct_blocks(blocks: Any) -> tuple[Any, Any, Any]:
+    """Return (the distinct ones of `blocks` int64[n], ascending: int64[m]; the index of each block among them int64[n];
+    how often each occurs int64[m]), as np.unique does."""
+
 class StepTables:
     """What steps read and write of a pool: tables int32[num_rows, width], states int64[num_rows, m], ref_count
     int32[num_blocks], indexed bool[num_blocks] and token_ids int32[num_blocks, block_size], to which it refers. The
@@ -442,6 +451,15 @@ class StepTables:
     def start(self, rows: Any, lengths: Any, step_id: int) -> list[int]:
         """Make a step the newest one of sequences, and lengths int64[n] their lengths. Returns the distinct steps that
         it replaces."""
+
+    def fork(self, parent: int, child: int) -> int:
+        """Give the row `child` the table and the state of the row `parent`, and each block in it one reference more.
+        Returns how many of the blocks got their second one."""
+
+    def full_blocks(self, rows: Any, context_lens: Any) -> tuple[list[int], list[int], Any, list[int]] | None:
+        """Return the blocks that become full when the sequences have context_lens int32[n] computed tokens, one
+        sequence after another: (their rows, their entries in the tables, their ids int64[f], the ids of the blocks
+        before them, or -1). None if there are none."""
 
 def match_hashes(index: dict[bytes, int], hashes: list[bytes], limit: int, ref_count: Any) -> tuple[Any, int]:
     """Look up at most `limit` of these hashes in `index`, up to the first miss. Returns (blocks int64[n], how many of

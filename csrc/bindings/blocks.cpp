@@ -120,6 +120,21 @@ py::tuple add(const py::object& ref_count, const py::object& blocks) {
   return py::make_tuple(to_array(added.first), added.num_shared);
 }
 
+py::tuple drop(const py::object& ref_count, const py::object& blocks) {
+  py::array counted = plain(ref_count, "ref_count", kInt32, "int32", 1);
+  const py::array released = int64_vector(blocks, "blocks");
+  const DroppedReferences dropped = drop_references(static_cast<int32_t*>(counted.mutable_data()), counted.shape(0),
+                                                    int64_of(released), released.shape(0));
+  return py::make_tuple(to_array(dropped.last), dropped.num_unshared);
+}
+
+py::tuple distinct(const py::object& blocks) {
+  const py::array all = int64_vector(blocks, "blocks");
+  py::array_t<int64_t> inverse(all.shape(0));
+  const DistinctBlocks found = distinct_blocks(int64_of(all), all.shape(0), inverse.mutable_data());
+  return py::make_tuple(to_array(found.blocks), std::move(inverse), to_array(found.counts));
+}
+
 // An element of `index` is read after all look-ups, so that the processor loads many of them at a time.
 py::tuple match(const py::dict& index, const py::list& hashes, size_t limit, const py::object& ref_count) {
   const py::array counted = plain(ref_count, "ref_count", kInt32, "int32", 1);
@@ -172,7 +187,7 @@ class Steps {
              tables_.shape(1),
              static_cast<int64_t*>(states_.mutable_data()),
              states_.shape(1),
-             static_cast<const int32_t*>(ref_count_.data()),
+             static_cast<int32_t*>(ref_count_.mutable_data()),
              static_cast<const bool*>(indexed_.data()),
              static_cast<int32_t*>(token_ids_.mutable_data()),
              ref_count_.shape(0),
@@ -238,9 +253,21 @@ class Steps {
     return start_step(pool_, int64_of(row), int64_of(length), row.shape(0), step_id);
   }
 
+  int64_t fork(int64_t parent, int64_t child) { return fork_row(pool_, parent, child); }
+
+  py::object full_blocks(const py::object& rows, const py::object& context_lens) const {
+    const py::array row = int64_vector(rows, "rows");
+    const py::array length = int32_vector(context_lens, "context_lens");
+    require(length.shape(0) == row.shape(0), "context_lens", "has another length than rows");
+    const FullBlocks full =
+        kvservice::full_blocks(pool_, int64_of(row), static_cast<const int32_t*>(length.data()), row.shape(0));
+    if (full.blocks.empty()) return py::none();
+    return py::make_tuple(full.rows, full.entries, to_array(full.blocks), full.before);
+  }
+
  private:
-  py::array tables_, states_;
-  const py::array ref_count_, indexed_;
+  py::array tables_, states_, ref_count_;
+  const py::array indexed_;
   py::array token_ids_;
   StepTables pool_ = {};
 };
@@ -256,6 +283,8 @@ void define_blocks(py::module_& m) {
         py::arg("tokens"), py::arg("blocks"));
   m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
+  m.def("drop_references", &drop, py::arg("ref_count"), py::arg("blocks"));
+  m.def("distinct_blocks", &distinct, py::arg("blocks"));
   py::class_<Steps>(m, "StepTables")
       .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&, const py::object&,
                     int64_t>(),
@@ -265,7 +294,9 @@ void define_blocks(py::module_& m) {
            py::arg("states") = py::none())
       .def("append", &Steps::append, py::arg("rows"), py::arg("slots"), py::arg("tokens"), py::arg("fresh"),
            py::arg("blocks"))
-      .def("start", &Steps::start, py::arg("rows"), py::arg("lengths"), py::arg("step_id"));
+      .def("start", &Steps::start, py::arg("rows"), py::arg("lengths"), py::arg("step_id"))
+      .def("fork", &Steps::fork, py::arg("parent"), py::arg("child"))
+      .def("full_blocks", &Steps::full_blocks, py::arg("rows"), py::arg("context_lens"));
 }
 
 }  // namespace kvservice

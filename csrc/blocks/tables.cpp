@@ -100,6 +100,40 @@ AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int
   return added;
 }
 
+DroppedReferences drop_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size) {
+  check_blocks(blocks, size, num_blocks);
+  DroppedReferences dropped;
+  for (int64_t i = 0; i < size; ++i) {
+    const int32_t before = ref_count[blocks[i]]--;
+    if (before <= 0) {
+      for (; i >= 0; --i) ++ref_count[blocks[i]];
+      throw ArgumentError("blocks", "has fewer references than are dropped");
+    }
+    if (before == 1) dropped.last.push_back(blocks[i]);
+    dropped.num_unshared += before == 2 ? 1 : 0;
+  }
+  return dropped;
+}
+
+DistinctBlocks distinct_blocks(const int64_t* blocks, int64_t size, int64_t* inverse) {
+  constexpr int64_t kLimit = int64_t{1} << 31;
+  require(size < kLimit, "blocks", "are too many");
+  check_blocks(blocks, size, kLimit);
+  std::vector<int64_t> order(static_cast<size_t>(size));  // the blocks, each with its index in the lower half
+  for (int64_t i = 0; i < size; ++i) order[i] = blocks[i] << 32 | i;
+  std::sort(order.begin(), order.end());
+  DistinctBlocks distinct;
+  for (const int64_t one : order) {
+    if (distinct.blocks.empty() || distinct.blocks.back() != one >> 32) {
+      distinct.blocks.push_back(one >> 32);
+      distinct.counts.push_back(0);
+    }
+    ++distinct.counts.back();
+    inverse[one & (kLimit - 1)] = static_cast<int64_t>(distinct.blocks.size()) - 1;
+  }
+  return distinct;
+}
+
 bool plan_decode(const StepTables& pool, const DecodeBatch& batch, DecodePlan& plan) {
   const int shift = pool.shift;
   const int64_t mask = (int64_t{1} << shift) - 1;
@@ -166,6 +200,45 @@ std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, con
   std::sort(replaced.begin(), replaced.end());
   replaced.erase(std::unique(replaced.begin(), replaced.end()), replaced.end());
   return replaced;
+}
+
+int64_t fork_row(const StepTables& pool, int64_t parent, int64_t child) {
+  require(parent >= 0 && parent < pool.num_rows, "parent", "is not a row of the tables");
+  require(child >= 0 && child < pool.num_rows && child != parent, "child", "is not another row of the tables");
+  const int32_t* table = pool.tables + parent * pool.width;
+  const int64_t* state = pool.states + parent * pool.num_columns;
+  const int64_t size = state[kNumBlocks];
+  require(size >= 0 && size <= pool.width, "states", "has a table that is too large");
+  for (int64_t i = 0; i < size; ++i) {
+    require(table[i] >= 0 && table[i] < pool.num_blocks, "tables", "has a block outside the pool");
+  }
+  int64_t num_shared = 0;
+  for (int64_t i = 0; i < size; ++i) num_shared += pool.ref_count[table[i]]++ == 1 ? 1 : 0;
+  std::copy_n(table, size, pool.tables + child * pool.width);
+  std::copy_n(state, pool.num_columns, pool.states + child * pool.num_columns);
+  return num_shared;
+}
+
+FullBlocks full_blocks(const StepTables& pool, const int64_t* rows, const int32_t* context_lens, int64_t size) {
+  FullBlocks full;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t row = rows[i];
+    require(row >= 0 && row < pool.num_rows, "rows", "is not a row of the tables");
+    const int64_t first = pool.states[row * pool.num_columns + kNumComputed] >> pool.shift;
+    const int64_t stop = context_lens[i] >> pool.shift;
+    require(first >= 0 && stop <= pool.width, "context_lens", "is outside the table");
+    const int32_t* table = pool.tables + row * pool.width;
+    for (int64_t entry = first; entry < stop; ++entry) {
+      const int64_t block = table[entry], before = entry > 0 ? table[entry - 1] : -1;
+      require(block >= 0 && block < pool.num_blocks, "tables", "has a block outside the pool");
+      require((entry == 0 || before >= 0) && before < pool.num_blocks, "tables", "has a block outside the pool");
+      full.rows.push_back(row);
+      full.entries.push_back(entry);
+      full.blocks.push_back(block);
+      full.before.push_back(before);
+    }
+  }
+  return full;
 }
 
 }  // namespace kvservice

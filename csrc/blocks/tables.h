@@ -58,6 +58,23 @@ struct AddedReferences {
 // block is not below num_blocks.
 AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size);
 
+struct DroppedReferences {
+  std::vector<int64_t> last;  // the blocks that have no reference any more, in the order of their last occurrence
+  int64_t num_unshared = 0;   // how many blocks had several references, and do not any more
+};
+
+// Drops a reference of each of these blocks, as often as it occurs. Throws ArgumentError, and changes nothing, if a
+// block is not below num_blocks or has fewer references.
+DroppedReferences drop_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size);
+
+struct DistinctBlocks {
+  std::vector<int64_t> blocks, counts;  // ascending, and how often each occurs
+};
+
+// Returns the distinct ones of blocks[size], and writes to inverse[size] the index of each block among them. Throws
+// ArgumentError if a block or the size is not below 2**31.
+DistinctBlocks distinct_blocks(const int64_t* blocks, int64_t size, int64_t* inverse);
+
 // The columns of a sequence's state that steps read and write.
 enum StateColumn : int64_t { kLength = 0, kNumComputed = 1, kNumBlocks = 2, kStep = 3, kSwapped = 4, kStepColumns = 5 };
 
@@ -68,7 +85,7 @@ struct StepTables {
   int64_t num_rows, width;
   int64_t* states;
   int64_t num_columns;
-  const int32_t* ref_count;
+  int32_t* ref_count;
   const bool* indexed;
   int32_t* token_ids;
   int64_t num_blocks;
@@ -109,5 +126,20 @@ void append_tokens(const StepTables& pool, const int64_t* rows, int64_t* slots, 
 // replaces, ascending. Throws ArgumentError, before anything is written, for a row that is out of range.
 std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, const int64_t* lengths, int64_t size,
                                 int64_t step);
+
+// Gives the row `child` the table and the state of the row `parent`, whose blocks get one reference more. Returns how
+// many of them got their second reference. Throws ArgumentError, before anything is written, for a row or a block that
+// is out of range.
+int64_t fork_row(const StepTables& pool, int64_t parent, int64_t child);
+
+// Blocks of sequences, in the order of the sequences and of their tables: the row, the entry in its table, the block,
+// and the block of the entry before, or -1.
+struct FullBlocks {
+  std::vector<int64_t> rows, entries, blocks, before;
+};
+
+// Returns the blocks that become full when the sequences rows[size] have context_lens[size] computed tokens. Throws
+// ArgumentError if a row, an entry or a block is outside the tables.
+FullBlocks full_blocks(const StepTables& pool, const int64_t* rows, const int32_t* context_lens, int64_t size);
 
 }  // namespace kvservice

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
 from kvservice.blocks.plans import NO_STEP, Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
-from kvservice.blocks.pool import ONE
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
     DROP,
@@ -267,7 +266,7 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
-        state.device.incref_hits(plan.hits)
+        state.device.incref(plan.hits)
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
     found: list[Int64Array] = []
     tokens: list[Int32Array] = []
@@ -348,20 +347,16 @@ def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[i
 
 def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
     """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
-    sequences = state.sequences
-    states, tables, items, at = sequences.states, sequences.block_tables, sequences.items, parent * STATE_COLUMNS
+    sequences, items, at = state.sequences, state.sequences.items, parent * STATE_COLUMNS
     step_id = items[at + STEP]
     if step_id != NO_STEP:
         namespace.supersede((step_id,))
         items[at + STEP] = NO_STEP
-    table = tables[parent, : items[at + NUM_BLOCKS]]
-    state.device.incref_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
     flags, rows = items[at + FLAGS] & SCHEDULED, []
     for child_id in child_ids:
         row = sequences.free_rows.pop()
         rows.append(row)
-        tables[row, : len(table)] = table
-        states[row] = states[parent]
+        state.device.num_shared += state.step_tables.fork(parent, row)
         items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
         items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
         if parent in sequences.extra_keys:
@@ -415,7 +410,7 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     state.intents.begin(DROP, rows)
     sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
     dropped = sequences.table_entries(rows)
-    device.incref(*np.unique(blocks, return_counts=True))
+    device.incref(blocks)
     device.decref_entries(*dropped)
     sequences.num_tokens += int((states[:, LENGTH] - sequences.lengths[rows]).sum())
     sequences.block_tables[rows[which], entries] = blocks

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvservice import plain_json
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.pool import ONE, CachingBlockPool
+from kvservice.blocks.pool import CachingBlockPool
 from kvservice.blocks.slices import SLICE_BLOCKS
 
 _BLOCK_AND_SIZE: Final = struct.Struct("<qI")
@@ -132,7 +132,7 @@ class PinTable:
     def _add(self, namespace: PinOwner, pin_id: int, blocks: Int64Array, deadline: float) -> None:
         fresh = blocks[~self._device.pinned[blocks]]
         self._device.pin(fresh)
-        self.counts[blocks] += ONE
+        self.counts[blocks] += 1
         self.num_pinned += len(fresh)
         self.num_pins += 1
         namespace.pins[pin_id] = blocks
@@ -142,7 +142,7 @@ class PinTable:
         """Remove a pin. Returns the number of blocks that it pinned."""
         blocks = namespace.pins.pop(pin_id)
         del self._kept[pin_key(namespace.number, pin_id)]
-        self.counts[blocks] -= ONE
+        self.counts[blocks] -= 1
         ended = blocks[self.counts[blocks] == 0]
         self.num_pinned -= len(ended)
         self._device.unpin(ended[::-1])

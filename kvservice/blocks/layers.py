@@ -21,18 +21,18 @@ from kvservice.blocks.state import (
     RESTORE,
     BlockState,
     SessionNamespace,
-    ragged,
 )
 from kvservice.chain_hash import block_hash
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
 
 
 class _FullBlocks(NamedTuple):
-    """Blocks that a step completed, with the hash, the parent's hash and the tokens of each, little-endian int32."""
+    """Blocks that a step completed, with the hash of each, the block before it, or -1, and its tokens, little-endian
+    int32."""
 
     blocks: Int64Array
     hashes: list[bytes]
-    parents: list[bytes]
+    before: list[int]
     tokens: bytes
 
 
@@ -215,39 +215,32 @@ def commit_rows(state: BlockState, rows: Int64Array, context_lens: Int32Array) -
     """Mark the tokens of each row up to these context lengths as computed. Blocks that became full get their hash
     and can be shared. A full block has its hash before its tokens count as computed, and is whole before the index
     finds it."""
-    full = None
-    if state.config.enable_prefix_caching:
-        first = state.sequences.num_computed[rows] >> state.shift
-        num_full = (context_lens >> state.shift) - first
-        if np.count_nonzero(num_full):
-            full = _hash_blocks(state, rows, first, num_full)
-            state.device.keep_hashes(full.blocks, full.hashes)
+    full = _hash_blocks(state, rows, context_lens) if state.config.enable_prefix_caching else None
+    if full is not None:
+        state.device.keep_hashes(full.blocks, full.hashes)
     state.sequences.num_computed[rows] = context_lens
     if full is not None:
         _index_blocks(state, full)
 
 
-def _hash_blocks(state: BlockState, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> _FullBlocks:
-    """Compute the chain hashes of num_full[i] blocks of each row from entry first[i] on."""
-    device = state.device
-    which, entries = ragged(first, num_full)
-    rows = rows[which]
-    blocks = state.sequences.block_tables[rows, entries].astype(np.int64)
-    before = state.sequences.block_tables[rows, np.maximum(entries - 1, 0)].tolist()
-    data, size = token_bytes(device.token_ids[blocks]), 4 * state.config.block_size
-    names = blocks.tolist()
-    known, root, extra_keys = device.hashes, device.index.root, state.sequences.extra_keys
+def _hash_blocks(state: BlockState, rows: Int64Array, context_lens: Int32Array) -> _FullBlocks | None:
+    """Compute the chain hashes of the blocks that become full, or return None if there are none."""
+    found = state.step_tables.full_blocks(rows, context_lens)
+    if found is None:
+        return None
+    of_rows, entries, blocks, before = found
+    data, size = token_bytes(state.device.token_ids[blocks]), 4 * state.config.block_size
+    known, root, extra_keys = state.device.hashes, state.device.index.root, state.sequences.extra_keys
     hashes: list[bytes] = []
-    parents: list[bytes] = []
-    starts = range(0, len(data), size)
-    for row, entry, block, previous, start in zip(rows.tolist(), entries.tolist(), names, before, starts, strict=True):
+    start = 0
+    for row, entry, block, previous in zip(of_rows, entries, blocks.tolist(), before, strict=True):
         parent = known[previous] if entry else root
         assert parent is not None, "a full block stands before this one, so it has a hash"
         extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
         known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
         hashes.append(chain_hash)
-        parents.append(parent)
-    return _FullBlocks(blocks, hashes, parents, data)
+        start += size
+    return _FullBlocks(blocks, hashes, before, data)
 
 
 def _index_blocks(state: BlockState, full: _FullBlocks) -> None:
@@ -255,9 +248,10 @@ def _index_blocks(state: BlockState, full: _FullBlocks) -> None:
     device, journal = state.device, state.device.journal
     found = device.add_to_index(full.blocks, full.hashes)
     if journal is not None and any(found):
-        root, size = device.index.root, 4 * state.config.block_size
-        contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
-        parents = (None if parent == root else parent for parent in full.parents)
+        contents = [b""] * len(full.hashes)
+        if journal.with_tokens:
+            contents = _split(full.tokens, 4 * state.config.block_size)
+        parents = [device.hashes[previous] if previous >= 0 else None for previous in full.before]
         stored = list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found))
         journal.stored(stored, device.domains_of(full.blocks, found))
 

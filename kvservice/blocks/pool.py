@@ -8,21 +8,20 @@ and keeps histograms of their `BlockAges`. All arguments that name blocks are in
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import add_references, match_hashes
+from kvservice._ext import add_references, drop_references, match_hashes
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
 from kvservice.blocks.quotas import NOBODY, BlockOwners, TenantQuota, places_within
 from kvservice.chain_hash import block_hash, root_hash
 from kvservice.errors import OutOfBlocksError, ResourceExhaustedError
 
-# A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
-ONE = np.array(1, np.int32)
 _NO_BLOCKS = np.zeros(0, np.int64)
 HASH_BYTES: Final = 32
 _HASH_RECORD = np.dtype((np.void, HASH_BYTES))
@@ -84,30 +83,17 @@ class BlockPool:
     def allocate_shared(self, ref_counts: Int64Array) -> Int64Array:
         """Allocate one block for each of these reference counts int64[n], each at least 1."""
         blocks = self.allocate(len(ref_counts))
-        self.incref(blocks, ref_counts - 1)
+        self.ref_count[blocks] = ref_counts
+        self.num_shared += int(np.count_nonzero(ref_counts > 1))
         return blocks
 
-    def incref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Add `counts` references to each of these distinct blocks."""
-        before = self.ref_count[blocks]
-        after = before + counts
-        self.ref_count[blocks] = after
-        self.num_active += len(blocks) - int(np.count_nonzero(before))
-        self.num_shared += int(np.count_nonzero(after > 1)) - int(np.count_nonzero(before > 1))
+    def incref(self, blocks: Int64Array) -> None:
+        """Add a reference to each of these blocks, as often as it occurs."""
+        self._add_references(blocks)
 
-    def incref_active(self, table: Int32Array, more: Int32Array) -> None:
-        """Add `more` references (a zero-dimensional int32, at least 1) to each block of a table int32[n]. All blocks
-        have references already. This is the fast path of forks."""
-        blocks = table.astype(np.int64)
-        counts = self.ref_count[blocks]
-        self.num_shared += int(np.count_nonzero(counts == ONE))
-        counts += more
-        self.ref_count[blocks] = counts
-
-    def decref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Drop `counts` references of each of these distinct blocks. Blocks without references become free."""
-        unreferenced = self._drop_references(blocks, counts)
-        self._push_free(unreferenced)
+    def decref(self, blocks: Int64Array) -> None:
+        """Drop a reference of each of these blocks, as often as it occurs. Blocks without references become free."""
+        self._push_free(self._drop_references(blocks))
 
     def decref_entries(self, entries: Int64Array, blocks: Int64Array) -> None:
         """Drop the references of table entries int64[n] to their blocks int64[n]. The deepest blocks become the first
@@ -115,23 +101,23 @@ class BlockPool:
 
         A block that several tables share is at the same entry in all of them.
         """
-        if not np.count_nonzero(entries[1:] <= entries[:-1]):  # one table only
-            self.decref(blocks[::-1])
-            return
-        order = np.argsort(-entries, kind="stable")
-        blocks = blocks[order]
-        distinct, first, counts = np.unique(blocks, return_index=True, return_counts=True)
-        order = np.argsort(first, kind="stable")
-        self.decref(distinct[order], counts[order])
+        one_table = not np.count_nonzero(entries[1:] <= entries[:-1])
+        self.decref(blocks[::-1] if one_table else blocks[np.argsort(-entries, kind="stable")])
 
-    def _drop_references(self, blocks: Int64Array, counts: Int64Array | int) -> Int64Array:
-        before = self.ref_count[blocks]
-        after = before - counts
-        assert np.minimum.reduce(after, initial=0) >= 0, "a block was released more often than it was held"
-        self.ref_count[blocks] = after
-        unreferenced: Int64Array = blocks[after == 0]
+    def _add_references(self, blocks: Int64Array) -> Int64Array:
+        """Return the blocks that had no reference."""
+        first: Int64Array
+        first, num_shared = add_references(self.ref_count, blocks)
+        self.num_active += len(first)
+        self.num_shared += num_shared
+        return first
+
+    def _drop_references(self, blocks: Int64Array) -> Int64Array:
+        """Return the blocks that have no reference any more."""
+        unreferenced: Int64Array
+        unreferenced, num_unshared = drop_references(self.ref_count, blocks)
         self.num_active -= len(unreferenced)
-        self.num_shared -= int(np.count_nonzero(before > 1)) - int(np.count_nonzero(after > 1))
+        self.num_shared -= num_unshared
         return unreferenced
 
     def _pop_free(self, count: int) -> Int64Array:
@@ -277,20 +263,11 @@ class CachingBlockPool(BlockPool):
             self.owners.take(blocks)
         return blocks
 
-    def incref_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Add references to distinct blocks that the index found. Cached blocks leave the eviction queue."""
-        unreferenced = blocks[self.ref_count[blocks] == 0]
+    def incref(self, blocks: Int64Array) -> None:
+        """Add references as `BlockPool.incref`. Cached blocks leave the eviction queue."""
+        unreferenced = self._add_references(blocks)
         if len(unreferenced):
             self._reuse(unreferenced)
-        self.incref(blocks, counts)
-
-    def incref_hits(self, blocks: Int64Array) -> None:
-        """Add a reference to each of these blocks that the index found, as often as it occurs."""
-        unreferenced, num_shared = add_references(self.ref_count, blocks)
-        if len(unreferenced):
-            self._reuse(unreferenced)
-        self.num_active += len(unreferenced)
-        self.num_shared += num_shared
 
     def _reuse(self, blocks: Int64Array) -> None:
         """Take cached blocks that get their first reference out of the eviction queue."""
@@ -315,9 +292,9 @@ class CachingBlockPool(BlockPool):
         """Return how many of these distinct blocks `allocate` could evict now."""
         return int(np.count_nonzero((self.ref_count[blocks] == 0) & self.indexed[blocks] & ~self.pinned[blocks]))
 
-    def decref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+    def decref(self, blocks: Int64Array) -> None:
         """Drop references as `BlockPool.decref`. Indexed blocks stay cached; the first of `blocks` is evicted first."""
-        unreferenced = self._drop_references(blocks, counts)
+        unreferenced = self._drop_references(blocks)
         if not len(unreferenced):
             return
         known = self.indexed[unreferenced]
@@ -347,9 +324,13 @@ class CachingBlockPool(BlockPool):
     def add_to_index(self, blocks: Int64Array, chain_hashes: list[bytes]) -> list[bool]:
         """Add full, computed blocks, whose hashes are kept, to the index. Returns, for each, whether its hash finds it;
         False means that the hash already finds another block."""
-        setdefault, names = self.index.blocks.setdefault, blocks.tolist()
-        found = [setdefault(chain_hash, block) == block for block, chain_hash in zip(names, chain_hashes, strict=True)]
-        self.indexed[blocks if all(found) else blocks[found]] = True
+        names = blocks.tolist()
+        finding = list(map(self.index.blocks.setdefault, chain_hashes, names))
+        if finding == names:  # as nearly always
+            self.indexed[blocks] = True
+            return [True] * len(names)
+        found = list(map(operator.eq, finding, names))
+        self.indexed[blocks[found]] = True
         return found
 
     def remove_from_index(self, blocks: Int64Array) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvservice._ext import distinct_blocks
 from kvservice.blocks.arguments import (
     check_request_blocks,
     check_request_tokens,
@@ -411,7 +412,7 @@ def _plan_copies(state: BlockState, blocks: Int64Array) -> tuple[BoolArray, Int6
     Returns (bool[n], which of them are copied; int64[m], blocks that leave the prefix index). If all holders of a
     block write to it, the last of them keeps the block, unless the block is pinned.
     """
-    distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
+    distinct, inverse, writers = distinct_blocks(blocks)
     kept = (writers == state.device.ref_count[distinct]) & ~state.device.pinned[distinct]
     last = np.zeros(len(distinct), np.int64)
     last[inverse] = np.arange(len(blocks))
@@ -435,8 +436,7 @@ def _replace_copied(state: BlockState, copies: _CopyOnWrite, dst: Int64Array) ->
     device.remove_from_index(copies.unindexed)
     device.token_ids[dst] = device.token_ids[src]
     state.sequences.block_tables[copies.rows, copies.entries] = dst
-    distinct, holders = np.unique(src, return_counts=True)
-    device.decref(distinct, holders)
+    device.decref(src)
     state.counters.cow_copies += len(src)
     made = copies.computed
     return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvservice._ext import distinct_blocks
 from kvservice.blocks.allocation import allocation_status
 from kvservice.blocks.arguments import check_request_blocks, check_sequence_lengths, whole_number
 from kvservice.blocks.events import EventJournal, StoredBlock
@@ -43,6 +44,7 @@ from kvservice.chain_hash import block_hash
 from kvservice.errors import OutOfBlocksError, SequenceNotSwappedError, UnknownSessionError
 
 _MISSING = -1
+_NO_BLOCKS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,12 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class _SwapIn:
     """Plan of a swap-in. `found` int64[distinct blocks] are the device blocks that the index still has, or _MISSING.
-    `grown` int64[n] are the new blocks for lookahead."""
+    `grown` int64[n] are the new blocks for lookahead, `num_grown` together."""
 
     group: _Group
     found: Int64Array
     grown: Int64Array
+    num_grown: int
     status: AllocStatus
     required: int
 
@@ -101,12 +104,7 @@ def swap_out(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.A
     state.intents.begin(DROP, group.rows)
     dst = state.swap.allocate_shared(group.holders)
     state.swap.token_ids[dst] = state.device.token_ids[src]
-    hashes = _computed_hashes(state, group)
-    for to, chain_hash in zip(dst.tolist(), hashes, strict=True):
-        state.swap.hashes[to] = chain_hash
-    state.swap.keep_hashes_of(dst, state.device, src)
-    if None in hashes:
-        state.swap.kept_hashes[dst[[chain_hash is None for chain_hash in hashes]]] = 0
+    _take_hashes(state, group, dst)
     state.sequences.end_steps(namespace, group.rows)
     state.device.decref_entries(*state.sequences.table_entries(group.rows))
     state.sequences.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
@@ -142,33 +140,22 @@ def swap_in(
     if plan.status is not AllocStatus.OK:
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
-    group = plan.group
+    group, to = plan.group, plan.found.copy()
     state.intents.begin(DROP, group.rows)
-    copied = plan.found == _MISSING
-    _incref_found(state, plan.found[~copied], group.holders[~copied])
-    to = plan.found.copy()
-    to[copied] = state.device.allocate_shared(group.holders[copied])
-    src, dst = group.blocks[copied], to[copied]
-    state.device.token_ids[dst] = state.swap.token_ids[src]
-    state.unsubmitted[dst] = True
-    hashed = [
-        (block, chain_hash)
-        for back, block in zip(src.tolist(), dst.tolist(), strict=True)
-        if (chain_hash := state.swap.hashes[back]) is not None
-    ]
-    for block, chain_hash in hashed:
-        state.device.hashes[block] = chain_hash
-    blocks = np.array([block for block, _ in hashed], np.int64)
-    chain_hashes = [chain_hash for _, chain_hash in hashed]
-    state.device.keep_hashes_of(dst, state.swap, src)
-    found = state.device.add_to_index(blocks, chain_hashes)
-    findable = blocks[found].tolist()
+    copied = to == _MISSING
+    state.device.incref(to[~copied].repeat(group.holders[~copied]))
+    src, dst, findable = _NO_BLOCKS, _NO_BLOCKS, list[int]()
+    if np.count_nonzero(copied):
+        src = group.blocks[copied]
+        dst = to[copied] = state.device.allocate_shared(group.holders[copied])
+        findable = _copy_back(state, src, dst)
     state.sequences.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
     if state.device.journal is not None and findable:
         _record_stored(state, state.device.journal, group, to, findable)
-    new = state.device.allocate(int(plan.grown.sum()))
-    state.sequences.append_blocks(group.rows, group.states[:, NUM_BLOCKS], plan.grown, new)
-    state.swap.decref(group.blocks, group.holders)
+    if plan.num_grown:
+        new = state.device.allocate(plan.num_grown)
+        state.sequences.append_blocks(group.rows, group.states[:, NUM_BLOCKS], plan.grown, new)
+    state.swap.decref(group.blocks.repeat(group.holders))
     state.sequences.states[group.rows, SWAPPED] = 0
     state.sequences.num_swapped -= len(group.rows)
     state.counters.swapped_in_sequences += len(group.rows)
@@ -212,20 +199,41 @@ def _group(state: BlockState, rows: Int64Array, states: Int64Array) -> _Group:
     check_request_blocks(state.config, int(np.add.reduce(states[:, NUM_BLOCKS])), "sequence_ids")
     which, entries = ragged(np.zeros(len(rows), np.int64), states[:, NUM_BLOCKS])
     held = state.sequences.block_tables[rows[which], entries].astype(np.int64)
-    blocks, inverse, holders = np.unique(held, return_inverse=True, return_counts=True)
+    blocks, inverse, holders = distinct_blocks(held)
     return _Group(rows, states, which, entries, blocks, inverse, holders)
 
 
-def _computed_hashes(state: BlockState, group: _Group) -> list[bytes | None]:
-    """Return the chain hash of each distinct block that is full and computed in one of the sequences, else
-    None."""
-    hashes: list[bytes | None] = [None] * len(group.blocks)
-    if not state.config.enable_prefix_caching:
-        return hashes
-    num_full = group.states[group.which, NUM_COMPUTED] >> state.shift
-    for i in group.inverse[group.entries < num_full].tolist():
-        hashes[i] = state.device.hashes[int(group.blocks[i])]
-    return hashes
+def _take_hashes(state: BlockState, group: _Group, dst: Int64Array) -> None:
+    """Give the swap blocks dst int64[distinct blocks] the chain hashes of those blocks of the group that are full and
+    computed in one of its sequences."""
+    full = np.zeros(len(dst), np.bool_)
+    if state.config.enable_prefix_caching:
+        num_full = group.states[group.which, NUM_COMPUTED] >> state.shift
+        full[group.inverse[group.entries < num_full]] = True
+    known, hashes = state.device.hashes, state.swap.hashes
+    for block, to, has_hash in zip(group.blocks.tolist(), dst.tolist(), full.tolist(), strict=True):
+        hashes[to] = known[block] if has_hash else None
+    state.swap.keep_hashes_of(dst, state.device, group.blocks)
+    state.swap.kept_hashes[dst[~full]] = 0
+
+
+def _copy_back(state: BlockState, src: Int64Array, dst: Int64Array) -> list[int]:
+    """Give blocks of the device the tokens and the hashes of swap blocks, before their bytes are copied. Returns those
+    that the index finds from now on."""
+    state.device.token_ids[dst] = state.swap.token_ids[src]
+    state.unsubmitted[dst] = True
+    hashed = [
+        (block, chain_hash)
+        for back, block in zip(src.tolist(), dst.tolist(), strict=True)
+        if (chain_hash := state.swap.hashes[back]) is not None
+    ]
+    for block, chain_hash in hashed:
+        state.device.hashes[block] = chain_hash
+    state.device.keep_hashes_of(dst, state.swap, src)
+    blocks = np.array([block for block, _ in hashed], np.int64)
+    found = state.device.add_to_index(blocks, [chain_hash for _, chain_hash in hashed])
+    findable: list[int] = blocks[found].tolist()
+    return findable
 
 
 def _plan_swap_in(
@@ -244,25 +252,16 @@ def _plan_swap_in(
     group = _group(state, rows, states)
     reach = (states[:, LENGTH] + (lookahead + state.mask)) >> state.shift
     grown = np.maximum(reach - states[:, NUM_BLOCKS], 0)
-    found = np.array([_find(state, block) for block in group.blocks.tolist()], np.int64)
-    required = len(found) + int(grown.sum())
-    there = found[found != _MISSING]
-    num_consumed = required - len(there) + state.device.num_evictable(np.unique(there))
-    return _SwapIn(group, found, grown, allocation_status(state, 0, required, num_consumed), required)
-
-
-def _find(state: BlockState, swap_block: int) -> int:
-    chain_hash = state.swap.hashes[swap_block]
-    return _MISSING if chain_hash is None else state.device.index.blocks.get(chain_hash, _MISSING)
-
-
-def _incref_found(state: BlockState, blocks: Int64Array, holders: Int64Array) -> None:
-    """Add references to device blocks that the index found. Two swap blocks with the same content may find the same
-    device block, which then gets the references of both."""
-    distinct, inverse = np.unique(blocks, return_inverse=True)
-    counts = np.zeros(len(distinct), np.int64)
-    np.add.at(counts, inverse, holders)
-    state.device.incref_found(distinct, counts)
+    num_grown = int(np.add.reduce(grown))
+    find, hashes = state.device.index.blocks.get, state.swap.hashes
+    found = np.array([find(hashes[block] or b"", _MISSING) for block in group.blocks.tolist()], np.int64)
+    required = len(found) + num_grown
+    status = allocation_status(state, 0, required, required)
+    if status is not AllocStatus.OK:
+        there = found[found != _MISSING]
+        num_consumed = required - len(there) + state.device.num_evictable(np.unique(there))
+        status = allocation_status(state, 0, required, num_consumed)
+    return _SwapIn(group, found, grown, num_grown, status, required)
 
 
 # ---- Saved and restored sequences
@@ -490,7 +489,7 @@ def _allocate(state: BlockState, new: Int64Array, made: RestoredBlocks) -> None:
     found = np.array([find(chain_hash or b"", _MISSING) for chain_hash in hashes], np.int64)
     there = found != _MISSING
     if there.any():
-        state.device.incref_found(found[there])
+        state.device.incref(found[there])
     required = int(np.count_nonzero(~there))
     if required > state.device.num_available:  # others got them between two slices
         state.device.decref(found[there])

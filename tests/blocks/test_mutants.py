@@ -29,14 +29,14 @@ OF_MACHINE = {
 +        if False:
 """,
     "a fork that holds nothing": """
--        blocks = table.astype(np.int64)
-+        return
+         state.device.num_shared += state.step_tables.fork(parent, row)
++        state.device.ref_count[sequences.block_tables[row, : items[at + NUM_BLOCKS]]] -= 1
 """,
     "a beam that holds nothing": """
--    device.incref(*np.unique(blocks, return_counts=True))
+-    device.incref(blocks)
 """,
     "a release that frees shared blocks": """
-         self.num_shared -= int(np.count_nonzero(before > 1)) - int(np.count_nonzero(after > 1))
+         self.num_shared -= num_unshared
 -        return unreferenced
 +        return blocks
 """,
@@ -66,10 +66,9 @@ OF_MACHINE = {
 +    if not (first or count or entry.sent):
 """,
     "a hit that stays evictable": """
--        unreferenced = blocks[self.ref_count[blocks] == 0]
+         unreferenced = self._add_references(blocks)
 -        if len(unreferenced):
 -            self._reuse(unreferenced)
-         self.incref(blocks, counts)
 """,
     "a hit on the whole prompt": """
 -        found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
@@ -82,9 +81,8 @@ OF_MACHINE = {
 -    state.sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
 """,
     "swap-in that takes any block for found": """
--    chain_hash = state.swap.hashes[swap_block]
--    return _MISSING if chain_hash is None else state.device.index.blocks.get(chain_hash, _MISSING)
-+    return next(iter(state.device.index.blocks.values()), _MISSING)
+-    found = np.array([find(hashes[block] or b"", _MISSING) for block in group.blocks.tolist()], np.int64)
++    found = np.full(len(group.blocks), next(iter(state.device.index.blocks.values()), _MISSING))
 """,
     "a follower that does not end": """
 -            self.on_step_end(step_id)
@@ -118,7 +116,8 @@ OF_RECOVERY = {
 +        return int(np.count_nonzero(new))
 """,
     "tokens computed before their hashes": """
--            state.device.keep_hashes(full.blocks, full.hashes)
+-    if full is not None:
+-        state.device.keep_hashes(full.blocks, full.hashes)
      state.sequences.num_computed[rows] = context_lens
      if full is not None:
          _index_blocks(state, full)

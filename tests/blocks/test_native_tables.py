@@ -101,6 +101,52 @@ def test_new_sequences_and_references() -> None:
                 assert (added.tolist(), newly_shared) == (first, num_shared)
                 assert np.array_equal(ref_count, after)
 
+                dropped = rng.permutation(np.repeat(np.arange(NUM_BLOCKS), rng.integers(0, ref_count + 1)))
+                left = ref_count - np.bincount(dropped, minlength=NUM_BLOCKS)
+                last = [block for block in dict.fromkeys(dropped[::-1].tolist()) if left[block] == 0][::-1]
+                num_unshared = int(np.count_nonzero((ref_count > 1) & (left < 2)))
+                unreferenced, no_longer_shared = _ext.drop_references(ref_count, dropped)
+                assert (unreferenced.tolist(), no_longer_shared) == (last, num_unshared)
+                assert np.array_equal(ref_count, left)
+
+                distinct, inverse, counts = _ext.distinct_blocks(named)
+                expected = np.unique(named, return_inverse=True, return_counts=True)
+                assert all(map(np.array_equal, (distinct, inverse, counts), expected))
+
+
+def test_forks_and_full_blocks() -> None:
+    with each_row() as row:
+        for seed in range(20):
+            with row(seed):
+                rng = np.random.default_rng(seed)
+                shift, width = int(rng.integers(0, 4)), 8
+                tables = np.stack([rng.permutation(NUM_BLOCKS)[:width] for _ in range(9)]).astype(np.int32)
+                states = rng.integers(0, 99, (9, 6))
+                states[:, 1], states[:, 2] = rng.integers(0, (width << shift) + 1, 9), rng.integers(0, width + 1, 9)
+                ref_count = rng.integers(1, 4, NUM_BLOCKS, dtype=np.int32)
+                token_ids = np.zeros((NUM_BLOCKS, 1 << shift), np.int32)
+                steps = _ext.StepTables(tables, states, ref_count, np.zeros(NUM_BLOCKS, np.bool_), token_ids, 99)
+
+                rows = rng.permutation(9)[: int(rng.integers(1, 9))]
+                context_lens = rng.integers(states[rows, 1], (width << shift) + 1).astype(np.int32)
+                expected = [
+                    (number, entry, tables[number, entry], tables[number, entry - 1] if entry else -1)
+                    for number, length in zip(rows.tolist(), context_lens.tolist(), strict=True)
+                    for entry in range(states[number, 1] >> shift, length >> shift)
+                ]
+                full = steps.full_blocks(rows, context_lens)
+                assert ([] if full is None else list(zip(*full, strict=True))) == expected
+
+                parent, child = rng.permutation(9)[:2].tolist()
+                held = tables[parent, : states[parent, 2]].tolist()
+                after, more, forked = tables.copy(), ref_count.copy(), states.copy()
+                after[child, : len(held)], forked[child] = held, states[parent]
+                more[held] += 1
+                assert steps.fork(parent, child) == sum(ref_count[block] == 2 for block in held)
+                assert np.array_equal(tables, after)
+                assert np.array_equal(states, forked)
+                assert np.array_equal(ref_count, more)
+
 
 def test_decode_steps() -> None:
     with each_row() as row:
@@ -278,6 +324,8 @@ def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:
         with pytest.raises(InvalidArgumentError, match="blocks"):
             _ext.add_references(ref_count, np.array([1, bad]))
         with pytest.raises(InvalidArgumentError, match="blocks"):
+            _ext.drop_references(np.ones(4, np.int32), np.array([1, bad]))
+        with pytest.raises(InvalidArgumentError, match="blocks"):
             _ext.fill_sequences(tables, token_ids, [1], [none], [prompt], np.array([1, bad]))
         tables[0, 0] = bad
         with pytest.raises(InvalidArgumentError, match="tables"):
@@ -291,6 +339,39 @@ def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:
     ):
         with pytest.raises(InvalidArgumentError):
             _ext.fill_sequences(tables, token_ids, [row], [found], [tokens], blocks)
+    once = np.ones(4, np.int32)
+    with pytest.raises(InvalidArgumentError, match="fewer references"):
+        _ext.drop_references(once, np.array([3, 1, 2, 1]))
+    assert once.all()
+    for outside in (-1, 2**31):
+        with pytest.raises(InvalidArgumentError, match="blocks"):
+            _ext.distinct_blocks(np.array([1, outside]))
     assert not ref_count.any()
     assert not tables.any()
     assert not token_ids.any()
+
+
+def test_forks_and_full_blocks_outside_the_tables_are_refused() -> None:
+    tables, states, ref_count = np.zeros((3, 3), np.int32), np.zeros((3, 5), np.int64), np.ones(4, np.int32)
+    steps = _ext.StepTables(tables, states, ref_count, np.zeros(4, np.bool_), np.zeros((4, 2), np.int32), 6)
+    tables[1, 2] = 4
+    states[:, 2] = 0, 3, 4
+    for parent, child, field in ((3, 0, "parent"), (-1, 0, "parent"), (0, 3, "child"), (0, 0, "child")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            steps.fork(parent, child)
+        assert caught.value.field == field
+    for parent, field in ((1, "tables"), (2, "states")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            steps.fork(parent, 0)
+        assert caught.value.field == field
+    six, two = np.full(1, 6, np.int32), np.zeros(2, np.int32)
+    for rows, lengths, field in (
+        (ROW + 3, six, "rows"), (ROW - 1, six, "rows"), (ROW, six + 2, "context_lens"), (ROW + 1, six, "tables"),
+        (ROW, two, "context_lens"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError) as caught:
+            steps.full_blocks(rows, lengths)
+        assert caught.value.field == field
+    assert not tables[0].any()
+    assert not states[0].any()
+    assert ref_count.all()
