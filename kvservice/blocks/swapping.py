@@ -143,6 +143,7 @@ def swap_in(
     group, to = plan.group, plan.found.copy()
     state.intents.begin(DROP, group.rows)
     copied = to == _MISSING
+    # Swap blocks with the same content may find the same block.
     state.device.incref(to[~copied].repeat(group.holders[~copied]))
     src, dst, findable = _NO_BLOCKS, _NO_BLOCKS, list[int]()
     if np.count_nonzero(copied):
