@@ -265,9 +265,12 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         state.sequences.require_free_rows(len(plan.sequences), "requests", namespace.quota)
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
+    sequences, slots, shift = plan.sequences, state.sequences, state.shift
+    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
+    # Nothing has changed if this fails.
+    slots.set_new_extra_keys({row: new.extra for row, new in zip(rows, sequences, strict=True) if new.extra})
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref(plan.hits)
-    sequences, slots, shift = plan.sequences, state.sequences, state.shift
     found: list[Int64Array] = []
     tokens: list[Int32Array] = []
     num_new = queried = 0
@@ -277,14 +280,11 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         num_new += new.num_blocks - len(new.found)
         queried += len(new.tokens)
     blocks = state.device.allocate(num_new)
-    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
     del slots.free_rows[-len(sequences) :]
     fill_sequences(slots.block_tables, state.device.token_ids, rows, found, tokens, blocks)
     state.intents.begin_new(rows)
     states, number = slots.states, namespace.number
     for new, row in zip(sequences, rows, strict=True):
-        if new.extra:
-            slots.set_extra_keys(row, new.extra)
         namespace.rows[new.sequence_id] = row
         length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
         states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
@@ -318,15 +318,17 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
     state.sequences.require_free_rows(len(children), "child_ids", namespace.quota)
     if len(rows) > 1:
         check_request_blocks(state.config, int(state.sequences.num_blocks[rows].sum()), "parent_ids")
+    by_parent: dict[int, list[int]] = {}
+    for row, child_id in zip(rows, children, strict=True):
+        by_parent.setdefault(row, []).append(child_id)
+    if state.sequences.extra_keys:
+        _share_extra_keys(state, by_parent)
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
     if namespace.lost:
         state.create_lost(namespace, children)
     if len(rows) == 1:
         namespace.rows[children[0]] = _fork_row(state, namespace, rows[0], children)[0]
         return
-    by_parent: dict[int, list[int]] = {}
-    for row, child_id in zip(rows, children, strict=True):
-        by_parent.setdefault(row, []).append(child_id)
     made: dict[int, int] = {}
     for row, child_ids in by_parent.items():
         made.update(zip(child_ids, _fork_row(state, namespace, row, child_ids), strict=True))
@@ -345,6 +347,17 @@ def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[i
     return rows
 
 
+def _share_extra_keys(state: BlockState, by_parent: dict[int, list[int]]) -> None:
+    """Give the extra keys of parents to the rows that their children get next."""
+    sequences = state.sequences
+    parents = [parent for parent, children in by_parent.items() for _ in children]
+    rows = sequences.free_rows[-1 : -1 - len(parents) : -1]
+    keys = sequences.extra_keys
+    sequences.set_new_extra_keys(
+        {row: keys[parent] for row, parent in zip(rows, parents, strict=True) if parent in keys}
+    )
+
+
 def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
     """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
     sequences, items, at = state.sequences, state.sequences.items, parent * STATE_COLUMNS
@@ -359,8 +372,6 @@ def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child
         state.device.num_shared += state.step_tables.fork(parent, row)
         items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
         items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
-        if parent in sequences.extra_keys:
-            sequences.set_extra_keys(row, sequences.extra_keys[parent])
     sequences.num_tokens += items[at + LENGTH] * len(child_ids)
     return rows
 
@@ -417,7 +428,7 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     sequences.lengths[rows], sequences.num_computed[rows] = states[:, LENGTH], states[:, NUM_COMPUTED]
     sequences.states[rows, NUM_BLOCKS] = counts
     for row, keys in zip(rows.tolist(), extra_keys, strict=True):
-        if keys is not None:
-            sequences.set_extra_keys(row, keys)
-        else:
+        if keys is None:
             sequences.drop_extra_keys([row])
+        elif keys != sequences.extra_keys.get(row):  # beams have the same
+            sequences.set_extra_keys(row, keys)

@@ -366,6 +366,16 @@ class SequenceSlots:
         self._kept_extra_keys[row] = pack_extra_keys(by_block)
         self.extra_keys[row] = by_block
 
+    def set_new_extra_keys(self, by_row: dict[int, dict[int, bytes]]) -> None:
+        """Set the extra keys of free rows, or of none if they cannot be kept. A restart drops those of rows that stay
+        free. Raises MemoryError."""
+        try:
+            for row, by_block in by_row.items():
+                self.set_extra_keys(row, by_block)
+        except Exception:
+            self.drop_extra_keys(list(by_row))
+            raise
+
     def drop_extra_keys(self, rows: list[int]) -> None:
         """Remove the extra keys of rows, of which some may have none."""
         for row in rows:

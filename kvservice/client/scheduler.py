@@ -35,6 +35,7 @@ from kvservice.client.step import SessionCalls
 from kvservice.client.values import Sequence, StepInfo, from_message
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import scheduler_pb2
+from kvservice.wire.status import from_status
 from kvservice.wire.tensors import Array
 
 StepT = TypeVar("StepT")
@@ -49,8 +50,9 @@ class SchedulerArguments(TypedDict, total=False):
     "recompute", "swap" or "auto". `lookahead`: the most proposals for a sequence, for which slots are reserved. A
     prompt longer than `long_prefill_tokens` gets at most so many tokens of a step, and at most `max_long_prefills` of
     them are in progress. `max_requests`: the most unfinished requests. `weight`: the share of the pool among all
-    schedulers. `swap_block_s` and `compute_token_s`: seconds to copy a block to the swap tier and to recompute a token,
-    which the daemon measures otherwise. The rest is explained in OpenSchedulerRequest in scheduler.proto.
+    schedulers of the tenant, from 1e-6 to 1e6. `swap_block_s` and `compute_token_s`: seconds to copy a block to the
+    swap tier and to recompute a token, which the daemon measures otherwise. The rest is explained in
+    OpenSchedulerRequest in scheduler.proto.
     """
 
     max_step_tokens: int
@@ -139,8 +141,9 @@ class EngineBatch(Generic[StepT]):
     `number` is 0 if no sequence can run; then `step` is None, and there is nothing to report. `sequence_ids` is
     int64[n], the sequences of the step; the first `num_decodes` get their next token, with their proposals, and the
     others a chunk of their prompt. `sampled` is int64[m], the sequences for which the engine samples tokens, and
-    `sampled_rows` int32[m] the row of the step that each of them samples from. `finished` are the requests that the
-    reports of the call have ended. `num_stalled` running sequences wait for a block. `waiting`, `running` and `swapped`
+    `sampled_rows` int32[m] the row of the step that each of them samples from. `finished` are the requests that have
+    ended. `failed` are requests that the scheduler had to abort, with their errors; they are also in `finished`, of
+    this batch or a later one. `num_stalled` running sequences wait for a block. `waiting`, `running` and `swapped`
     count requests.
     """
 
@@ -156,6 +159,7 @@ class EngineBatch(Generic[StepT]):
     waiting: int
     running: int
     swapped: int
+    failed: dict[int, KVServiceError]
 
 
 @dataclass(frozen=True)
@@ -344,6 +348,7 @@ class SchedulerCore(Generic[StepT]):
         for _, missed in reversed(self._missed):
             batch.finished[:0] = missed.finished_ids
             batch.preempted[:0] = _preempted(missed)
+            batch.failed.update(_failed(missed))
         self._missed.clear()
         self._forget(batch.finished)
         return batch
@@ -391,6 +396,7 @@ class SchedulerCore(Generic[StepT]):
             waiting=response.num_waiting,
             running=response.num_running,
             swapped=response.num_swapped,
+            failed=_failed(response),
         )
 
     def _sequences_of(self, ids: np.ndarray[Any, Any], info: StepInfo) -> tuple[Sequence, ...]:
@@ -406,6 +412,10 @@ class SchedulerCore(Generic[StepT]):
 def _preempted(response: Any) -> list[PreemptedSequence]:
     rows = zip(response.preempted_ids, response.preempted_tokens, response.preempted_swapped, strict=True)
     return list(itertools.starmap(PreemptedSequence, rows))
+
+
+def _failed(response: Any) -> dict[int, KVServiceError]:
+    return {one.request_id: from_status(one.error) for one in response.failed}
 
 
 def _is_same(request: scheduler_pb2.ScheduleRequest, other: scheduler_pb2.ScheduleRequest) -> bool:

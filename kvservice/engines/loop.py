@@ -182,13 +182,12 @@ class EngineLoop:
             self._thread.shutdown()
 
     def _step(self) -> list[EngineRequest]:
-        aborted = self._send_aborts()
-        batch = self.batch = self._take_batch()
-        self.forget(batch.finished)
+        ended = self._send_aborts()
+        batch = self.batch = self._take_batch(ended)
         if batch.step is None:
-            if not aborted and self.num_unfinished:
+            if not ended and self.num_unfinished:
                 time.sleep(_IDLE_S)
-            return aborted
+            return ended
         inputs = inputs_of(batch, self._samples, self._ended)
         self._schedule_ahead()
         with self._host.noticing_restarts():
@@ -201,21 +200,36 @@ class EngineLoop:
         over = [request for request in changed if request.finished]
         if over:
             self._end(over)
-        return aborted + changed
+        return ended + [request for request in changed if request not in ended]
 
-    def _take_batch(self) -> EngineBatch[Step]:
-        """Return the batch made ahead, if it has a step, or report and make one."""
+    def _take_batch(self, ended: list[EngineRequest]) -> EngineBatch[Step]:
+        """Return the batch made ahead, if it has a step, or report and make one. Adds to `ended` the requests that the
+        daemon's scheduler has aborted."""
         if self._next is not None:
             future, self._next = self._next, None
             batch = future.result()
+            ended += self._note_ends(batch)
             if batch.step is not None:
                 return batch
-            self.forget(batch.finished)
         self._ended = frozenset()
         reports, retry = self._reports, self._retry
         batch = self._host.scheduler.schedule(reports, retry=retry)
         self._reports, self._retry = [], False
+        ended += self._note_ends(batch)
         return batch
+
+    def _note_ends(self, batch: EngineBatch[Step]) -> list[EngineRequest]:
+        """Drop requests that are over in the daemon. Returns those that its scheduler has aborted, which end with their
+        errors."""
+        failed = list[EngineRequest]()
+        for request_id, error in batch.failed.items():
+            _, request = self._samples[request_id]
+            if not request.finished:
+                request.end("error", error)
+                failed.append(request)
+        self.forget(batch.finished)
+        self._end(failed)
+        return failed
 
     def _schedule_ahead(self) -> None:
         """Make the next batch while this one runs, and deliver the report of the one before."""

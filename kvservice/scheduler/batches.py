@@ -12,7 +12,7 @@ import numpy as np
 from kvservice.blocks import BlocksConfig, StepPlan, SwapPlan
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.pool import Float64Array
-from kvservice.scheduler.requests import RequestState
+from kvservice.scheduler.requests import RequestGroup, RequestState
 
 NO_SEQUENCES = np.zeros(0, np.int64)
 NO_SEQUENCES.flags.writeable = False
@@ -45,6 +45,10 @@ class ScheduledBatch:
     engine samples a token: the decodes, then the prompts whose last chunk this is; `sampled_rows` int32[m] are their
     rows in the step. Before the step the device executes `swapped_out`, then `swapped_in`, then the copies of the step.
     `num_stalled` running sequences wait for a block.
+
+    `failed` are requests that could not go on, with their errors: they are aborted, and everything else in the batch is
+    as without them. `error` stopped the making of the batch, which has what was planned before. Neither is raised,
+    because blocks may have moved already: the device must execute the batch.
     """
 
     number: int
@@ -57,6 +61,8 @@ class ScheduledBatch:
     swapped_out: tuple[SwapPlan, ...] = ()
     swapped_in: tuple[SwapPlan, ...] = ()
     num_stalled: int = 0
+    failed: tuple[tuple[int, Exception], ...] = ()
+    error: Exception | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -241,6 +247,7 @@ class Draft:
     `decodes` int64[n] are indices into the decode set, with `growth` int64[n] new blocks each. With `all_decodes` the
     decodes are the first n of the set, and their indices do not count. `counts` int64[n] are their tokens if some of
     them have proposals, else None. `chunks` are prompts with the tokens to compute.
+    `failed` are requests that could not go on, and `error` is what stopped the making, see ScheduledBatch.
     `short` says that running requests lack blocks. With `ahead` a batch is in flight, so that nothing may be preempted:
     `blocked` says that something would be, and that the batch is not made.
     """
@@ -261,11 +268,19 @@ class Draft:
     swapped_in: list[SwapPlan] = field(default_factory=list)
     ahead: bool = False
     blocked: bool = False
+    failed: dict[RequestGroup, Exception] = field(default_factory=dict)
+    error: Exception | None = None
 
     @property
     def which(self) -> slice | Int64Array:
         """Indices of the decodes in the decode set."""
         return slice(0, len(self.decodes)) if self.all_decodes else self.decodes
+
+    def leave_out_step(self) -> None:
+        """Remove all sequences, whose step could not be opened."""
+        self.decodes = self.growth = NO_SEQUENCES
+        self.all_decodes, self.counts = False, None
+        self.chunks.clear()
 
     def limit_pending(self, max_blocks: int, block_size: int) -> None:
         """Keep the first chunks whose prompts have at most `max_blocks` blocks that are not computed, and at least one

@@ -20,6 +20,7 @@ from kvservice.blocks import (
     SessionNamespace,
     StepPlan,
 )
+from kvservice.blocks.allocation import NewSequence
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.blocks.slices import Slices, finish
@@ -32,6 +33,7 @@ from kvservice.errors import (
     UnknownSequenceError,
 )
 from kvservice.scheduler.batches import (
+    NO_SEQUENCES,
     Draft,
     InFlight,
     QueueCounts,
@@ -80,7 +82,7 @@ class EngineScheduler:
     ) -> None:
         self.config = config
         self.queues = EngineQueues(manager, namespace, config, SchedulerFigures())
-        self.share = shares.add(weight)
+        self.share = shares.add(weight, None if namespace.quota is None else namespace.quota.tenant)
         self._shares, self._manager, self._namespace = shares, manager, namespace
         self._latencies, self._num_stalled = latencies, 0
         self._preemptor = Preemptor(self.queues)
@@ -153,7 +155,7 @@ class EngineScheduler:
         for i, one in enumerate(prepared):
             for sequence_id in one.sequence_ids:
                 known = sequence_id in queues.requests or sequence_id in queues.reserved or sequence_id in seen
-                if known or sequence_id in self._namespace:
+                if known or sequence_id in self._namespace or sequence_id in self._namespace.on_disk:
                     raise DuplicateSequenceError(
                         f"sequence {sequence_id} is in use", field=field.format(i), sequence_id=sequence_id
                     )
@@ -173,12 +175,15 @@ class EngineScheduler:
             raise UnknownSequenceError(
                 f"request {request_id} is unknown or finished", field="request_id", sequence_id=request_id
             )
+        self._abort(group)
+
+    def _abort(self, group: RequestGroup) -> None:
         self.queues.counters.aborted += 1
         if self.queues.in_flight(group):
-            self.queues.aborted.append(request_id)
+            self.queues.aborted.append(group.request_id)
             self._samples.withdraw_idle(group)
         else:
-            self._samples.end([], [request_id])
+            self._samples.end([], [group.request_id])
 
     def schedule(
         self,
@@ -192,7 +197,8 @@ class EngineScheduler:
 
         With `ahead` one batch may be in flight. The new one goes on after it, without the sequences whose next token
         depends on its report. It has no step if a running request would have to be preempted: then the engine reports
-        the batch in flight first. Raises FailedPreconditionError if more batches are in flight than may be.
+        the batch in flight first. Raises FailedPreconditionError if more batches are in flight than may be. Errors that
+        come later are in the batch.
         """
         flight = self.queues.flight
         if len(flight) > (1 if ahead else 0):
@@ -210,19 +216,28 @@ class EngineScheduler:
         draft = Draft(tokens, running, shares.allowance(self.share), ahead=bool(flight))
         if flight:
             flight[0].advance(self.queues.decodes)
-        if draft.max_new_blocks < 0 and len(self.queues.running_by_rank()) > 1:
-            self._preemptor.preempt_one(draft)
-        self._admission.preempt_for_priority(draft)
-        if not draft.blocked:
-            self._fill(draft, now_s)
+        try:
+            self._plan(draft, now_s)
+        except Exception as error:  # the batch has what was planned before it
+            draft.error = error
         self._num_steps += 1
         batch = self._opener.open(draft, self._num_steps)
+        for group in draft.failed:
+            self._abort(group)
         self._num_stalled = batch.num_stalled
         self.queues.counters.count_batch(batch)
         if len(shares) > 1:
             self.share.held = self.queues.held_blocks()
             self.share.hungry = draft.short or next(self._admission.admissible(self.queues.waiting), None) is not None
         return batch
+
+    def _plan(self, draft: Draft, now_s: float) -> None:
+        """Preempt what must give way, then choose the sequences of the batch."""
+        if draft.max_new_blocks < 0 and len(self.queues.running_by_rank()) > 1:
+            self._preemptor.preempt_one(draft)
+        self._admission.preempt_for_priority(draft)
+        if not draft.blocked:
+            self._fill(draft, now_s)
 
     def _fill(self, draft: Draft, now_s: float) -> None:
         """Choose decodes, go on with prefills, and admit requests, in the order of the policy."""
@@ -356,17 +371,23 @@ class Opener:
         self._row_numbers.flags.writeable = False
 
     def open(self, draft: Draft, number: int) -> ScheduledBatch:
-        """Open the step of a draft. If a batch is in flight, its step follows that one's."""
+        """Open the step of a draft. If a batch is in flight, its step follows that one's. If the step cannot be opened,
+        the batch has none, and its sequences wait for the next one."""
         decodes, which = self._queues.decodes, draft.which
         ids = decodes.ids[which]
         tokens = decodes.tokens[which] if draft.counts is None else tokens_with_proposals(decodes, draft)
         unknown, step = self._unknown(draft), None
-        decodes.blocks[which] += draft.growth
         ids = ids.copy()
         if draft.chunks:
             ids = np.concatenate([ids, np.array([state.sequence_id for state, _ in draft.chunks], np.int64)])
         if len(ids):
-            step = self._step(draft, ids, tokens)
+            try:
+                step = self._step(draft, ids, tokens)
+                decodes.blocks[which] += draft.growth
+            except Exception as error:  # the block manager has changed nothing
+                draft.error = draft.error or error
+                draft.leave_out_step()
+                ids = NO_SEQUENCES
         return self.batch_of(draft, ids, step, number, unknown)
 
     def batch_of(
@@ -390,6 +411,8 @@ class Opener:
             tuple(draft.swapped_out),
             tuple(draft.swapped_in),
             draft.num_stalled,
+            tuple((group.request_id, error) for group, error in draft.failed.items()),
+            draft.error,
         )
         if step is not None:
             queues.flight.append(InFlight(batch, step, draft, unknown))
@@ -431,15 +454,21 @@ def _samples_of_chunks(chunks: list[tuple[RequestState, int]]) -> tuple[Int32Arr
     return np.array(which, np.int32), np.array(ids, np.int64)
 
 
-# ---- Shares of several engines in one pool, by weight
+# ---- Shares of several engines in one pool: equal ones for their tenants, and by weight among the engines of one
+
+
+# With weights in this range, and any number of them, no product or sum overflows or is 0.
+MIN_WEIGHT: Final = 1e-6
+MAX_WEIGHT: Final = 1e6
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One engine's share. `held` counts the blocks of its running sequences; `active` says that it has requests, and
-    `hungry` that the last step wanted more blocks than it got."""
+    """One engine's share. `tenant` is None if there are no tenants. `held` counts the blocks of its running sequences;
+    `active` says that it has requests, and `hungry` that the last step wanted more blocks than it got."""
 
     weight: float
+    tenant: str | None = None
     held: int = 0
     active: bool = False
     hungry: bool = False
@@ -459,8 +488,8 @@ class PoolShares:
     def __len__(self) -> int:
         return len(self._shares)
 
-    def add(self, weight: float) -> Share:
-        share = Share(weight)
+    def add(self, weight: float, tenant: str | None = None) -> Share:
+        share = Share(weight, tenant)
         self._shares.append(share)
         return share
 
@@ -469,8 +498,10 @@ class PoolShares:
 
     def entitled(self, share: Share) -> int:
         """Return the blocks to which an engine is entitled, among the engines that have requests."""
-        total = sum(one.weight for one in self._shares if one.active or one is share)
-        return int(self._num_blocks * share.weight / total)
+        sharing = [one for one in self._shares if one.active or one is share]
+        num_tenants = len({one.tenant for one in sharing})
+        total = sum(one.weight for one in sharing if one.tenant == share.tenant)
+        return int(self._num_blocks * share.weight / (total * num_tenants))
 
     def allowance(self, share: Share) -> int:
         """Return how many blocks an engine may still take for new requests; negative if it must give up blocks."""
@@ -582,9 +613,13 @@ class Admission:
             room = self._room(draft.needed, len(queues.decodes))
             if queues.num_running + len(unit) > draft.max_running or room < required:
                 return
-            if self._manager.can_swap_in(self._namespace, ids) is not AllocStatus.OK:
-                return
-            draft.swapped_in.append(self._manager.swap_in(self._namespace, ids))
+            try:
+                if self._manager.can_swap_in(self._namespace, ids) is not AllocStatus.OK:
+                    return
+                draft.swapped_in.append(self._manager.swap_in(self._namespace, ids))
+            except Exception as error:  # it stays swapped out
+                draft.failed[state.group] = error
+                continue
             queues.swapped.remove(state)
             queues.decodes.sharing |= len(unit) > 1
             for one, snapshot in zip(unit, self._manager.describe(self._namespace, ids), strict=True):
@@ -654,8 +689,8 @@ class Admission:
     def _start(self, picked: list[tuple[RequestState, FoundPrompt]], draft: Draft) -> None:
         """Allocate the sequences of picked requests, and give them their first chunks."""
         shift = self._blocks_config.block_shift
-        sequences = self._manager.allocate_found(self._namespace, [prompt for _, prompt in picked])
-        for i, ((state, _), new) in enumerate(zip(picked, sequences, strict=True), start=1):
+        started = self._allocate(picked, draft)
+        for i, (state, new) in enumerate(started, start=1):
             num_cached = len(new.found) << shift
             self._queues.counters.count_admission(state, num_cached)
             state.preempted = False
@@ -663,8 +698,24 @@ class Admission:
             state.blocks = new.required
             draft.needed += new.required - new.num_blocks
             self._queues.start_prefill(state)
-            others = sum(other.group is state.group for other, _ in picked[i:])  # each of the beams gets a token
+            others = sum(other.group is state.group for other, _ in started[i:])  # each of the beams gets a token
             draft.add_chunk(state, self._config.long_prefill_tokens, others)
+
+    def _allocate(
+        self, picked: list[tuple[RequestState, FoundPrompt]], draft: Draft
+    ) -> list[tuple[RequestState, NewSequence]]:
+        """Allocate the sequences of picked requests. A request for which that fails, fails alone."""
+        states, prompts = [state for state, _ in picked], [prompt for _, prompt in picked]
+        try:
+            return list(zip(states, self._manager.allocate_found(self._namespace, prompts), strict=True))
+        except Exception as error:  # nothing was allocated
+            if len(states) == len(states[0].unit):
+                draft.failed[states[0].group] = error
+                for state, prompt in picked:
+                    self._queues.computing.difference_update(state.hashes[prompt.num_found :])
+                return []
+        units = itertools.groupby(picked, lambda one: one[0].unit[0])
+        return [one for _, unit in units for one in self._allocate(list(unit), draft)]
 
     def _is_held_back(self, state: RequestState, prompt: FoundPrompt, num_long: int) -> bool:
         """Return whether others may pass this request, because its next block is being computed or loaded, or because

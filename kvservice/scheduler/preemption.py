@@ -140,22 +140,24 @@ class Preemptor:
         if not self._swap_is_better(unit, ids, sum(lengths)):
             self.recompute(unit, draft)
             return
+        draft.swapped_out.append(self._manager.swap_out(self._namespace, ids))  # if it fails, nothing has changed
         for state, length in zip(unit, lengths, strict=True):
             state.next_token = queues.leave_decodes(state)
             state.phase = Phase.SWAPPED
             draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
-        draft.swapped_out.append(self._manager.swap_out(self._namespace, ids))
         queues.wait_swapped(unit)
 
     def recompute(self, unit: list[RequestState], draft: Draft) -> None:
         """Preempt running sequences, which compute their tokens again when they go on."""
         queues = self._queues
+        decoded = {one.sequence_id: queues.tokens_of(one) for one in unit if one.phase is Phase.DECODING}
+        self._manager.free(self._namespace, [state.sequence_id for state in unit])  # if it fails, nothing has changed
         for state in unit:
             if state.phase is Phase.PREFILLING:
                 queues.end_prefill(state)
                 computed = len(state.tokens) - state.pending
             else:
-                tokens = queues.tokens_of(state)
+                tokens = decoded[state.sequence_id]
                 queues.leave_decodes(state)
                 computed = len(tokens) - 1
                 state.resumes, state.next_token = state.group.request.beams, int(tokens[-1])
@@ -163,7 +165,6 @@ class Preemptor:
             state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
             state.lost, state.looked_up = computed, False
             draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
-        self._manager.free(self._namespace, [state.sequence_id for state in unit])
         queues.wait(unit)
 
     def _swap_is_better(self, unit: list[RequestState], ids: list[int], num_tokens: int) -> bool:

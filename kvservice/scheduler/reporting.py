@@ -339,19 +339,28 @@ class Samples:
 
     def _fork(self, first: RequestState, others: list[RequestState], over: bool) -> None:
         """Fork the other samples. If there is no room for a sequence, its sample waits, and with beams all do."""
-        queues, room = self._queues, self._manager.sequences.num_free
-        if first.group.request.beams and room < len(others):
+        beams, room = first.group.request.beams, self._manager.sequences.num_free
+        num_forked = 0 if beams and room < len(others) else self._fork_first(first, others[:room])
+        if beams and num_forked < len(others):
             self._park(others if over else [first, *others])
             return
-        for sample in others[:room]:
-            self._manager.fork(self._namespace, [first.sequence_id], [sample.sequence_id])
-            queues.decodes.add(sample, len(first.tokens), sample.next_token)
-            queues.decodes.sharing = True
-        for sample in others[room:]:
+        for sample in others[num_forked:]:
             tokens = np.append(first.tokens, np.int32(sample.next_token))
             sample.continue_with(tokens, self._manager.config)
             sample.phase, sample.preempted, sample.lost = Phase.WAITING, True, len(first.tokens)
-            queues.wait([sample])
+            self._queues.wait([sample])
+
+    def _fork_first(self, first: RequestState, others: list[RequestState]) -> int:
+        """Fork these samples until one cannot be. Returns how many were forked."""
+        decodes = self._queues.decodes
+        for i, sample in enumerate(others):
+            try:
+                self._manager.fork(self._namespace, [first.sequence_id], [sample.sequence_id])
+            except Exception:  # if the error comes again when the sample is admitted, it is reported there
+                return i
+            decodes.add(sample, len(first.tokens), sample.next_token)
+            decodes.sharing = True
+        return len(others)
 
     def _park(self, beams: list[RequestState]) -> None:
         """Let beams wait together, which have a computed prompt and their first token."""
@@ -465,6 +474,9 @@ class Retrier:
             try:
                 return again, ids, self._manager.reopen(self._namespace, ids, first, counts, self._config.lookahead)
             except (OutOfBlocksError, QuotaExceededError):
+                self._preempt_last(starts, again)
+            except Exception as error:  # the sequences without those that are at fault go on
+                again.error = error
                 self._preempt_last(starts, again)
         again.decodes = again.growth = np.zeros(0, np.int64)
         return again, again.decodes, None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from kvservice.blocks import BlockManager, SessionNamespace, Slices
 from kvservice.blocks.slices import SLICE_SEQUENCES, finish
 from kvservice.errors import InternalError, InvalidArgumentError, QuotaExceededError, UnknownSequenceError
 from kvservice.scheduler.config import SchedulerConfig
-from kvservice.scheduler.engine import EngineScheduler, PoolShares
+from kvservice.scheduler.engine import MAX_WEIGHT, MIN_WEIGHT, EngineScheduler, PoolShares
 from kvservice.scheduler.queues import EngineQueues
 from kvservice.scheduler.requests import RUNNING, Phase, RequestGroup, RequestState
 from kvservice.scheduler.stats import Latencies, SchedulerFigures
 
 
 class Scheduler:
-    """Engines with queues of their own over one pool, which is shared between them by weight. `latencies` cover
-    all engines since the start."""
+    """Engines with queues of their own over one pool. Their tenants have equal shares of it, and the engines of a
+    tenant share by weight. `latencies` cover all engines since the start."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
@@ -31,8 +30,8 @@ class Scheduler:
     ) -> EngineScheduler:
         """Open the scheduler of one engine, whose sequences are in this namespace. Raises InvalidArgumentError, and
         QuotaExceededError if a step could exceed a limit of the block manager."""
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise InvalidArgumentError("must be a positive number", field="weight")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise InvalidArgumentError(f"must be a number from {MIN_WEIGHT} to {MAX_WEIGHT}", field="weight")
         if namespace in self._engines:
             raise InvalidArgumentError("has a scheduler already", field="namespace")
         config = config or SchedulerConfig()

@@ -22,52 +22,55 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from kvservice.v1 import blocks_pb2 as kvservice_dot_v1_dot_blocks__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/scheduler.proto\x12\x0ckvservice.v1\x1a\x19kvservice/v1/blocks.proto\"\x99\x07\n\x14OpenSchedulerRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x1c\n\x0fmax_step_tokens\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0bmax_running\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12)\n\x06policy\x18\x05 \x01(\x0e\x32\x19.kvservice.v1.BatchPolicy\x12\'\n\x05order\x18\x06 \x01(\x0e\x32\x18.kvservice.v1.QueueOrder\x12\x30\n\npreemption\x18\x07 \x01(\x0e\x32\x1c.kvservice.v1.PreemptionMode\x12\x16\n\tlookahead\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13long_prefill_tokens\x18\t \x01(\x03H\x03\x88\x01\x01\x12\x1e\n\x11max_long_prefills\x18\n \x01(\x03H\x04\x88\x01\x01\x12\x19\n\x0cmax_requests\x18\x0b \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rreserve_steps\x18\x0c \x01(\x03H\x06\x88\x01\x01\x12!\n\x14max_stalled_fraction\x18\r \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10size_delay_steps\x18\x0e \x01(\x01H\x08\x88\x01\x01\x12!\n\x14max_size_delay_steps\x18\x0f \x01(\x01H\t\x88\x01\x01\x12\x19\n\x0c\x64\x65lay_factor\x18\x10 \x01(\x01H\n\x88\x01\x01\x12\x1b\n\x0eshare_prefixes\x18\x11 \x01(\x08H\x0b\x88\x01\x01\x12\x19\n\x0cswap_block_s\x18\x12 \x01(\x01H\x0c\x88\x01\x01\x12\x1c\n\x0f\x63ompute_token_s\x18\x13 \x01(\x01H\r\x88\x01\x01\x12\x13\n\x06weight\x18\x14 \x01(\x01H\x0e\x88\x01\x01\x42\x12\n\x10_max_step_tokensB\x0e\n\x0c_max_runningB\x0c\n\n_lookaheadB\x16\n\x14_long_prefill_tokensB\x14\n\x12_max_long_prefillsB\x0f\n\r_max_requestsB\x10\n\x0e_reserve_stepsB\x17\n\x15_max_stalled_fractionB\x13\n\x11_size_delay_stepsB\x17\n\x15_max_size_delay_stepsB\x0f\n\r_delay_factorB\x11\n\x0f_share_prefixesB\x0f\n\r_swap_block_sB\x12\n\x10_compute_token_sB\t\n\x07_weight\"\x7f\n\x15OpenSchedulerResponse\x12\x17\n\x0fmax_step_tokens\x18\x01 \x01(\x03\x12\x13\n\x0bmax_running\x18\x02 \x01(\x03\x12\x11\n\tlookahead\x18\x03 \x01(\x03\x12\x14\n\x0cmax_requests\x18\x04 \x01(\x03\x12\x0f\n\x07\x65xisted\x18\x05 \x01(\x08\"\xbf\x01\n\x10ScheduledRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x10\n\x08priority\x18\x04 \x01(\x03\x12*\n\nextra_keys\x18\x05 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\x12\r\n\x05width\x18\x06 \x01(\x03\x12\x14\n\x0cstop_lengths\x18\x07 \x03(\x10\x12\r\n\x05\x62\x65\x61ms\x18\x08 \x01(\x08\"q\n\x12\x41\x64\x64RequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.kvservice.v1.ScheduledRequest\"\x15\n\x13\x41\x64\x64RequestsResponse\"V\n\x14\x41\x62ortRequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x03 \x03(\x10\"-\n\x15\x41\x62ortRequestsResponse\x12\x14\n\x0c\x66inished_ids\x18\x01 \x03(\x10\"\x95\x01\n\nStepReport\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x12\n\nnum_tokens\x18\x03 \x03(\x05\x12\x12\n\nparent_ids\x18\x04 \x03(\x10\x12\x14\n\x0c\x66inished_ids\x18\x05 \x03(\x10\x12\x11\n\tproposals\x18\x06 \x03(\x0f\x12\x14\n\x0cnum_proposed\x18\x07 \x03(\x05\"\xb3\x01\n\x0fScheduleRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kvservice.v1.StepReport\x12\x17\n\x0fmax_step_tokens\x18\x04 \x01(\x03\x12\x13\n\x0bmax_running\x18\x05 \x01(\x03\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\r\n\x05retry\x18\x07 \x01(\x08\"\xd7\x02\n\x10ScheduleResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x1a.kvservice.v1.StepResponse\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x13\n\x0bnum_decodes\x18\x04 \x01(\x03\x12\x13\n\x0bsampled_ids\x18\x05 \x03(\x10\x12\x14\n\x0csampled_rows\x18\x06 \x03(\x05\x12\x14\n\x0c\x66inished_ids\x18\x07 \x03(\x10\x12\x15\n\rpreempted_ids\x18\x08 \x03(\x10\x12\x18\n\x10preempted_tokens\x18\t \x03(\x03\x12\x19\n\x11preempted_swapped\x18\n \x03(\x08\x12\x13\n\x0bnum_stalled\x18\x0b \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x0c \x01(\x03\x12\x13\n\x0bnum_running\x18\r \x01(\x03\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\x03\"n\n\x17\x44\x65scribeRequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x10\x12\r\n\x05\x66irst\x18\x03 \x01(\x03\x12\x18\n\x10return_token_ids\x18\x04 \x01(\x08\"r\n\x0fRequestSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x15\n\rnum_generated\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\x11\n\ttoken_ids\x18\x05 \x03(\x0f\"\xb1\x01\n\x12RequestDescription\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\x05phase\x18\x02 \x01(\x0e\x32\x1a.kvservice.v1.RequestPhase\x12\x30\n\tsequences\x18\x03 \x03(\x0b\x32\x1d.kvservice.v1.RequestSequence\x12*\n\nextra_keys\x18\x04 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"\x80\x01\n\x18\x44\x65scribeRequestsResponse\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .kvservice.v1.RequestDescription\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x03\x12\x1a\n\x12unreported_batches\x18\x03 \x03(\x04*e\n\x0b\x42\x61tchPolicy\x12\x1c\n\x18\x42\x41TCH_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42\x41TCH_POLICY_CHUNKED\x10\x01\x12\x1e\n\x1a\x42\x41TCH_POLICY_PREFILL_FIRST\x10\x02*Y\n\nQueueOrder\x12\x1b\n\x17QUEUE_ORDER_UNSPECIFIED\x10\x00\x12\x14\n\x10QUEUE_ORDER_FCFS\x10\x01\x12\x18\n\x14QUEUE_ORDER_PRIORITY\x10\x02*\x84\x01\n\x0ePreemptionMode\x12\x1f\n\x1bPREEMPTION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19PREEMPTION_MODE_RECOMPUTE\x10\x01\x12\x18\n\x14PREEMPTION_MODE_SWAP\x10\x02\x12\x18\n\x14PREEMPTION_MODE_AUTO\x10\x03*\x9d\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x12\x19\n\x15REQUEST_PHASE_SWAPPED\x10\x04\x32\xc8\x03\n\x10SchedulerService\x12X\n\rOpenScheduler\x12\".kvservice.v1.OpenSchedulerRequest\x1a#.kvservice.v1.OpenSchedulerResponse\x12R\n\x0b\x41\x64\x64Requests\x12 .kvservice.v1.AddRequestsRequest\x1a!.kvservice.v1.AddRequestsResponse\x12X\n\rAbortRequests\x12\".kvservice.v1.AbortRequestsRequest\x1a#.kvservice.v1.AbortRequestsResponse\x12I\n\x08Schedule\x12\x1d.kvservice.v1.ScheduleRequest\x1a\x1e.kvservice.v1.ScheduleResponse\x12\x61\n\x10\x44\x65scribeRequests\x12%.kvservice.v1.DescribeRequestsRequest\x1a&.kvservice.v1.DescribeRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/scheduler.proto\x12\x0ckvservice.v1\x1a\x17google/rpc/status.proto\x1a\x19kvservice/v1/blocks.proto\"\x99\x07\n\x14OpenSchedulerRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x1c\n\x0fmax_step_tokens\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0bmax_running\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12)\n\x06policy\x18\x05 \x01(\x0e\x32\x19.kvservice.v1.BatchPolicy\x12\'\n\x05order\x18\x06 \x01(\x0e\x32\x18.kvservice.v1.QueueOrder\x12\x30\n\npreemption\x18\x07 \x01(\x0e\x32\x1c.kvservice.v1.PreemptionMode\x12\x16\n\tlookahead\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12 \n\x13long_prefill_tokens\x18\t \x01(\x03H\x03\x88\x01\x01\x12\x1e\n\x11max_long_prefills\x18\n \x01(\x03H\x04\x88\x01\x01\x12\x19\n\x0cmax_requests\x18\x0b \x01(\x03H\x05\x88\x01\x01\x12\x1a\n\rreserve_steps\x18\x0c \x01(\x03H\x06\x88\x01\x01\x12!\n\x14max_stalled_fraction\x18\r \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10size_delay_steps\x18\x0e \x01(\x01H\x08\x88\x01\x01\x12!\n\x14max_size_delay_steps\x18\x0f \x01(\x01H\t\x88\x01\x01\x12\x19\n\x0c\x64\x65lay_factor\x18\x10 \x01(\x01H\n\x88\x01\x01\x12\x1b\n\x0eshare_prefixes\x18\x11 \x01(\x08H\x0b\x88\x01\x01\x12\x19\n\x0cswap_block_s\x18\x12 \x01(\x01H\x0c\x88\x01\x01\x12\x1c\n\x0f\x63ompute_token_s\x18\x13 \x01(\x01H\r\x88\x01\x01\x12\x13\n\x06weight\x18\x14 \x01(\x01H\x0e\x88\x01\x01\x42\x12\n\x10_max_step_tokensB\x0e\n\x0c_max_runningB\x0c\n\n_lookaheadB\x16\n\x14_long_prefill_tokensB\x14\n\x12_max_long_prefillsB\x0f\n\r_max_requestsB\x10\n\x0e_reserve_stepsB\x17\n\x15_max_stalled_fractionB\x13\n\x11_size_delay_stepsB\x17\n\x15_max_size_delay_stepsB\x0f\n\r_delay_factorB\x11\n\x0f_share_prefixesB\x0f\n\r_swap_block_sB\x12\n\x10_compute_token_sB\t\n\x07_weight\"\x7f\n\x15OpenSchedulerResponse\x12\x17\n\x0fmax_step_tokens\x18\x01 \x01(\x03\x12\x13\n\x0bmax_running\x18\x02 \x01(\x03\x12\x11\n\tlookahead\x18\x03 \x01(\x03\x12\x14\n\x0cmax_requests\x18\x04 \x01(\x03\x12\x0f\n\x07\x65xisted\x18\x05 \x01(\x08\"\xbf\x01\n\x10ScheduledRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x10\n\x08priority\x18\x04 \x01(\x03\x12*\n\nextra_keys\x18\x05 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\x12\r\n\x05width\x18\x06 \x01(\x03\x12\x14\n\x0cstop_lengths\x18\x07 \x03(\x10\x12\r\n\x05\x62\x65\x61ms\x18\x08 \x01(\x08\"q\n\x12\x41\x64\x64RequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.kvservice.v1.ScheduledRequest\"\x15\n\x13\x41\x64\x64RequestsResponse\"V\n\x14\x41\x62ortRequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x03 \x03(\x10\"-\n\x15\x41\x62ortRequestsResponse\x12\x14\n\x0c\x66inished_ids\x18\x01 \x03(\x10\"\x95\x01\n\nStepReport\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x12\n\nnum_tokens\x18\x03 \x03(\x05\x12\x12\n\nparent_ids\x18\x04 \x03(\x10\x12\x14\n\x0c\x66inished_ids\x18\x05 \x03(\x10\x12\x11\n\tproposals\x18\x06 \x03(\x0f\x12\x14\n\x0cnum_proposed\x18\x07 \x03(\x05\"\xb3\x01\n\x0fScheduleRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kvservice.v1.StepReport\x12\x17\n\x0fmax_step_tokens\x18\x04 \x01(\x03\x12\x13\n\x0bmax_running\x18\x05 \x01(\x03\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\r\n\x05retry\x18\x07 \x01(\x08\"\x84\x03\n\x10ScheduleResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x1a.kvservice.v1.StepResponse\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x13\n\x0bnum_decodes\x18\x04 \x01(\x03\x12\x13\n\x0bsampled_ids\x18\x05 \x03(\x10\x12\x14\n\x0csampled_rows\x18\x06 \x03(\x05\x12\x14\n\x0c\x66inished_ids\x18\x07 \x03(\x10\x12\x15\n\rpreempted_ids\x18\x08 \x03(\x10\x12\x18\n\x10preempted_tokens\x18\t \x03(\x03\x12\x19\n\x11preempted_swapped\x18\n \x03(\x08\x12\x13\n\x0bnum_stalled\x18\x0b \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x0c \x01(\x03\x12\x13\n\x0bnum_running\x18\r \x01(\x03\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\x03\x12+\n\x06\x66\x61iled\x18\x0f \x03(\x0b\x32\x1b.kvservice.v1.FailedRequest\"F\n\rFailedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"n\n\x17\x44\x65scribeRequestsRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x10\x12\r\n\x05\x66irst\x18\x03 \x01(\x03\x12\x18\n\x10return_token_ids\x18\x04 \x01(\x08\"r\n\x0fRequestSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x15\n\rnum_generated\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\x11\n\ttoken_ids\x18\x05 \x03(\x0f\"\xb1\x01\n\x12RequestDescription\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\x05phase\x18\x02 \x01(\x0e\x32\x1a.kvservice.v1.RequestPhase\x12\x30\n\tsequences\x18\x03 \x03(\x0b\x32\x1d.kvservice.v1.RequestSequence\x12*\n\nextra_keys\x18\x04 \x03(\x0b\x32\x16.kvservice.v1.ExtraKey\"\x80\x01\n\x18\x44\x65scribeRequestsResponse\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .kvservice.v1.RequestDescription\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x03\x12\x1a\n\x12unreported_batches\x18\x03 \x03(\x04*e\n\x0b\x42\x61tchPolicy\x12\x1c\n\x18\x42\x41TCH_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42\x41TCH_POLICY_CHUNKED\x10\x01\x12\x1e\n\x1a\x42\x41TCH_POLICY_PREFILL_FIRST\x10\x02*Y\n\nQueueOrder\x12\x1b\n\x17QUEUE_ORDER_UNSPECIFIED\x10\x00\x12\x14\n\x10QUEUE_ORDER_FCFS\x10\x01\x12\x18\n\x14QUEUE_ORDER_PRIORITY\x10\x02*\x84\x01\n\x0ePreemptionMode\x12\x1f\n\x1bPREEMPTION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19PREEMPTION_MODE_RECOMPUTE\x10\x01\x12\x18\n\x14PREEMPTION_MODE_SWAP\x10\x02\x12\x18\n\x14PREEMPTION_MODE_AUTO\x10\x03*\x9d\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x12\x19\n\x15REQUEST_PHASE_SWAPPED\x10\x04\x32\xc8\x03\n\x10SchedulerService\x12X\n\rOpenScheduler\x12\".kvservice.v1.OpenSchedulerRequest\x1a#.kvservice.v1.OpenSchedulerResponse\x12R\n\x0b\x41\x64\x64Requests\x12 .kvservice.v1.AddRequestsRequest\x1a!.kvservice.v1.AddRequestsResponse\x12X\n\rAbortRequests\x12\".kvservice.v1.AbortRequestsRequest\x1a#.kvservice.v1.AbortRequestsResponse\x12I\n\x08Schedule\x12\x1d.kvservice.v1.ScheduleRequest\x1a\x1e.kvservice.v1.ScheduleResponse\x12\x61\n\x10\x44\x65scribeRequests\x12%.kvservice.v1.DescribeRequestsRequest\x1a&.kvservice.v1.DescribeRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BATCHPOLICY']._serialized_start=2812
-  _globals['_BATCHPOLICY']._serialized_end=2913
-  _globals['_QUEUEORDER']._serialized_start=2915
-  _globals['_QUEUEORDER']._serialized_end=3004
-  _globals['_PREEMPTIONMODE']._serialized_start=3007
-  _globals['_PREEMPTIONMODE']._serialized_end=3139
-  _globals['_REQUESTPHASE']._serialized_start=3142
-  _globals['_REQUESTPHASE']._serialized_end=3299
-  _globals['_OPENSCHEDULERREQUEST']._serialized_start=74
-  _globals['_OPENSCHEDULERREQUEST']._serialized_end=995
-  _globals['_OPENSCHEDULERRESPONSE']._serialized_start=997
-  _globals['_OPENSCHEDULERRESPONSE']._serialized_end=1124
-  _globals['_SCHEDULEDREQUEST']._serialized_start=1127
-  _globals['_SCHEDULEDREQUEST']._serialized_end=1318
-  _globals['_ADDREQUESTSREQUEST']._serialized_start=1320
-  _globals['_ADDREQUESTSREQUEST']._serialized_end=1433
-  _globals['_ADDREQUESTSRESPONSE']._serialized_start=1435
-  _globals['_ADDREQUESTSRESPONSE']._serialized_end=1456
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=1458
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=1544
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=1546
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=1591
-  _globals['_STEPREPORT']._serialized_start=1594
-  _globals['_STEPREPORT']._serialized_end=1743
-  _globals['_SCHEDULEREQUEST']._serialized_start=1746
-  _globals['_SCHEDULEREQUEST']._serialized_end=1925
-  _globals['_SCHEDULERESPONSE']._serialized_start=1928
-  _globals['_SCHEDULERESPONSE']._serialized_end=2271
-  _globals['_DESCRIBEREQUESTSREQUEST']._serialized_start=2273
-  _globals['_DESCRIBEREQUESTSREQUEST']._serialized_end=2383
-  _globals['_REQUESTSEQUENCE']._serialized_start=2385
-  _globals['_REQUESTSEQUENCE']._serialized_end=2499
-  _globals['_REQUESTDESCRIPTION']._serialized_start=2502
-  _globals['_REQUESTDESCRIPTION']._serialized_end=2679
-  _globals['_DESCRIBEREQUESTSRESPONSE']._serialized_start=2682
-  _globals['_DESCRIBEREQUESTSRESPONSE']._serialized_end=2810
-  _globals['_SCHEDULERSERVICE']._serialized_start=3302
-  _globals['_SCHEDULERSERVICE']._serialized_end=3758
+  _globals['_BATCHPOLICY']._serialized_start=2954
+  _globals['_BATCHPOLICY']._serialized_end=3055
+  _globals['_QUEUEORDER']._serialized_start=3057
+  _globals['_QUEUEORDER']._serialized_end=3146
+  _globals['_PREEMPTIONMODE']._serialized_start=3149
+  _globals['_PREEMPTIONMODE']._serialized_end=3281
+  _globals['_REQUESTPHASE']._serialized_start=3284
+  _globals['_REQUESTPHASE']._serialized_end=3441
+  _globals['_OPENSCHEDULERREQUEST']._serialized_start=99
+  _globals['_OPENSCHEDULERREQUEST']._serialized_end=1020
+  _globals['_OPENSCHEDULERRESPONSE']._serialized_start=1022
+  _globals['_OPENSCHEDULERRESPONSE']._serialized_end=1149
+  _globals['_SCHEDULEDREQUEST']._serialized_start=1152
+  _globals['_SCHEDULEDREQUEST']._serialized_end=1343
+  _globals['_ADDREQUESTSREQUEST']._serialized_start=1345
+  _globals['_ADDREQUESTSREQUEST']._serialized_end=1458
+  _globals['_ADDREQUESTSRESPONSE']._serialized_start=1460
+  _globals['_ADDREQUESTSRESPONSE']._serialized_end=1481
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=1483
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=1569
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=1571
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=1616
+  _globals['_STEPREPORT']._serialized_start=1619
+  _globals['_STEPREPORT']._serialized_end=1768
+  _globals['_SCHEDULEREQUEST']._serialized_start=1771
+  _globals['_SCHEDULEREQUEST']._serialized_end=1950
+  _globals['_SCHEDULERESPONSE']._serialized_start=1953
+  _globals['_SCHEDULERESPONSE']._serialized_end=2341
+  _globals['_FAILEDREQUEST']._serialized_start=2343
+  _globals['_FAILEDREQUEST']._serialized_end=2413
+  _globals['_DESCRIBEREQUESTSREQUEST']._serialized_start=2415
+  _globals['_DESCRIBEREQUESTSREQUEST']._serialized_end=2525
+  _globals['_REQUESTSEQUENCE']._serialized_start=2527
+  _globals['_REQUESTSEQUENCE']._serialized_end=2641
+  _globals['_REQUESTDESCRIPTION']._serialized_start=2644
+  _globals['_REQUESTDESCRIPTION']._serialized_end=2821
+  _globals['_DESCRIBEREQUESTSRESPONSE']._serialized_start=2824
+  _globals['_DESCRIBEREQUESTSRESPONSE']._serialized_end=2952
+  _globals['_SCHEDULERSERVICE']._serialized_start=3444
+  _globals['_SCHEDULERSERVICE']._serialized_end=3900
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from google.rpc import status_pb2 as _status_pb2
 from kvservice.v1 import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -195,7 +196,7 @@ class ScheduleRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., reports: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., max_step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., ahead: bool = ..., retry: bool = ...) -> None: ...
 
 class ScheduleResponse(_message.Message):
-    __slots__ = ("batch", "step", "sequence_ids", "num_decodes", "sampled_ids", "sampled_rows", "finished_ids", "preempted_ids", "preempted_tokens", "preempted_swapped", "num_stalled", "num_waiting", "num_running", "num_swapped")
+    __slots__ = ("batch", "step", "sequence_ids", "num_decodes", "sampled_ids", "sampled_rows", "finished_ids", "preempted_ids", "preempted_tokens", "preempted_swapped", "num_stalled", "num_waiting", "num_running", "num_swapped", "failed")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +211,7 @@ class ScheduleResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     batch: int
     step: _blocks_pb2.StepResponse
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -224,7 +226,16 @@ class ScheduleResponse(_message.Message):
     num_waiting: int
     num_running: int
     num_swapped: int
-    def __init__(self, batch: _Optional[int] = ..., step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_decodes: _Optional[int] = ..., sampled_ids: _Optional[_Iterable[int]] = ..., sampled_rows: _Optional[_Iterable[int]] = ..., finished_ids: _Optional[_Iterable[int]] = ..., preempted_ids: _Optional[_Iterable[int]] = ..., preempted_tokens: _Optional[_Iterable[int]] = ..., preempted_swapped: _Optional[_Iterable[bool]] = ..., num_stalled: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_swapped: _Optional[int] = ...) -> None: ...
+    failed: _containers.RepeatedCompositeFieldContainer[FailedRequest]
+    def __init__(self, batch: _Optional[int] = ..., step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_decodes: _Optional[int] = ..., sampled_ids: _Optional[_Iterable[int]] = ..., sampled_rows: _Optional[_Iterable[int]] = ..., finished_ids: _Optional[_Iterable[int]] = ..., preempted_ids: _Optional[_Iterable[int]] = ..., preempted_tokens: _Optional[_Iterable[int]] = ..., preempted_swapped: _Optional[_Iterable[bool]] = ..., num_stalled: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_swapped: _Optional[int] = ..., failed: _Optional[_Iterable[_Union[FailedRequest, _Mapping]]] = ...) -> None: ...
+
+class FailedRequest(_message.Message):
+    __slots__ = ("request_id", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    error: _status_pb2.Status
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class DescribeRequestsRequest(_message.Message):
     __slots__ = ("session_token", "request_ids", "first", "return_token_ids")

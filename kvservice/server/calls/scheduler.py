@@ -11,7 +11,13 @@ import numpy as np
 from kvservice.blocks.slices import Slices, Waits, in_turn
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, QuotaExceededError
+from kvservice.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    KVServiceError,
+    QuotaExceededError,
+)
 from kvservice.scheduler import (
     BatchPolicy,
     Phase,
@@ -42,6 +48,7 @@ from kvservice.server.sessions.scheduler import (
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tiering.pool_tier import PoolTier
 from kvservice.v1 import blocks_pb2, scheduler_pb2
+from kvservice.wire.status import to_status
 from kvservice.wire.tensors import token_array
 
 
@@ -272,6 +279,13 @@ def request_description(snapshot: RequestSnapshot, *, return_token_ids: bool) ->
     )
 
 
+def _told(error: Exception) -> KVServiceError:
+    """Return what a client is told of an error."""
+    if isinstance(error, KVServiceError):
+        return error
+    return InternalError("the request failed; the daemon's log says why")
+
+
 def schedule_response(
     batch: ScheduledBatch, ended: list[int], mapped: tuple[int, int] | None
 ) -> scheduler_pb2.ScheduleResponse:
@@ -285,6 +299,10 @@ def schedule_response(
         num_waiting=batch.counts.waiting,
         num_running=batch.counts.running,
         num_swapped=batch.counts.swapped,
+        failed=[
+            scheduler_pb2.FailedRequest(request_id=request_id, error=to_status(_told(error)))
+            for request_id, error in batch.failed
+        ],
     )
     if batch.step is not None:
         response.batch = batch.number

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _LOADED_AHEAD: Final = 8
 _FIELDS: Final = {"finished": "finished_ids", "parents": "parent_ids"}
 
 
+_log = logging.getLogger(__name__)
+
+
 class SessionScheduler:
     """The scheduler of one session. A method that raises has changed nothing."""
 
@@ -65,8 +69,12 @@ class SessionScheduler:
         self._requests: dict[int, int] = {}
         # Aborted requests that end with a report.
         self._aborted: set[int] = set()
-        # The loads of blocks for waiting requests, by their sequence ids.
-        self._loads: dict[int, PromptLoad] = {}
+        # Requests that could not go on, and that the client has not aborted since. They end with a report, too.
+        self._failed: set[int] = set()
+        # What stopped the making of a batch, for the next call.
+        self._error: Exception | None = None
+        # The loads of blocks that are in progress, each with the request that waited for it when it began.
+        self._loads: set[tuple[RequestState, PromptLoad]] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,7 +131,9 @@ class SessionScheduler:
         if len(set(request_ids)) != len(request_ids):
             raise InvalidArgumentError("a request appears twice", field="request_ids")
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            if request_id not in self._failed:
+                self.scheduler.abort(request_id)
+        self._failed.difference_update(request_ids)
         ended = [request_id for request_id in request_ids if request_id not in self.scheduler.queues.requests]
         self._aborted.update(set(request_ids).difference(ended))
         self._forget(ended)
@@ -140,32 +150,38 @@ class SessionScheduler:
                     queues.namespace, state.tokens, state.hashes, queues.speeds.compute_token_s
                 )
                 if load is not None:
-                    self._loads[state.sequence_id] = load
+                    self._loads.add((state, load))
                     queues.loading.add(load.chain_hash)
-                    load.done.add_done_callback(functools.partial(self._loaded, state.sequence_id))
+                    load.done.add_done_callback(functools.partial(self._loaded, state, load))
         if queues.num_running or queues.flight or len(queues.swapped):
             return None
         first = next(iter(queues.waiting), None)
-        load = None if first is None else self._loads.get(first.sequence_id)
-        return None if load is None else asyncio.wait([load.done])
+        dones = [load.done for state, load in self._loads if state is first]
+        return asyncio.wait(dones) if dones else None
 
-    def _loaded(self, sequence_id: int, _done: asyncio.Future[object]) -> None:
-        load = self._loads.pop(sequence_id)
-        if all(one.chain_hash != load.chain_hash for one in self._loads.values()):
+    def _loaded(self, state: RequestState, load: PromptLoad, _done: asyncio.Future[object]) -> None:
+        self._loads.discard((state, load))
+        if all(one.chain_hash != load.chain_hash for _, one in self._loads):
             self.scheduler.queues.loading.discard(load.chain_hash)
 
     def step(self, request: StepRequest, now_s: float) -> tuple[list[int], ScheduledBatch]:
-        """Apply the reports, then make a batch. Returns the ids of the requests that the reports have ended, and the
-        batch, whose copies the device executes. Raises the errors of EngineScheduler.update and schedule."""
+        """Apply the reports, then make a batch. Returns the ids of the requests that have ended, and the batch, whose
+        copies the device executes. Raises the errors of EngineScheduler.update and schedule. An error that comes when
+        something has changed already is raised by the next call, once."""
         self._check(request)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         self._meter.called([report.batch for report in request.reports], now_s)
         ended: list[int] = []
         for report in request.reports:
             ended += self.scheduler.update(report, now_s)
         batch = self._next_batch(request, now_s)
+        self._note_errors(batch)
         self._meter.made(batch)
         self._meter.forget(self.scheduler.unreported)
-        ended += [request_id for request_id in self._aborted if request_id not in self.scheduler.queues.requests]
+        over = (*self._aborted, *self._failed)
+        ended += [request_id for request_id in over if request_id not in self.scheduler.queues.requests]
         ended = list(dict.fromkeys(ended))
         self._forget(ended)
         return ended, batch
@@ -177,7 +193,19 @@ class SessionScheduler:
             return again
         tokens, running = request.max_step_tokens, request.max_running
         batch = self._engine.schedule(self.scheduler, now_s, tokens, running, ahead=request.ahead)
-        return batch if again is None else dataclasses.replace(batch, preempted=again.preempted + batch.preempted)
+        if again is None:
+            return batch
+        preempted, error = again.preempted + batch.preempted, again.error or batch.error
+        return dataclasses.replace(batch, preempted=preempted, error=error)
+
+    def _note_errors(self, batch: ScheduledBatch) -> None:
+        """Log the errors of a batch. Its failed requests end with it, or with a report."""
+        for request_id, error in batch.failed:
+            _log.warning("request %d of a scheduler has failed", request_id, exc_info=error)
+        self._failed.update(request_id for request_id, _ in batch.failed)
+        if batch.error is not None:
+            _log.error("a batch could not be made as planned", exc_info=batch.error)
+            self._error = batch.error
 
     def _check(self, request: StepRequest) -> None:
         """Raise, before a report is accepted, the errors that the scheduler would raise after it."""
@@ -248,6 +276,7 @@ class SessionScheduler:
         if request_ids:
             sizes = [self._requests.pop(request_id) for request_id in request_ids]
             self._aborted.difference_update(request_ids)
+            self._failed.difference_update(request_ids)
             self._totals.remove(len(sizes), sum(sizes))
 
 
