@@ -29,9 +29,16 @@ from transformers import (
 
 from kvservice.client import KVClient
 from kvservice.engines import LLM, AsyncLLM, DraftModel, ModelRunner, PromptLookup, RequestOutput, SamplingParams
-from kvservice.engines.host import EngineHost
+from kvservice.engines.host import EngineHost, WatchedScheduler
 from kvservice.engines.requests import EngineRequest
-from kvservice.errors import ConnectionLostError, FailedPreconditionError, InternalError, InvalidArgumentError
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    KVServiceError,
+    ResourceExhaustedError,
+)
 from kvservice.launch import Daemon
 
 PROMPT = "Say: "
@@ -126,6 +133,33 @@ def test_a_tokenizer_that_fails_ends_its_own_request(speculation, model, tokeniz
     for output in (first_output, second_output, third):
         assert isinstance(output, RequestOutput)
         assert output.outputs[0].text == "good text"
+    assert_all_is_free(small_daemon)
+
+
+def test_a_request_that_the_daemons_scheduler_gives_up_ends_with_its_error(
+    model, tokenizer, small_daemon, monkeypatch
+) -> None:
+    """The others go on."""
+    schedule, failed = WatchedScheduler.schedule, dict[int, KVServiceError]()
+
+    def failing(self: WatchedScheduler, *arguments: Any, **options: Any) -> Any:
+        if failed:
+            return schedule(self, *arguments, **options)
+        first = min(info.request_id for info in self.describe())
+        failed[first] = ResourceExhaustedError("no memory for the sequence")
+        ended = self.abort([first])
+        batch = schedule(self, *arguments, **options)
+        batch.finished[:0] = ended
+        batch.failed.update(failed)
+        return batch
+
+    monkeypatch.setattr(WatchedScheduler, "schedule", failing)
+    good = saying(tokenizer, "good text")
+    with LLM(model, tokenizer, address=small_daemon.address) as llm:
+        first, second = llm.generate([PROMPT] * 2, [good, good])
+    assert [first.error] == list(failed.values())
+    assert {part.finish_reason for part in first.outputs} == {"error"}
+    assert second.outputs[0].text == "good text"
     assert_all_is_free(small_daemon)
 
 
