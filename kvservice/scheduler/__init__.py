@@ -16,7 +16,7 @@ config       SchedulerConfig: budgets and policies
 
 from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig, Speeds
-from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.engine import MAX_WEIGHT, MIN_WEIGHT, EngineScheduler, PoolShares
 from kvservice.scheduler.queues import RequestSnapshot, SampleSnapshot
 from kvservice.scheduler.reporting import Report
 from kvservice.scheduler.requests import Phase, Request
@@ -26,11 +26,14 @@ from kvservice.scheduler.stats import Histogram, Latencies, SchedulerFigures
 
 __all__ = [
     "LATENCY_BUCKETS_S",
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
     "BatchPolicy",
     "EngineScheduler",
     "Histogram",
     "Latencies",
     "Phase",
+    "PoolShares",
     "Preemption",
     "PreemptionMode",
     "QueueCounts",

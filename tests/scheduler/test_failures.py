@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 from schedule_rig import EngineRig, alone, make_rig
 
-from kvservice.blocks import BlockManager, BlocksConfig, KeptMaps
-from kvservice.blocks.allocation import FoundPrompt, NewSequence
-from kvservice.blocks.plans import AllocationRequest
-from kvservice.blocks.state import DiskSequence, SessionNamespace
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, FoundPrompt, KeptMaps, SessionNamespace
 from kvservice.errors import DuplicateSequenceError
-from kvservice.scheduler import PreemptionMode, QueueOrder, Request, check_integrity
-from kvservice.scheduler.engine import MAX_WEIGHT, MIN_WEIGHT, PoolShares
+from kvservice.scheduler import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    PoolShares,
+    PreemptionMode,
+    QueueOrder,
+    Request,
+    check_integrity,
+)
 
 FAULT = MemoryError("no memory for the sequence")
 
@@ -27,7 +31,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, rig: EngineRig, name: int) -> None
     """Let the allocation of a sequence fail, as one without memory does."""
     allocate = rig.manager.allocate_found
 
-    def allocate_found(namespace: SessionNamespace, prompts: list[FoundPrompt]) -> list[NewSequence]:
+    def allocate_found(namespace: SessionNamespace, prompts: list[FoundPrompt]) -> Any:
         if any(prompt.new.sequence_id == name for prompt in prompts):
             raise FAULT
         return allocate(namespace, prompts)
@@ -38,7 +42,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, rig: EngineRig, name: int) -> None
 @pytest.mark.parametrize("on_disk", [5, 6])
 def test_the_ids_of_sequences_on_the_disk_are_in_use(on_disk: int) -> None:
     rig = make_rig()
-    rig.namespace.on_disk[on_disk] = DiskSequence(3, 0)
+    rig.namespace.on_disk[on_disk] = (3, 0)
     with pytest.raises(DuplicateSequenceError) as refused:
         rig.engine.add(Request(5, range(8), 4, width=2))
     assert refused.value.metadata["sequence_id"] == str(on_disk)
