@@ -19,7 +19,7 @@ from waiting import until
 
 from kvservice.cli import main
 from kvservice.config import ServeConfig
-from kvservice.keeper.private_paths import why_unusable
+from kvservice.keeper import why_unusable
 from kvservice.launch import Daemon
 
 TINY_POOL = {"KVSERVICE_NUM_LAYERS": "1", "KVSERVICE_NUM_BLOCKS": "8", "KVSERVICE_SWAP_SPACE_GIB": "0"}

@@ -17,7 +17,7 @@ config       SchedulerConfig: budgets and policies
 from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig, Speeds
 from kvservice.scheduler.engine import MAX_WEIGHT, MIN_WEIGHT, EngineScheduler, PoolShares
-from kvservice.scheduler.queues import RequestSnapshot, SampleSnapshot
+from kvservice.scheduler.queues import Needs, RequestSnapshot, SampleSnapshot
 from kvservice.scheduler.reporting import Report
 from kvservice.scheduler.requests import Phase, Request
 from kvservice.scheduler.scheduler import Scheduler, check_integrity
@@ -32,6 +32,7 @@ __all__ = [
     "EngineScheduler",
     "Histogram",
     "Latencies",
+    "Needs",
     "Phase",
     "PoolShares",
     "Preemption",

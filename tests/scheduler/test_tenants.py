@@ -7,8 +7,7 @@ from schedule_rig import EngineRig, make_rig
 
 from kvservice.blocks import TenantQuota
 from kvservice.errors import KVServiceError
-from kvservice.scheduler import PreemptionMode, QueueOrder, Request
-from kvservice.scheduler.queues import Needs
+from kvservice.scheduler import Needs, PreemptionMode, QueueOrder, Request
 
 
 def tenant_rig(**config: object) -> EngineRig:
