@@ -115,7 +115,9 @@ class ServeConfig(BaseModel):
     watermark: float = Field(0.01, ge=0, lt=1, description="Share of the pool that new sequences must leave free.")
     enable_prefix_caching: bool = Field(True, description="Keep the computed blocks of freed sequences and share them.")
     max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Largest share of the pool that clients may pin.")
-    max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Most sequences at one time, over all sessions.")
+    max_sequences: int = Field(
+        1024, ge=1, le=1 << 20, description="Most sequences at one time, over all sessions, those on the disk included."
+    )
     max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
     max_queued_requests: int = Field(
         65536, ge=1, le=1 << 24, description="Most unfinished requests of the schedulers of all sessions."

@@ -224,7 +224,7 @@ def _still_found(state: BlockState, new: NewSequence, hashes: list[bytes]) -> Ne
 def allocation_status(state: BlockState, num_sequences: int, required: int, num_consumed: int) -> AllocStatus:
     """Return whether so many new sequences fit, which need `required` blocks, `num_consumed` of them available ones."""
     fits = state.device.room(state.config.watermark_blocks) >= num_consumed
-    if fits and num_sequences <= len(state.sequences.free_rows) - state.sequences.withheld:
+    if fits and num_sequences <= state.sequences.num_free:
         return AllocStatus.OK
     if num_sequences > state.config.max_sequences:
         return AllocStatus.NEVER
@@ -262,7 +262,7 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
 def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
     """Create the sequences of a plan that describes the current state, with these flags."""
     if plan.status is not AllocStatus.OK:
-        state.sequences.require_free_rows(len(plan.sequences), "requests", namespace.quota)
+        state.sequences.require_places(len(plan.sequences), "requests", namespace)
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
@@ -315,7 +315,7 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
         raise InvalidArgumentError(f"has {len(children)} elements for {len(parents)} parents", field="child_ids")
     rows = _parent_rows(state, namespace, parents)
     namespace.check_new_ids(children, "child_ids[{}]")
-    state.sequences.require_free_rows(len(children), "child_ids", namespace.quota)
+    state.sequences.require_places(len(children), "child_ids", namespace)
     if len(rows) > 1:
         check_request_blocks(state.config, int(state.sequences.num_blocks[rows].sum()), "parent_ids")
     by_parent: dict[int, list[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -124,9 +125,10 @@ def _forget_on_disk(state: BlockState, namespace: SessionNamespace, names: set[i
     client can repeat it."""
     if not names:
         return
+    state.keep_lost(namespace.number, namespace.lost | names)
     for name in names:
         del namespace.on_disk[name]
-    state.keep_lost(namespace.number, namespace.lost | names)
+    state.sequences.num_on_disk -= len(names)
     state.keep_lost_later(namespace)
 
 
@@ -199,6 +201,7 @@ def close_namespace_in_slices(state: BlockState, namespace: SessionNamespace) ->
     state.sequences.states[rows, NAMESPACE] = 0
     state.sequences.ending.update(rows.tolist())
     state.forget_lost(namespace, list(namespace.lost))
+    state.sequences.num_on_disk -= len(namespace.on_disk)
     namespace.on_disk.clear()
     yield from _end_steps(namespace)
     yield from _end_pins(state, namespace)
@@ -223,11 +226,17 @@ def move_to_disk_in_slices(state: BlockState, namespace: SessionNamespace, seque
     try:
         next(freeing)
     except StopIteration:
-        namespace.on_disk.update(on_disk)
+        add_on_disk(state, namespace, on_disk)
         return
-    namespace.on_disk.update(on_disk)
+    add_on_disk(state, namespace, on_disk)
     yield
     yield from freeing
+
+
+def add_on_disk(state: BlockState, namespace: SessionNamespace, sequences: Mapping[int, DiskSequence]) -> None:
+    """Let a namespace have sequences on a disk that it does not have yet."""
+    state.sequences.num_on_disk += len(sequences)
+    namespace.on_disk.update(sequences)
 
 
 def end_steps_in_slices(

@@ -222,6 +222,8 @@ def _check_rows(state: BlockState, size: int) -> Slices[None]:
     require(np.count_nonzero(free) == len(sequences.free_rows), "a row is free twice")
     require(num_tokens == sequences.num_tokens, "the token count is wrong")
     require(num_swapped == sequences.num_swapped, "the count of swapped sequences is wrong")
+    num_on_disk = sum(len(namespace.on_disk) for namespace in state.namespaces)
+    require(num_on_disk == sequences.num_on_disk, "the count of sequences on a disk is wrong")
 
 
 def _check_lengths(state: BlockState, rows: Int64Array) -> None:

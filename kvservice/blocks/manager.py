@@ -85,6 +85,7 @@ class BlockManager(BlockState):
     submitted = swapping.submitted
     save_in_slices = swapping.save_in_slices
     move_to_disk_in_slices = freeing.move_to_disk_in_slices
+    add_on_disk = freeing.add_on_disk
     adopt = swapping.adopt
     restore_in_slices = swapping.restore_in_slices
     index_restored_in_slices = swapping.index_restored_in_slices

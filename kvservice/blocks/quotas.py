@@ -24,6 +24,9 @@ class QuotaNamespace(Protocol):
     def rows(self) -> Mapping[int, int]: ...
 
     @property
+    def on_disk(self) -> Sized: ...
+
+    @property
     def pins(self) -> Mapping[int, Int64Array]: ...
 
 
@@ -58,7 +61,8 @@ class TenantQuota:
 
     @property
     def num_sequences(self) -> int:
-        return sum(len(namespace.rows) for namespace in self.namespaces)
+        """The number of sequences, those on a disk included."""
+        return sum(len(namespace.rows) + len(namespace.on_disk) for namespace in self.namespaces)
 
     def blocks(self, sequences: QuotaSlots) -> Int64Array:
         """Return the blocks of the pool that the tenant's sequences and pins have, each once."""

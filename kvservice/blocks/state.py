@@ -112,6 +112,8 @@ class SessionNamespace:
     kept_ids: MutableSequence[int] | memoryview[int] = field(default_factory=lambda: [0, 0])
     lost: set[int] = field(default_factory=set)
     on_disk: dict[int, DiskSequence] = field(default_factory=dict)
+    # Whether its sequences are on a disk, too, and count there, until another namespace adopts them.
+    counts_elsewhere: bool = False
     last_step_before_restart: int = NO_STEP
     quota: TenantQuota | None = None
     _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
@@ -317,30 +319,40 @@ class SequenceSlots:
         self._num_created = 0
         # That of the tenant of the current operation.
         self.quota: TenantQuota | None = None
+        # Sequences of all namespaces that have no row, because they are on a disk.
+        self.num_on_disk = 0
         self.num_tokens = 0
         self.num_swapped = 0
         self._config = config
         self._shift = config.block_shift
 
     @property
+    def num_places(self) -> int:
+        """Number of sequences that there is room for. Those on a disk count as those with a row: each of them must
+        find a row when it comes back."""
+        return max(0, len(self.free_rows) - self.num_on_disk)
+
+    @property
     def withheld(self) -> int:
-        """Number of free rows that the current operation may not take, because of its tenant's quota."""
+        """How many of `num_places` the current operation may not take, because of its tenant's quota."""
         if self.quota is None or self.quota.max_sequences is None:
             return 0
-        return max(0, len(self.free_rows) - max(0, self.quota.max_sequences - self.quota.num_sequences))
+        return max(0, self.num_places - max(0, self.quota.max_sequences - self.quota.num_sequences))
 
     @property
     def num_free(self) -> int:
         """Number of sequences that the current operation may create."""
-        return len(self.free_rows) - self.withheld
+        return self.num_places - self.withheld
 
-    def require_free_rows(self, count: int, field: str, quota: TenantQuota | None) -> None:
-        """Raise QuotaExceededError if there is no room for `count` more sequences of a tenant with this quota."""
-        if count > len(self.free_rows) - self.withheld:
-            if quota is not None and self.withheld:
-                raise quota.sequences_exceeded(count, field)
+    def require_places(self, count: int, field: str, namespace: SessionNamespace) -> None:
+        """Raise QuotaExceededError if there is no room for `count` more sequences of a namespace."""
+        num_places = len(self.free_rows) if namespace.counts_elsewhere else self.num_places
+        withheld = 0 if namespace.counts_elsewhere else self.withheld
+        if count > num_places - withheld:
+            if namespace.quota is not None and withheld:
+                raise namespace.quota.sequences_exceeded(count, field)
             raise QuotaExceededError(
-                f"there is room for {len(self.free_rows)} more sequences, not {count}",
+                f"there is room for {num_places} more sequences, not {count}",
                 field=field, limit="max_sequences", value=self._config.max_sequences,
             )  # fmt: skip
 

@@ -386,7 +386,7 @@ def restore_in_slices(state: BlockState, namespace: SessionNamespace, saved: Sav
     if state.config.enable_prefix_caching:
         yield from _hash(state, saved, made)
     state.enter(namespace)
-    state.sequences.require_free_rows(len(saved.sequences), "sequences", namespace.quota)
+    state.sequences.require_places(len(saved.sequences), "sequences", namespace)
     to_swap = _plan(state, saved, made)
     left = SLICE_BLOCKS
     for one in saved.sequences:
@@ -457,7 +457,7 @@ def _create(
     state: BlockState, namespace: SessionNamespace, one: SavedSequence, made: RestoredBlocks, *, swapped: bool
 ) -> None:
     """Create a sequence. Blocks that another one has got before are shared."""
-    state.sequences.require_free_rows(1, "sequences", namespace.quota)  # others may have got them between two slices
+    state.sequences.require_places(1, "sequences", namespace)  # others may have got them between two slices
     new = one.blocks[made.block_ids[one.blocks] == _MISSING]
     shared = one.blocks[made.block_ids[one.blocks] != _MISSING]
     pool = state.swap if swapped else state.device
@@ -539,8 +539,7 @@ def adopt(state: BlockState, namespace: SessionNamespace, other: SessionNamespac
     """Move all sequences of another namespace, which were restored there from a disk, to this one."""
     state.enter(namespace)
     names, rows = list(other.rows), np.array(list(other.rows.values()), np.int64)
-    for name in names:
-        namespace.on_disk.pop(name, None)
+    state.sequences.num_on_disk -= sum(namespace.on_disk.pop(name, None) is not None for name in names)
     namespace.check_new_ids(names, "sequence_ids[{}]")
     state.intents.begin(RESTORE, rows)
     namespace.rows.update(other.rows)

@@ -17,9 +17,11 @@ from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_sessi
 
 from kvservice.errors import (
     DuplicateSequenceError,
+    InternalError,
     InvalidArgumentError,
     OutOfBlocksError,
     QuotaExceededError,
+    ResourceExhaustedError,
     SavedSessionsOffError,
     SequenceSwappedError,
     SessionNotRestoredError,
@@ -476,3 +478,112 @@ def test_a_daemon_that_is_killed_at_any_line_has_them_once(
             kept.close()
 
     run(scenario())
+
+
+def test_sequences_on_the_disk_count_as_those_with_a_row(start: Start) -> None:
+    async def scenario() -> None:
+        life = start(max_sequences=4)
+        session = life.open()
+        for name in (1, 2, 3):
+            await life.compute(session, name, [name])
+        await swap_out(life, session, 1, 2, 3)
+        await life.allocate(session, 4, [4])
+        with pytest.raises(QuotaExceededError):
+            await life.allocate(session, 5, [5])
+        with pytest.raises(QuotaExceededError):
+            await life.call(session, "fork", blocks_pb2.ForkRequest(parent_ids=[4], child_ids=[5]))
+        can = await life.call(session, "can_swap_in", blocks_pb2.CanSwapInRequest(sequence_ids=[1, 2, 3]))
+        assert can.status == blocks_pb2.ALLOC_STATUS_OK
+        assert await swap_in(life, session, 1, 2) == 2
+        life.manager.check_integrity()
+        with pytest.raises(QuotaExceededError):
+            await life.allocate(session, 5, [5])
+        await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[3]))
+        await life.allocate(session, 5, [5])
+        life.manager.check_integrity()
+
+    run(scenario())
+
+
+def test_sequences_on_the_disk_count_after_a_restart(start: Start) -> None:
+    async def scenario() -> None:
+        held = HeldFiles()
+        life = start(held, max_sequences=2)
+        session = life.open()
+        await life.compute(session, 1, [1])
+        await life.compute(session, 2, [2])
+        await swap_out(life, session, 1, 2)
+        life = start(held, max_sequences=2)
+        life.manager.check_integrity()
+        other = life.open()
+        with pytest.raises(QuotaExceededError):
+            await life.allocate(other, 1, [1])
+        await asyncio.sleep(0)
+
+    run(scenario())
+
+
+def test_a_saved_session_needs_places_for_its_sequences_on_the_disk(start: Start) -> None:
+    async def scenario() -> None:
+        life = start(max_sequences=2)
+        session = life.open(detachable=True, detach_ttl_s=100.0)
+        await life.compute(session, 1, [1])
+        await life.compute(session, 2, [2])
+        await swap_out(life, session, 1, 2)
+        await detach(life, session)
+        await settle()
+        other = life.open()
+        await life.allocate(other, 1, [1])
+        with pytest.raises(QuotaExceededError):
+            await resume(life, session.token)
+        life.manager.check_integrity()
+        await life.call(other, "free", blocks_pb2.FreeRequest(sequence_ids=[1]))
+        again = await resume(life, session.token)
+        life.manager.check_integrity()
+        assert await swap_in(life, again, 1, 2) == 2
+
+    run(scenario())
+
+
+def test_sequences_that_the_record_cannot_name_stay_where_they_are(
+    start: Start, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        await life.compute(session, 1, [1])
+        await life.compute(session, 2, [2])
+        await swap_out(life, session, 1)
+        with monkeypatch.context() as small:
+            small.setattr("kvservice.server.sessions.saved.MAX_VALUE_BYTES", 600)
+            with pytest.raises(ResourceExhaustedError, match="record"):
+                await swap_out(life, session, 2)
+        assert list(session.namespace.rows) == [2]
+        assert len(swapped_files(disk)) == 1
+        await swap_out(life, session, 2)
+        assert list(session.namespace.on_disk) == [1, 2]
+
+    run(scenario())
+
+
+def test_a_swap_out_that_cannot_be_recorded_changes_nothing(
+    start: Start, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        await life.compute(session, 1, [1])
+        with monkeypatch.context() as short:
+            short.setattr(life.core.saved.swaps, "_save_record", no_memory)
+            with pytest.raises(InternalError):
+                await swap_out(life, session, 1)
+        await settle()
+        assert (list(session.namespace.rows), session.on_disk, swapped_files(disk)) == ([1], {}, [])
+        await swap_out(life, session, 1)
+        assert await swap_in(life, session, 1) == 1
+
+    run(scenario())
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError

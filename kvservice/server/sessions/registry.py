@@ -234,7 +234,7 @@ class SessionRegistry:
             session = self._make(record, rows[number], recovery.namespaces[number + 1])
             self._sessions[session.token] = session
             session.holder = record.holder
-            session.recall(record.on_disk)
+            self._manager.add_on_disk(session.namespace, session.recall(record.on_disk))
             if lost := session.namespace.lost & session.namespace.on_disk.keys():
                 self._manager.forget_lost(session.namespace, lost)
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)

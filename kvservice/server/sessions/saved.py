@@ -30,10 +30,12 @@ from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
+    ResourceExhaustedError,
     SavedSessionsOffError,
     SequenceLostError,
     SessionNotRestoredError,
 )
+from kvservice.kept.table import MAX_VALUE_BYTES
 from kvservice.logs import LogBudget
 from kvservice.saved import OpenedSession, SessionFiles, SessionValues
 from kvservice.saved.files import NEVER, swapped_name
@@ -183,10 +185,13 @@ class SavedSessions:
                 restored = await finished(self._manager.restore_in_slices(session.namespace, opened.manifest.saved))
             num_loaded = await files.load(opened, restored)
             await finished(self._manager.index_restored_in_slices(session.namespace, restored))
+            self._manager.enter(session.namespace)
+            on_disk = session.recall(values.on_disk)
+            self._manager.sequences.require_places(len(on_disk), "sequences", session.namespace)
+            self._manager.add_on_disk(session.namespace, on_disk)
         except BaseException as error:
             await finished(self._sessions.close_in_slices(session, f"refused: not restored, {type(error).__name__}"))
             raise
-        session.recall(values.on_disk)
         session.asleep = True
         self._counted.restored += 1
         found = len(opened.manifest.checksums) - num_loaded
@@ -278,6 +283,9 @@ def _fitting() -> Iterator[None]:
 # finds it once. While bytes move, other calls of the session are refused.
 
 
+# Most bytes of a sequence in a record, `"id": [length, num_computed], `, and of the name of a file.
+_SEQUENCE_BYTES: Final = 64
+_FILE_BYTES: Final = 256
 _NO_VALUES: Final = SessionValues(name="", tenant="", owner="", credential="", wait_s=0.0)
 
 
@@ -302,8 +310,9 @@ class DiskSwaps:
     def swap_out(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:
         """Swap sequences out to the disk. Returns the number of blocks written, 0 if all sequences are there already.
 
-        Raises SavedSessionsOffError, the errors of SessionFiles.write and those of an operation on sequences; nothing
-        has changed then.
+        Raises SavedSessionsOffError, ResourceExhaustedError if the session would have more sequences on the disk than
+        its record can name, the errors of SessionFiles.write and those of an operation on sequences; nothing has
+        changed then.
         """
         on_disk = session.namespace.on_disk
         if sequence_ids and all(name in on_disk for name in sequence_ids):
@@ -311,13 +320,19 @@ class DiskSwaps:
         if self._files is None:
             raise SavedSessionsOffError("the daemon has no disk for sequences: see disk_sessions_gib", field="tier")
         ids = np.array(sequence_ids, np.int64)
+        _check_record(session, len(ids))
         with _busy(session) as saving:
             name, num_blocks, moved = yield from waiting(self._write(self._files, session, saving, ids))
         if saving.failure is not None:  # it was set after the file was whole
             to_the_end(self._remove(self._files, session.token, name))
             raise saving.failure
         session.on_disk[name] = moved
-        self._save_record(session)
+        try:
+            self._save_record(session)
+        except BaseException:
+            del session.on_disk[name]
+            to_the_end(self._remove(self._files, session.token, name))
+            raise
         yield from self._manager.move_to_disk_in_slices(session.namespace, ids)
         return num_blocks
 
@@ -349,7 +364,9 @@ class DiskSwaps:
         required = sum(-(-on_disk[name].length // config.block_size) for name in sequence_ids)
         self._manager.enter(session.namespace)
         fits = device.room(config.watermark_blocks) >= required
-        return AllocStatus.OK if fits and len(sequence_ids) <= self._manager.sequences.num_free else AllocStatus.LATER
+        # They count as sequences already.
+        has_rows = len(sequence_ids) <= len(self._manager.sequences.free_rows)
+        return AllocStatus.OK if fits and has_rows else AllocStatus.LATER
 
     def swap_in(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:
         """Swap sequences in, all of which are on the disk. Returns the number of blocks read.
@@ -379,7 +396,7 @@ class DiskSwaps:
         async with self._transfers:
             saving.check()
             hidden = self._manager.open_namespace(self._hidden_numbers.pop(), [0] * NUM_COUNTERS)
-            hidden.quota = session.namespace.quota
+            hidden.quota, hidden.counts_elsewhere = session.namespace.quota, True
             try:
                 num_blocks = 0
                 for name, on_disk in list(session.on_disk.items()):
@@ -442,6 +459,17 @@ def _busy(session: ServerSession) -> Iterator[SaveInProgress]:
     finally:
         if session.saving is saving:
             session.saving = None
+
+
+def _check_record(session: ServerSession, num_more: int) -> None:
+    """Raise ResourceExhaustedError unless the session's record can name so many more sequences on the disk."""
+    num_bytes = len(session.record().to_bytes()) + num_more * _SEQUENCE_BYTES + _FILE_BYTES
+    if num_bytes > MAX_VALUE_BYTES:
+        count = len(session.namespace.on_disk)
+        raise ResourceExhaustedError(
+            f"the session has {count} sequences on the disk, and its record cannot name {num_more} more",
+            field="sequence_ids",
+        )
 
 
 def _check_on_disk(session: ServerSession, sequence_ids: Sequence[int]) -> None:

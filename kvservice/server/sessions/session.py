@@ -152,13 +152,15 @@ class ServerSession:
             },
         )
 
-    def recall(self, on_disk: dict[str, dict[str, list[int]]]) -> None:
-        """Remember which sequences are on the disk, from a record. Those with a row are not there any more."""
+    def recall(self, on_disk: dict[str, dict[str, list[int]]]) -> dict[int, DiskSequence]:
+        """Remember which files have which sequences, from a record. Returns the sequences for the namespace. Those with
+        a row are not on the disk any more."""
+        recalled: dict[int, DiskSequence] = {}
         for name, sequences in on_disk.items():
             found = {int(number): DiskSequence(*one) for number, one in sequences.items()}
-            left = {number: one for number, one in found.items() if number not in self.namespace.rows}
-            self.on_disk[name] = left
-            self.namespace.on_disk.update(left)
+            self.on_disk[name] = {number: one for number, one in found.items() if number not in self.namespace.rows}
+            recalled.update(self.on_disk[name])
+        return recalled
 
     def begin_call(self) -> None:
         """Begin a call that may change the session, so that its file does not have it as it is any more. Raises
