@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from each_row import each_row
 from manual_clock import ManualClock
 
 from kvservice.errors import QuotaExceededError, UnknownSessionError
+from kvservice.server.rpc.stream import Stream
+from kvservice.v1 import session_pb2
 
 # How long a session waits for its first stream at least.
 ATTACH_S = 5.0
@@ -188,3 +191,79 @@ def test_an_engine_that_is_away_keeps_no_blocks_free_for_itself(make_registry: A
     session.scheduler = SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: iter(()))
     registry.detach(session, end_stream)
     assert paused == ["now"]
+
+
+def fail(*_: object, **__: object) -> None:
+    raise IndexError("a fault of the daemon")
+
+
+def test_a_session_whose_record_cannot_be_kept_ends_in_its_time(make_registry, clock, monkeypatch) -> None:
+    registry = make_registry(session_grace_s=LONG_GRACE_S)
+    session = open_attached(registry)
+    with monkeypatch.context() as fault:
+        fault.setattr(registry, "save", fail)
+        with pytest.raises(IndexError):
+            registry.detach(session, end_stream)
+    assert len(registry) == 1
+    clock.advance(LONG_GRACE_S)
+    assert len(registry) == 0
+
+
+@pytest.mark.parametrize("method", ["save", "unshare"])
+def test_a_stream_that_could_not_attach_has_no_lease(make_registry, clock, monkeypatch, method) -> None:
+    registry = make_registry(session_grace_s=LONG_GRACE_S)
+    session = open_attached(registry)
+    with monkeypatch.context() as fault:
+        if method == "save":
+            fault.setattr(registry, "save", fail)
+        else:
+            fault.setattr(session, "unshare", fail)
+        with pytest.raises(IndexError):
+            registry.attach(session.token, 2, False, fail)
+    assert session.end_stream is None
+    attach(registry, session)
+    registry.detach(session, end_stream)
+    clock.advance(LONG_GRACE_S)
+    assert len(registry) == 0
+
+
+def test_a_session_that_fails_while_it_is_closed_is_closed(make_registry, monkeypatch) -> None:
+    registry = make_registry(max_sessions=2)
+    for _ in range(3):
+        session = open_attached(registry)
+        monkeypatch.setattr(session, "unshare", fail)
+        with pytest.raises(IndexError):
+            finish(registry.close_in_slices(session))
+        assert session.namespace.closed
+    assert len(registry) == 0
+
+
+@pytest.mark.parametrize("place", ["registry", "memory"])
+def test_a_session_that_cannot_be_opened_takes_no_place(make_registry, monkeypatch, place) -> None:
+    registry = make_registry(max_sessions=2)
+    with monkeypatch.context() as fault:
+        if place == "registry":
+            fault.setattr(registry, "save", fail)
+        else:
+            fault.setattr(type(registry._memory), "new_session_id", fail)
+        for _ in range(3):
+            with pytest.raises(IndexError):
+                registry.open("", "", False, 0.0)
+    assert len(registry) == 0
+    for _ in range(2):
+        registry.open("", "", False, 0.0)
+
+
+def test_an_attach_that_fails_is_an_internal_error(clock, monkeypatch, caplog) -> None:
+    life = Life(clock=clock)
+    try:
+        monkeypatch.setattr(life.sessions, "attach", fail)
+        parts: Any = SimpleNamespace(check=lambda _: None)
+        stream = Stream(life.dispatcher, life.sessions, parts, parts, parts, parts)
+        call = session_pb2.Call(call_id=7, attach=session_pb2.AttachRequest(session_token=bytes(16)))
+        reply = session_pb2.Reply.FromString(asyncio.run(stream._answer(call)))
+        assert (reply.call_id, reply.error.code) == (7, 13)
+        assert reply.error.message == "attach failed; the daemon's log says why"
+        assert "a fault of the daemon" in caplog.text
+    finally:
+        life.kill()

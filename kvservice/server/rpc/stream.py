@@ -256,9 +256,16 @@ class Stream:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:
             if self._session is not None:
-                self._sessions.detach(self._session, self.end)
+                self._detach(self._session)
             else:
                 self._expect_no_attach()
+
+    def _detach(self, session: ServerSession) -> None:
+        """Release the lease. The client has gone, so that only the log can say what fails."""
+        try:
+            self._sessions.detach(session, self.end)
+        except Exception:
+            logger.exception("the end of a stream failed", extra={"session_id": session.session_id})
 
     def _expect_attach(self) -> None:
         """Count the stream as unattached, and end it if it is not attached in time."""
@@ -333,6 +340,10 @@ class Stream:
             return with_field(head, _REPLY_NUMBERS[name], response)
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error)).SerializeToString()
+        except Exception:  # of attach: the dispatcher has dealt with those of other calls
+            logger.exception("%s failed", name)
+            failed = to_status(InternalError(f"{name} failed; the daemon's log says why"))
+            return session_pb2.Reply(call_id=call.call_id, error=failed).SerializeToString()
 
     async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:

@@ -166,8 +166,6 @@ class SessionRegistry:
         use = self._uses.get(tenant)
         tenancy.check("max_sessions", 0 if use is None else use.sessions)
         self._check_detached(tenancy, wait_s)
-        self.num_opened += 1
-        self._num_hidden += 1
         record = SessionRecord(
             session_id=self._memory.new_session_id(),
             token=token,
@@ -181,14 +179,22 @@ class SessionRegistry:
         )
         row = self._memory.table.open(record.session_id, name, tenant, int(self._clock.time() * 1000))
         self._memory.replies.clear(row.number)
-        return self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
+        session = self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
+        self.num_opened += 1
+        self._num_hidden += 1
+        return session
 
     def show(self, session: ServerSession, event: str) -> None:
-        """Let clients find a session from `begin`. It waits for its first stream. `event` is for the log."""
+        """Let clients find a session from `begin`. It waits for its first stream. `event` is for the log. Closes the
+        session if its record cannot be kept."""
         wait_s = max(self._config.session_grace_s, ATTACH_S)
+        try:
+            self._save(session, self._clock.time() + wait_s)
+        except BaseException as error:
+            in_slices(self.close_in_slices(session, f"refused: not kept, {type(error).__name__}"))
+            raise
         self._num_hidden -= 1
         self._sessions[session.token] = session
-        self._save(session, self._clock.time() + wait_s)
         self._lose_after(session, wait_s)
         self._opened_log.write(
             logging.INFO,
@@ -389,16 +395,21 @@ class SessionRegistry:
         _cancel_timers(session)
         session.end_saving(_taken())
         session.asleep = False
-        if session.end_stream is not None:
-            session.end_stream(_taken())
-        if session.holder is not None and not reconnects:
-            session.unshare()
-            session.shared.user.forget()
-        session.holder = holder
-        session.owner = CALLER.get()  # the same identity, perhaps with a newer token
-        session.end_stream = end_stream
-        session.row.set(ATTACHED, 1)
-        self._save(session, None)
+        before, session.end_stream = session.end_stream, end_stream
+        try:
+            if before is not None:
+                before(_taken())
+            if session.holder is not None and not reconnects:
+                session.unshare()
+                session.shared.user.forget()
+            session.holder = holder
+            session.owner = CALLER.get()  # the same identity, perhaps with a newer token
+            session.row.set(ATTACHED, 1)
+            self._save(session, None)
+        except BaseException:
+            with contextlib.suppress(Exception):  # perhaps the same error again; the timers run
+                self.detach(session, end_stream)
+            raise
         return session
 
     def _check_streams(self, tenancy: Tenant) -> None:
@@ -431,18 +442,20 @@ class SessionRegistry:
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             session.row.set(ATTACHED, 0)
-            if session.scheduler is not None:
-                session.scheduler.pause()
-            if session.asleep:
-                in_slices(self.close_in_slices(session, ASLEEP))
-            else:
-                self._wait(session, session.wait_s)
+            try:
+                if session.scheduler is not None:
+                    session.scheduler.pause()
+            finally:
+                if session.asleep:
+                    in_slices(self.close_in_slices(session, ASLEEP))
+                else:
+                    self._wait(session, session.wait_s)
 
     def _wait(self, session: ServerSession, wait_s: float) -> None:
-        """Let a session wait for a stream."""
-        self._save(session, self._clock.time() + wait_s)
+        """Let a session wait for a stream. It does so also if its record cannot be kept."""
         self._lose_after(session, wait_s)
         self._call_later(session, self._config.session_grace_s, session.unshare)
+        self._save(session, self._clock.time() + wait_s)
 
     def _save(self, session: ServerSession, waits_until: float | None) -> None:
         session.waits_until = waits_until
@@ -504,23 +517,35 @@ class SessionRegistry:
             self._num_hidden -= 1
         elif end != ASLEEP:
             self.on_close(session)
-        self._memory.records.pop(session.row.number, None)
-        session.end_saving(UnknownSessionError("the session was closed while it was saved"))
         self._num_closing += 1
         self.num_closed += 1
         _cancel_timers(session)
-        if session.end_stream is not None:
-            session.end_stream(FailedPreconditionError("the session was closed"))
-        session.unshare(writers_done=writers_done)
-        ended = "" if session.store is None else f", {session.store.ended}"
-        scheduled = None
-        if session.scheduler is not None:
-            ended += f", {len(session.scheduler)} unfinished requests dropped"
-            scheduled = session.scheduler.close()
+        ended, scheduled = "", None
+        try:  # the session leaves, whatever of this fails
+            self._memory.records.pop(session.row.number, None)
+            session.end_saving(UnknownSessionError("the session was closed while it was saved"))
+            if session.end_stream is not None:
+                session.end_stream(FailedPreconditionError("the session was closed"))
+            session.unshare(writers_done=writers_done)
+            ended = "" if session.store is None else f", {session.store.ended}"
+        finally:
+            try:
+                if session.scheduler is not None:
+                    ended += f", {len(session.scheduler)} unfinished requests dropped"
+                    scheduled = session.scheduler.close()
+                freed = yield from self._manager.close_namespace_in_slices(session.namespace)
+                if scheduled is not None:
+                    yield from scheduled
+            finally:
+                self._leave(session)
+        number = session.session_id
+        fields = {"session_id": number, "reason": end.partition(":")[0]}
+        self._closed_log.write(
+            logging.INFO, "session %d %s, %d sequences freed%s", number, end, freed, ended, extra=fields
+        )
 
-        freed = yield from self._manager.close_namespace_in_slices(session.namespace)
-        if scheduled is not None:
-            yield from scheduled
+    def _leave(self, session: ServerSession) -> None:
+        """Count a session no longer, whose sequences are freed."""
         self._num_closing -= 1
         use = self._uses[session.tenant]
         use.sessions -= 1
@@ -529,11 +554,6 @@ class SessionRegistry:
         if not use.sessions:
             del self._uses[session.tenant]
         self._memory.table.close(session.row)
-        number = session.session_id
-        fields = {"session_id": number, "reason": end.partition(":")[0]}
-        self._closed_log.write(
-            logging.INFO, "session %d %s, %d sequences freed%s", number, end, freed, ended, extra=fields
-        )
 
     def _call_later(self, session: ServerSession, seconds: float, call: Callable[[], None]) -> None:
         session.timers.append(self._clock.call_later(seconds, call))
