@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
     # State that outlives the daemon's process.
     # What a start found of the process before: the server fills it, the observer shows it.
     "kept.report": set(),
-    "kept": {"kept.report", "pool.sealed", "telemetry.arrays"},
+    "kept": {"errors", "kept.report", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
     # How large tiers should be. It reads traces and config.json, and asks no daemon.
     "planning": {"config_sources", "errors", "model_shape", "pool.layout"},

@@ -7,7 +7,11 @@ always a whole log.
 
     page 0      magic, number of the current range, and offset, capacity and end of each range: uint64 each
     range       records
-    record      int64 key, uint32 length or DELETED, uint32 section, the value, padding to eight bytes
+    record      int64 key, uint32 length or DELETED or SAME, uint32 section, the value, padding to eight bytes
+
+After SAME stands, in place of the value, the int64 key of a value of the section that is the same at that moment: long
+values are written once, and kept once. The log always has room for the deletion of each value, so that whoever gives
+memory back needs none.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from kvservice.errors import ResourceExhaustedError
 from kvservice.pool.sealed import available_bytes
 
 
@@ -69,6 +74,12 @@ class Section(IntEnum):
 _MAGIC: Final = int.from_bytes(b"KVTABLE1", "little")
 _RECORD: Final = struct.Struct("=qII")
 _DELETED: Final = 0xFFFFFFFF
+_SAME: Final = 0xFFFFFFFE
+_SOURCE: Final = struct.Struct("=q")
+# Most bytes that a value takes besides its own: of its record, of the padding, and of the record of its end.
+_MOST_BESIDES: Final = 2 * _RECORD.size + 8
+# Values from this length on are written once.
+_SHARED_BYTES: Final = 64
 # Words of page 0.
 _MAGIC_AT, _CURRENT_AT, _RANGES_AT, _NUM_WORDS = 0, 1, 2, 8
 _OFFSET, _CAPACITY, _END = 0, 1, 2
@@ -86,6 +97,9 @@ class KeptTable:
         """Create a table, or take over the one in the file `fd`, which the table then owns. Raises KeptStateError if
         the file is not a whole table."""
         self._values: dict[int, dict[int, bytes]] = {}
+        self._num_values = 0
+        # The key of one of the values that are the same, by section and value.
+        self._sources: dict[int, dict[bytes, int]] = {}
         self.fd = os.memfd_create("kvservice-table", os.MFD_CLOEXEC) if fd is None else fd
         self.close = weakref.finalize(self, os.close, self.fd)
         if fd is None:
@@ -97,16 +111,59 @@ class KeptTable:
         """Return the values of a section by key."""
         return KeptDict(self, number, self._values.setdefault(number, {}))
 
-    def append(self, section: int, key: int, value: bytes | None) -> None:
-        """Record a value, or the end of one (None). Raises ValueError if it is too long, and MemoryError."""
-        data = b"" if value is None else value
-        if len(data) > MAX_VALUE_BYTES:
-            raise ValueError(f"a value of {len(data)} bytes is longer than {MAX_VALUE_BYTES}")
-        record = _RECORD.pack(key, _DELETED if value is None else len(data), section) + data
-        if padding := -len(record) % 8:
-            record += bytes(padding)
-        if self._end + len(record) > self._capacity:
-            self._compact(len(record))
+    def reserve(self, num_bytes: int, num_values: int) -> None:
+        """Make room for so many values with so many bytes together, so that to put them does not fail. Raises
+        ResourceExhaustedError."""
+        self._require(num_bytes + num_values * _MOST_BESIDES)
+
+    def put(self, section: int, key: int, value: bytes) -> None:
+        """Record a value. Raises ResourceExhaustedError, and changes nothing, if it is too long or memory is short."""
+        if len(value) > MAX_VALUE_BYTES:
+            raise ResourceExhaustedError(f"a value of {len(value)} bytes is longer than {MAX_VALUE_BYTES}")
+        values, sources = self._values[section], self._sources.setdefault(section, {})
+        source = sources.get(value) if len(value) >= _SHARED_BYTES else None
+        if source is not None and source != key:
+            value = values[source]
+            record = _RECORD.pack(key, _SAME, section) + _SOURCE.pack(source)
+        else:
+            record = _RECORD.pack(key, len(value), section) + value + bytes(-len(value) % 8)
+        self._require(len(record))
+        if source is not None and source != key and sources.get(value) != source:  # the log was compacted
+            record = _RECORD.pack(key, _SAME, section) + _SOURCE.pack(sources[value])
+        self._append(record)
+        self._forget_source(section, key)
+        self._num_values += key not in values
+        values[key] = value
+        if len(value) >= _SHARED_BYTES:
+            sources.setdefault(value, key)
+
+    def delete(self, section: int, key: int) -> None:
+        """Record the end of a value, for which there is always room. Raises KeyError."""
+        values = self._values[section]
+        if key not in values:
+            raise KeyError(key)
+        if self._end + _RECORD.size > self._capacity:  # of a version that did not leave this room
+            self._require(_RECORD.size)
+        self._append(_RECORD.pack(key, _DELETED, section))
+        self._forget_source(section, key)
+        self._num_values -= 1
+        del values[key]
+
+    def _forget_source(self, section: int, key: int) -> None:
+        """Name the value of this key, if there is one, no longer as the source of others."""
+        value = self._values[section].get(key, b"")
+        if len(value) >= _SHARED_BYTES and self._sources[section].get(value) == key:
+            del self._sources[section][value]
+
+    def _require(self, num_bytes: int) -> None:
+        """Have room for so many bytes of records of values, and for the ends of all values."""
+        if self._end + num_bytes + (self._num_values + 1) * _RECORD.size > self._capacity:
+            try:
+                self._compact(num_bytes)
+            except MemoryError as error:
+                raise ResourceExhaustedError(str(error)) from None
+
+    def _append(self, record: bytes) -> None:
         self._write(self._offset + self._end, record)
         self._end += len(record)
         self._store(_RANGES_AT + 3 * self._current + _END, self._end)
@@ -144,18 +201,33 @@ class KeptTable:
             if length == _DELETED:
                 values.pop(key, None)
                 continue
-            if at + length > len(log):
+            size = _SOURCE.size if length == _SAME else length
+            if at + size > len(log):
                 raise KeptStateError("the table's last record is cut")
-            values[key] = log[at : at + length]
-            at += -(-length // 8) * 8
+            if length == _SAME:
+                (source,) = _SOURCE.unpack_from(log, at)
+                if source not in values:
+                    raise KeptStateError("a value of the table is not there")
+                values[key] = values[source]
+            else:
+                values[key] = log[at : at + length]
+            at += -(-size // 8) * 8
+        self._num_values = sum(map(len, self._values.values()))
+        for section, values in self._values.items():
+            self._sources[section] = _sources(values)
 
     def _compact(self, wanted: int) -> None:
         """Write the live records to the other range, with room for as many again and for `wanted` bytes."""
-        records = [
-            _RECORD.pack(key, len(value), section) + value + bytes(-len(value) % 8)
-            for section, values in self._values.items()
-            for key, value in values.items()
-        ]
+        records: list[bytes] = []
+        all_sources: dict[int, dict[bytes, int]] = {}
+        for section, values in self._values.items():
+            sources = all_sources[section] = _sources(values)
+            for key, value in values.items():
+                source = sources.get(value, key)
+                if source != key:
+                    records.append(_RECORD.pack(key, _SAME, section) + _SOURCE.pack(source))
+                else:
+                    records += (_RECORD.pack(key, len(value), section), value, bytes(-len(value) % 8))
         log = b"".join(records)
         capacity = max(MIN_CAPACITY, _page_aligned(2 * len(log) + 2 * wanted))
         old_offset, old_capacity = self._offset, self._capacity
@@ -169,6 +241,9 @@ class KeptTable:
         self._words[first : first + 3] = offset, capacity, len(log)
         self._store(_CURRENT_AT, other)
         self._current, self._offset, self._capacity, self._end = other, offset, capacity, len(log)
+        for section, sources in all_sources.items():
+            self._sources.setdefault(section, {}).clear()
+            self._sources[section].update(sources)
         if old_capacity > _SPARE_BYTES:  # a small range is soon used again
             self._memory.madvise(mmap.MADV_REMOVE, old_offset, old_capacity)
 
@@ -203,21 +278,27 @@ class KeptDict(MutableMapping[int, bytes]):
         return self._values[key]
 
     def __setitem__(self, key: int, value: bytes) -> None:
-        """Raises ValueError if the value is longer than MAX_VALUE_BYTES, and MemoryError. Nothing is changed then."""
-        self._table.append(self._number, key, value)
-        self._values[key] = value
+        """Raises ResourceExhaustedError if the value is longer than MAX_VALUE_BYTES, or if memory is short. Nothing is
+        changed then."""
+        self._table.put(self._number, key, value)
 
     def __delitem__(self, key: int) -> None:
-        if key not in self._values:
-            raise KeyError(key)
-        self._table.append(self._number, key, None)
-        del self._values[key]
+        self._table.delete(self._number, key)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def _sources(values: dict[int, bytes]) -> dict[bytes, int]:
+    """Return the first key of each of the long values."""
+    sources: dict[bytes, int] = {}
+    for key, value in values.items():
+        if len(value) >= _SHARED_BYTES:
+            sources.setdefault(value, key)
+    return sources
 
 
 def _page_aligned(num_bytes: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from kvservice.errors import (
     InvalidArgumentError,
     QuotaExceededError,
+    ResourceExhaustedError,
     UnknownLeaseError,
     UnknownNamespaceError,
     UnknownReservationError,
@@ -140,7 +141,7 @@ class SessionStore:
         deadline = self._store.leases.deadline(ttl_s)
         try:
             self._records.leases[lease_id] = LeaseRecord(self._session_id, deadline, pinned.slots)
-        except MemoryError:
+        except ResourceExhaustedError:
             self._store.release(pinned.slots)
             raise
         self._add_lease(lease_id, pinned.slots, deadline)
@@ -192,7 +193,7 @@ class SessionStore:
         record = ReservationRecord(self._session_id, namespace.number, (), reserved.slots)
         try:
             self._records.reservations[reservation_id] = record
-        except MemoryError:
+        except ResourceExhaustedError:
             self._store.abort(reserved.slots)
             raise
         self._reservations[reservation_id] = Reservation(namespace, reserved.slots, reserved.offsets, reserved.keys)

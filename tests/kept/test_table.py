@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kept_files import at_every_line, collected_garbage, content_of, copied_file, without_memory
 from open_files import num_open_files
 
+from kvservice.errors import ResourceExhaustedError
 from kvservice.kept import KeptDict, KeptStateError, KeptTable
 
 # The size of a new range of the file, and of the longest value.
@@ -121,7 +122,7 @@ def test_a_change_that_fails_changes_nothing() -> None:
     table = KeptTable()
     section = table.section(1)
     section[1] = b"one"
-    with pytest.raises(ValueError, match="longer than"):
+    with pytest.raises(ResourceExhaustedError, match="longer than"):
         section[1] = bytes(MAX_VALUE_BYTES + 1)
     with pytest.raises(KeyError):
         del section[2]
@@ -132,7 +133,7 @@ def test_a_table_that_finds_no_memory_changes_nothing(monkeypatch: pytest.Monkey
     table = KeptTable()
     section = table.section(1)
     section[1] = b"one"
-    with without_memory(monkeypatch), pytest.raises(MemoryError):
+    with without_memory(monkeypatch), pytest.raises(ResourceExhaustedError, match="takes"):
         section[2] = bytes(MIN_CAPACITY)
     assert dict(section) == {1: b"one"} == reopened(content_of(table.fd))[1]
     section[2] = bytes(MIN_CAPACITY)
@@ -210,3 +211,53 @@ class AsDicts(RuleBasedStateMachine):
 
 TestAsDicts = AsDicts.TestCase
 TestAsDicts.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_long_value_is_kept_once() -> None:
+    table = KeptTable()
+    section, other = table.section(1), table.section(2)
+    value = bytes(range(256)) * 1024
+    for key in range(1000):
+        section[key] = bytes(value)
+    other[5] = value
+    assert os.fstat(table.fd).st_size < 16 * len(value)
+    del section[0]
+    section[1] = b"short"
+    section[2000] = bytes(value)
+    after = reopened(content_of(table.fd))
+    assert after == content(table)
+    assert after[1][999] == after[1][2000] == after[2][5] == value
+    table = KeptTable(copied_file(content_of(table.fd)))
+    for number in range(10):
+        table.section(7)[number] = number.to_bytes(MIN_CAPACITY, "little")
+    assert {key: dict(table.section(key)) for key in (1, 2)} == {1: after[1], 2: after[2]}
+    assert reopened(content_of(table.fd)) == content(table)
+
+
+def test_values_end_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = KeptTable()
+    section = table.section(1)
+
+    def fill() -> None:
+        for number in range(MIN_CAPACITY):
+            section[number] = bytes(number % 9)
+
+    with without_memory(monkeypatch):
+        with pytest.raises(ResourceExhaustedError):
+            fill()
+        for key in list(section):
+            del section[key]
+    assert not section
+    assert reopened(content_of(table.fd))[1] == {}
+
+
+def test_reserved_values_are_put_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = KeptTable()
+    section = table.section(1)
+    table.reserve(10 * 9000, 10)
+    with without_memory(monkeypatch):
+        for key in range(10):
+            section[key] = bytes([key]) * 9000
+        with pytest.raises(ResourceExhaustedError):
+            table.reserve(1 << 20, 1)
+    assert len(reopened(content_of(table.fd))[1]) == 10
