@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.kept import extra_keys_bytes
 from kvservice.blocks.plans import NO_STEP, Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
 from kvservice.blocks.state import (
@@ -266,9 +267,11 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
-    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
-    # Nothing has changed if this fails.
-    slots.set_new_extra_keys({row: new.extra for row, new in zip(rows, sequences, strict=True) if new.extra})
+    num_keyed = sum(1 for new in plan.sequences if new.extra)
+    if num_keyed:
+        num_bytes = sum(extra_keys_bytes(new.extra) for new in plan.sequences)
+        state.sequences.require_extra_keys(namespace.number, num_keyed, num_bytes, "requests")
+    state.require_lost(namespace)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref(plan.hits)
     found: list[Int64Array] = []
@@ -280,11 +283,14 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         num_new += new.num_blocks - len(new.found)
         queried += len(new.tokens)
     blocks = state.device.allocate(num_new)
+    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
     del slots.free_rows[-len(sequences) :]
     fill_sequences(slots.block_tables, state.device.token_ids, rows, found, tokens, blocks)
     state.intents.begin_new(rows)
     states, number = slots.states, namespace.number
     for new, row in zip(sequences, rows, strict=True):
+        if new.extra:
+            slots.set_extra_keys(row, number, new.extra)
         namespace.rows[new.sequence_id] = row
         length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
         states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
@@ -321,8 +327,9 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
     by_parent: dict[int, list[int]] = {}
     for row, child_id in zip(rows, children, strict=True):
         by_parent.setdefault(row, []).append(child_id)
-    if state.sequences.extra_keys:
-        _share_extra_keys(state, by_parent)
+    if state.sequences.extra_keys and (num_bytes := state.sequences.key_bytes(rows)):
+        state.sequences.require_extra_keys(namespace.number, len(rows), num_bytes, "child_ids", shared=True)
+    state.require_lost(namespace)
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
     if namespace.lost:
         state.create_lost(namespace, children)
@@ -347,17 +354,6 @@ def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[i
     return rows
 
 
-def _share_extra_keys(state: BlockState, by_parent: dict[int, list[int]]) -> None:
-    """Give the extra keys of parents to the rows that their children get next."""
-    sequences = state.sequences
-    parents = [parent for parent, children in by_parent.items() for _ in children]
-    rows = sequences.free_rows[-1 : -1 - len(parents) : -1]
-    keys = sequences.extra_keys
-    sequences.set_new_extra_keys(
-        {row: keys[parent] for row, parent in zip(rows, parents, strict=True) if parent in keys}
-    )
-
-
 def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
     """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
     sequences, items, at = state.sequences, state.sequences.items, parent * STATE_COLUMNS
@@ -372,6 +368,8 @@ def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child
         state.device.num_shared += state.step_tables.fork(parent, row)
         items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
         items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
+        if parent in sequences.extra_keys:
+            sequences.set_extra_keys(row, namespace.number, sequences.extra_keys[parent], like=parent)
     sequences.num_tokens += items[at + LENGTH] * len(child_ids)
     return rows
 
@@ -418,6 +416,9 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     which, entries = ragged(np.zeros(len(rows), np.int64), counts)
     blocks = sequences.block_tables[parent_rows[which], entries].astype(np.int64)
     extra_keys = [sequences.extra_keys.get(row) for row in parent_rows.tolist()]
+    if num_bytes := sequences.key_bytes(parent_rows.tolist()):
+        dropped_bytes = sequences.key_bytes(rows.tolist())
+        sequences.require_extra_keys(namespace.number, len(rows), num_bytes, "sequence_ids", dropped=dropped_bytes)
     state.intents.begin(DROP, rows)
     sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
     dropped = sequences.table_entries(rows)
@@ -431,4 +432,4 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
         if keys is None:
             sequences.drop_extra_keys([row])
         elif keys != sequences.extra_keys.get(row):  # beams have the same
-            sequences.set_extra_keys(row, keys)
+            sequences.set_extra_keys(row, namespace.number, keys)

@@ -85,15 +85,18 @@ def free_in_slices(state: BlockState, namespace: SessionNamespace, sequence_ids:
     """`free` in slices. The ids are free after the first slice, all blocks after the last one."""
     state.enter(namespace)
     if namespace.lost or namespace.on_disk:
+        state.require_lost(namespace, len(id_array(sequence_ids, "sequence_ids")))
         sequence_ids = _forget_lost(state, namespace, sequence_ids)
         if not len(sequence_ids):
             return
     ids, rows = namespace.lookup(sequence_ids)
+    parts = _cut(state, rows)
+    if len(parts) > 1:
+        state.require_lost(namespace, len(ids))
     state.intents.begin(DROP, rows)
     state.sequences.end_steps(namespace, rows)
     for sequence_id in ids.tolist():
         namespace.remove(sequence_id)
-    parts = _cut(state, rows)
     if len(parts) == 1:
         _free_rows(state, rows)
         return

@@ -20,6 +20,8 @@ from kvservice.blocks.slices import SLICE_BLOCKS
 _BLOCK_AND_SIZE: Final = struct.Struct("<qI")
 _DEADLINE: Final = struct.Struct("<d")
 _PIN_ID_BITS: Final = 40
+# Pins name, together, each of the blocks that may be pinned at most so often on average.
+PINS_PER_BLOCK: Final = 16
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,21 @@ class KeptMaps:
 
     extra_keys: by row. pins: by number of the namespace and id of the pin. lost: ids of lost sequences, by number of
     the namespace. steps: saved live steps, by number of the namespace.
+
+    reserve(num_bytes, num_values) makes room for values, so that to set them does not fail. It raises
+    ResourceExhaustedError.
     """
 
     extra_keys: MutableMapping[int, bytes] = field(default_factory=dict)
     pins: MutableMapping[int, bytes] = field(default_factory=dict)
     lost: MutableMapping[int, bytes] = field(default_factory=dict)
     steps: MutableMapping[int, bytes] = field(default_factory=dict)
+    reserve: Callable[[int, int], object] = lambda *_: None
+
+
+def extra_keys_bytes(by_block: Mapping[int, bytes]) -> int:
+    """Return the size of what `pack_extra_keys` returns."""
+    return sum(map(len, by_block.values())) + _BLOCK_AND_SIZE.size * len(by_block)
 
 
 def pack_extra_keys(by_block: Mapping[int, bytes]) -> bytes:
@@ -119,6 +130,8 @@ class PinTable:
         self.counts = np.zeros(device.num_blocks, np.int32)
         self.num_pinned = 0
         self.num_pins = 0
+        # The blocks of all pins, each as often as it is pinned.
+        self.num_entries = 0
         self.deadlines: list[tuple[float, int, int, PinOwner]] = []
         self._device, self._clock, self._kept = device, clock, kept
 
@@ -135,6 +148,7 @@ class PinTable:
         self.counts[blocks] += 1
         self.num_pinned += len(fresh)
         self.num_pins += 1
+        self.num_entries += len(blocks)
         namespace.pins[pin_id] = blocks
         heapq.heappush(self.deadlines, (deadline, id(namespace), pin_id, namespace))
 
@@ -147,6 +161,7 @@ class PinTable:
         self.num_pinned -= len(ended)
         self._device.unpin(ended[::-1])
         self.num_pins -= 1
+        self.num_entries -= len(blocks)
         return len(blocks)
 
     def expire(self) -> bool:

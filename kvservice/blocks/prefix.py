@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.kept import PINS_PER_BLOCK
 from kvservice.blocks.plans import Int32Array, Int64Array, PinnedPrefix
 from kvservice.blocks.pool import token_bytes
 from kvservice.blocks.slices import Slices, cut, finish
@@ -72,7 +73,8 @@ def pin(
     close_namespace.
 
     Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
-    max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks. Pinned blocks
+    max_pinned_fraction of the pool would be pinned, if there would be more pins than that many blocks, or if the pins
+    would have more than PINS_PER_BLOCK times as many blocks together. Pinned blocks
     count for their tenant as those that its sequences hold: QuotaExceededError, and OutOfBlocksError if others have
     them guaranteed.
     """
@@ -83,9 +85,10 @@ def pin(
     if not len(blocks):
         raise NotComputedError("no block of this prefix is cached", field="token_ids")
     num_new, limit = int(np.count_nonzero(~state.device.pinned[blocks])), state.config.max_pinned_blocks
-    if state.pins.num_pinned + num_new > limit or state.pins.num_pins >= limit:
+    entries = state.pins.num_entries + len(blocks)
+    if state.pins.num_pinned + num_new > limit or state.pins.num_pins >= limit or entries > PINS_PER_BLOCK * limit:
         raise QuotaExceededError(
-            f"at most {limit} blocks, and as many pins, may be pinned",
+            f"at most {limit} blocks, and as many pins, may be pinned, which have {PINS_PER_BLOCK * limit} together",
             field="token_ids", limit="max_pinned_fraction", value=str(state.config.max_pinned_fraction),
         )  # fmt: skip
     state.device.require_available(state.device.num_evictable(blocks))

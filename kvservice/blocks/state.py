@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, cast
 
@@ -41,6 +42,7 @@ from kvservice.errors import (
     InvalidArgumentError,
     KVServiceError,
     QuotaExceededError,
+    ResourceExhaustedError,
     SequenceLostError,
     SequenceSwappedError,
     StaleStepError,
@@ -73,6 +75,12 @@ _KIND_BITS: Final = 2
 # The steps that the lanes of a session may finish before the event loop commits them. If there are more, a process that
 # takes over does not know of the first ones.
 NUM_FINISHED: Final = 64
+
+
+# Most bytes of the extra keys that the sequences of a session have together, and those of all sessions.
+MAX_SESSION_KEY_BYTES: Final = 64 << 20
+MAX_KEY_BYTES: Final = 512 << 20
+_ID_BYTES: Final = 8
 
 
 # ---- Session namespaces
@@ -298,7 +306,7 @@ class SequenceSlots:
     is its id there. FLAGS says how and when the sequence was created.
     """
 
-    def __init__(self, config: BlocksConfig, memory: ArrayMemory, kept_extra_keys: MutableMapping[int, bytes]) -> None:
+    def __init__(self, config: BlocksConfig, memory: ArrayMemory, kept: KeptMaps) -> None:
         lines = config.max_blocks_per_sequence // _LINE_ENTRIES + 1
         shape = (config.max_sequences, (lines | 1) * _LINE_ENTRIES)
         self.block_tables = cast(Int32Array, memory.kept("block_tables", shape, np.int32))
@@ -315,7 +323,11 @@ class SequenceSlots:
         # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
-        self._kept_extra_keys = kept_extra_keys
+        self._kept_extra_keys, self._reserve = kept.extra_keys, kept.reserve
+        # The namespace's number and the size of the extra keys of each row that has some, and their sums.
+        self._key_bytes: dict[int, tuple[int, int]] = {}
+        self._session_key_bytes: Counter[int] = Counter()
+        self._num_key_bytes = 0
         self._num_created = 0
         # That of the tenant of the current operation.
         self.quota: TenantQuota | None = None
@@ -373,26 +385,55 @@ class SequenceSlots:
         self._num_created += 1
         return self._num_created << _ORDER_BITS | flags
 
-    def set_extra_keys(self, row: int, by_block: dict[int, bytes]) -> None:
-        """Set the extra keys of a row by block number, which other rows may share."""
-        self._kept_extra_keys[row] = pack_extra_keys(by_block)
-        self.extra_keys[row] = by_block
+    def key_bytes(self, rows: Iterable[int]) -> int:
+        """Return how many bytes the extra keys of these rows have, those of each row counted."""
+        sizes = self._key_bytes
+        return sum(sizes[row][1] for row in rows if row in sizes) if sizes else 0
 
-    def set_new_extra_keys(self, by_row: dict[int, dict[int, bytes]]) -> None:
-        """Set the extra keys of free rows, or of none if they cannot be kept. A restart drops those of rows that stay
-        free. Raises MemoryError."""
-        try:
-            for row, by_block in by_row.items():
-                self.set_extra_keys(row, by_block)
-        except Exception:
-            self.drop_extra_keys(list(by_row))
-            raise
+    def require_extra_keys(
+        self, number: int, count: int, num_bytes: int, field: str, *, shared: bool = False, dropped: int = 0
+    ) -> None:
+        """Make room for the extra keys of `count` rows of namespace `number`, of so many bytes together, before an
+        operation changes anything. `shared`: they are those of other rows. `dropped` bytes of others are replaced.
+        Raises QuotaExceededError if the session would have too many, and ResourceExhaustedError."""
+        if self._session_key_bytes[number] + num_bytes - dropped > MAX_SESSION_KEY_BYTES:
+            raise QuotaExceededError(
+                f"the extra keys of the session's sequences would have more than {MAX_SESSION_KEY_BYTES} bytes",
+                field=field, limit="extra_keys", value=MAX_SESSION_KEY_BYTES,
+            )  # fmt: skip
+        if self._num_key_bytes + num_bytes - dropped > MAX_KEY_BYTES:
+            raise ResourceExhaustedError(
+                f"the extra keys of all sequences would have more than {MAX_KEY_BYTES} bytes", field=field
+            )
+        self._reserve(0 if shared else num_bytes, count)
+
+    def set_extra_keys(self, row: int, number: int, by_block: dict[int, bytes], like: int | None = None) -> None:
+        """Set the extra keys of a row of namespace `number`, by block number. Row `like` has the same ones."""
+        packed = pack_extra_keys(by_block) if like is None else self._kept_extra_keys[like]
+        self._kept_extra_keys[row] = packed
+        self.extra_keys[row] = by_block
+        self._count_keys(row, number, len(packed))
+
+    def _count_keys(self, row: int, number: int, num_bytes: int) -> None:
+        before, size = self._key_bytes.pop(row, (number, 0))
+        self._session_key_bytes[before] -= size
+        self._session_key_bytes[number] += num_bytes
+        self._num_key_bytes += num_bytes - size
+        if num_bytes:
+            self._key_bytes[row] = number, num_bytes
+
+    def move_extra_keys(self, rows: list[int], number: int) -> None:
+        """Count the extra keys of rows, of which some may have none, for namespace `number` from now on."""
+        for row in rows:
+            if row in self._key_bytes:
+                self._count_keys(row, number, self._key_bytes[row][1])
 
     def drop_extra_keys(self, rows: list[int]) -> None:
         """Remove the extra keys of rows, of which some may have none."""
         for row in rows:
             if self.extra_keys.pop(row, None) is not None:
                 del self._kept_extra_keys[row]
+                self._count_keys(row, 0, 0)
 
     def recover(self) -> None:
         """Derive the totals, the free rows and the extra keys from valid states, in which free rows are zero."""
@@ -404,6 +445,8 @@ class SequenceSlots:
         for row in [row for row in self._kept_extra_keys if not used[row]]:
             del self._kept_extra_keys[row]
         self.extra_keys = {row: unpack_extra_keys(data) for row, data in self._kept_extra_keys.items()}
+        for row, data in self._kept_extra_keys.items():
+            self._count_keys(row, int(self.states[row, NAMESPACE]), len(data))
 
     def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
         """Make the newest steps of these rows stale."""
@@ -554,7 +597,7 @@ class BlockState:
         self.kept = kept = kept or KeptMaps()
         self.device = CachingBlockPool(config.num_blocks, config.block_size, clock, journal, memory)
         self.swap = BlockPool(config.num_swap_blocks, config.block_size, "swap", memory)
-        self.sequences = SequenceSlots(config, memory, kept.extra_keys)
+        self.sequences = SequenceSlots(config, memory, kept)
         self.intents = Intents(self.sequences.states, memory)
         self.last_ids: Int64Array = memory.kept("last_ids", (config.max_namespaces, 2), np.int64, private=True)
         self.lane_finished_ids: Int64Array = memory.kept(
@@ -668,6 +711,12 @@ class BlockState:
         """Forget that these sequences of a namespace were lost."""
         namespace.lost.difference_update(sequence_ids)
         self.keep_lost(namespace.number, namespace.lost)
+
+    def require_lost(self, namespace: SessionNamespace, num_more: int = 0) -> None:
+        """Make room for the ids of the lost sequences of a namespace, and for so many more, each of which an operation
+        may then keep twice. Raises ResourceExhaustedError."""
+        if namespace.lost or num_more:
+            self.kept.reserve(2 * _ID_BYTES * (len(namespace.lost) + num_more), 2)
 
     def keep_lost(self, number: int, lost: set[int]) -> None:
         """Store the ids of the lost sequences of a namespace."""

@@ -25,6 +25,7 @@ from kvservice._ext import distinct_blocks
 from kvservice.blocks.allocation import allocation_status
 from kvservice.blocks.arguments import check_request_blocks, check_sequence_lengths, whole_number
 from kvservice.blocks.events import EventJournal, StoredBlock
+from kvservice.blocks.kept import extra_keys_bytes
 from kvservice.blocks.plans import NO_STEP, AllocStatus, BoolArray, Int32Array, Int64Array, SwapPlan
 from kvservice.blocks.pool import counted, token_bytes
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, in_turn
@@ -458,6 +459,8 @@ def _create(
 ) -> None:
     """Create a sequence. Blocks that another one has got before are shared."""
     state.sequences.require_places(1, "sequences", namespace)  # others may have got them between two slices
+    if one.extra:
+        state.sequences.require_extra_keys(namespace.number, 1, extra_keys_bytes(one.extra), "sequences")
     new = one.blocks[made.block_ids[one.blocks] == _MISSING]
     shared = one.blocks[made.block_ids[one.blocks] != _MISSING]
     pool = state.swap if swapped else state.device
@@ -473,7 +476,7 @@ def _create(
     slots.block_tables[row, : len(blocks)] = blocks
     state.intents.begin_new([row])
     if one.extra:
-        slots.set_extra_keys(row, one.extra)
+        slots.set_extra_keys(row, namespace.number, one.extra)
     namespace.rows[one.sequence_id] = row
     length, made_as = len(one.token_ids), slots.new_flags(0)
     states = (length, one.num_computed, len(blocks), NO_STEP, int(swapped), namespace.number)
@@ -545,6 +548,8 @@ def adopt(state: BlockState, namespace: SessionNamespace, other: SessionNamespac
     namespace.rows.update(other.rows)
     other.rows.clear()
     state.sequences.states[rows, NAMESPACE] = namespace.number
+    if state.sequences.extra_keys:
+        state.sequences.move_extra_keys(rows.tolist(), namespace.number)
     state.counters.swapped_in_sequences += len(names)
 
 

@@ -245,8 +245,9 @@ def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], fl
 def _block_maps(kept: KeptState) -> KeptMaps:
     section = kept.table.section
     return KeptMaps(
-        section(Section.EXTRA_KEYS), section(Section.PINS), section(Section.LOST_SEQUENCES), section(Section.STEPS)
-    )
+        section(Section.EXTRA_KEYS), section(Section.PINS), section(Section.LOST_SEQUENCES), section(Section.STEPS),
+        kept.table.reserve,
+    )  # fmt: skip
 
 
 def _recover(kept: KeptState, manager: BlockManager, sessions: SessionRegistry) -> tuple[KeptCounts, LostCounts]:

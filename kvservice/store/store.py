@@ -385,9 +385,15 @@ class BlockStore:
         namespace.counters.removed += num_removed
         return num_removed
 
-    def remove_corrupt(self, namespace: StoredNamespace, keys: bytes) -> None:
-        """Remove blocks whose checksum was wrong."""
-        namespace.counters.corrupt += self._remove(namespace, keys)
+    def remove_corrupt(self, namespace: StoredNamespace, keys: bytes, slots: bytes) -> None:
+        """Remove blocks whose checksum was wrong, which the caller has pinned in these slots. Blocks that were put
+        under their keys meanwhile stay."""
+        now = self.hold(namespace, keys)
+        found = np.unpackbits(np.frombuffer(now.found, np.uint8), bitorder="little")[: len(keys) // KEY_BYTES] == 1
+        of_keys = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[found]
+        same = np.frombuffer(now.slots, np.uint64) == np.frombuffer(slots, np.uint64)[found]
+        self.release(now.slots)
+        namespace.counters.corrupt += self._remove(namespace, of_keys[same].tobytes())
 
     def _remove(self, namespace: StoredNamespace, keys: bytes) -> int:
         num_removed = self._index.remove(namespace.number, keys)

@@ -465,8 +465,8 @@ class _Queue:
     def __init__(self, batch_bytes: int) -> None:
         self._batch_bytes = batch_bytes
         self._batches: deque[tuple[StoredNamespace, list[bytes]]] = deque()
-        # Keys that wait, with the number of their namespace.
-        self._names: set[tuple[int, bytes]] = set()
+        # Keys that wait, with their namespace, whose number another one may have later.
+        self._names: set[tuple[StoredNamespace, bytes]] = set()
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -474,16 +474,16 @@ class _Queue:
 
     def add(self, namespace: StoredNamespace, keys: bytes) -> int:
         """Add keys. Returns how many had no place."""
-        new = [key for key in dict.fromkeys(split_keys(keys)) if (namespace.number, key) not in self._names]
+        new = [key for key in dict.fromkeys(split_keys(keys)) if (namespace, key) not in self._names]
         room = MAX_QUEUED_KEYS - len(self._names)
         some = new[:room]
         most = min(MAX_CHUNK_VALUES, max(1, self._batch_bytes // namespace.block_bytes))
         self._batches.extend((namespace, some[first : first + most]) for first in range(0, len(some), most))
-        self._names.update((namespace.number, key) for key in some)
+        self._names.update((namespace, key) for key in some)
         return len(new) - len(some)
 
     def take(self) -> tuple[StoredNamespace, bytes]:
         """Remove the batch that has waited longest."""
         namespace, keys = self._batches.popleft()
-        self._names.difference_update((namespace.number, key) for key in keys)
+        self._names.difference_update((namespace, key) for key in keys)
         return namespace, b"".join(keys)

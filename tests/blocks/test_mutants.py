@@ -171,11 +171,9 @@ OF_RECOVERY = {
 +            pass
 """,
     "extra keys that are not kept": """
--        self._kept_extra_keys[row] = pack_extra_keys(by_block)
+-        self._kept_extra_keys[row] = packed
 @@
--            if self.extra_keys.pop(row, None) is not None:
 -                del self._kept_extra_keys[row]
-+            self.extra_keys.pop(row, None)
 """,
     "sequences that outlive their scheduler": """
 -    _execute(state, namespace, _plan_for(state, sequences), SCHEDULED)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from blocks_calls import can_allocate
+from constants import set_constants
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
@@ -125,6 +126,18 @@ def test_bounds(make: Make, snapshot: Callable[..., Any]) -> None:
     manager.pin(space, range(8), ttl_s=1.0)
     with pytest.raises(QuotaExceededError):
         manager.pin(space, range(8), ttl_s=1.0)
+
+
+def test_pins_name_so_many_blocks_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constants(monkeypatch, "kvservice.blocks", PINS_PER_BLOCK=1)
+    manager, space, _ = pinned(make)
+    limit = manager.config.max_pinned_blocks
+    ids = [manager.pin(space, range(8), ttl_s=1e6).pin_id for _ in range(limit // 2 - 1)]
+    with pytest.raises(QuotaExceededError):
+        manager.pin(space, range(8), ttl_s=1e6)
+    manager.unpin(space, ids[0])
+    manager.pin(space, range(8), ttl_s=1e6)
+    manager.check_integrity()
 
 
 def test_ended_pins_do_not_pile_up(make: Make) -> None:

@@ -197,11 +197,10 @@ class FullTable(dict[int, bytes]):
 
     left = 1
 
-    def __setitem__(self, key: int, value: bytes) -> None:
-        if not self.left:
+    def reserve(self, _: int, num_values: int) -> None:
+        if num_values > self.left:
             raise FAULT
-        self.left -= 1
-        super().__setitem__(key, value)
+        self.left -= num_values
 
 
 def allocate_two(manager: BlockManager, namespace: SessionNamespace) -> None:
@@ -217,7 +216,9 @@ def test_sequences_whose_extra_keys_cannot_be_kept_are_not_created(
     create: Callable[[BlockManager, SessionNamespace], None],
 ) -> None:
     table = FullTable()
-    manager = BlockManager(BlocksConfig(num_blocks=20, block_size=4), kept=KeptMaps(extra_keys=table))
+    manager = BlockManager(
+        BlocksConfig(num_blocks=20, block_size=4), kept=KeptMaps(extra_keys=table, reserve=table.reserve)
+    )
     namespace = manager.open_namespace()
     manager.allocate(namespace, [AllocationRequest(0, range(12), extra_keys=[(0, b"salt")])])
     before = manager.stats()

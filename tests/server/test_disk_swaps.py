@@ -25,6 +25,7 @@ from kvservice.errors import (
     SavedSessionsOffError,
     SequenceSwappedError,
     SessionNotRestoredError,
+    SessionTakenError,
     UnknownSequenceError,
 )
 from kvservice.v1 import blocks_pb2, session_pb2
@@ -587,3 +588,32 @@ def test_a_swap_out_that_cannot_be_recorded_changes_nothing(
 
 def no_memory(*_: Any) -> None:
     raise MemoryError
+
+
+def test_a_session_that_is_taken_over_when_its_blocks_are_read_is_not_changed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        await life.compute(session, 1, TOKENS)
+        await swap_out(life, session, 1)
+        swaps = life.core.saved.swaps
+        restore = swaps._restore
+
+        async def then_taken(*arguments: Any) -> Any:
+            read = await restore(*arguments)
+            life.attach(session.token, 2)
+            return read
+
+        with monkeypatch.context() as taken:
+            taken.setattr(swaps, "_restore", then_taken)
+            with pytest.raises(SessionTakenError):
+                await swap_in(life, session, 1)
+        await settle()
+        assert (dict(session.namespace.rows), list(session.namespace.on_disk)) == ({}, [1])
+        life.manager.check_integrity()
+        await swap_in(life, session, 1)
+        assert list(session.namespace.rows) == [1]
+
+    run(scenario())

@@ -324,7 +324,11 @@ def test_the_index_is_checked_to_its_end_in_slices() -> None:
 def test_corrupt_blocks_are_removed_and_counted(rig: Rig) -> None:
     namespace = rig.store.open(identity())
     rig.put(namespace, 1, 2)
-    rig.store.remove_corrupt(namespace, keys(2))
+    corrupt = rig.store.hold(namespace, keys(1, 2))
+    rig.store.remove(namespace, keys(1))
+    rig.put(namespace, 1)  # meanwhile
+    rig.store.remove_corrupt(namespace, keys(1, 2), corrupt.slots)
+    rig.store.release(corrupt.slots)
     assert namespace.counters.corrupt == 1
     assert rig.store.lookup(namespace, keys(1, 2)) == (1, b"\x01")
 

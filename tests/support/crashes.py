@@ -66,7 +66,8 @@ class KeptManager(BlockManager):
 
     def __init__(self, config: BlocksConfig, clock: Callable[[], float], state: State | None = None) -> None:
         self.memory = Memory(b"" if state is None else state.content)
-        maps = KeptMaps() if state is None else KeptMaps(*(dict(one) for one in state.maps))
+        extra_keys, pins, lost, steps = ({}, {}, {}, {}) if state is None else map(dict, state.maps)
+        maps = KeptMaps(extra_keys, pins, lost, steps)
         journal = EventJournal(window=1 << 20, with_tokens=True)
         super().__init__(config, clock=clock, journal=journal, memory=self.memory, kept=maps)
 

@@ -40,7 +40,7 @@ def test_the_counters_account_for_every_block(rig: Rig) -> None:
     rig.put(namespace, *range(12))
     rig.put(namespace, 12)
     rig.store.remove(namespace, keys(0, 12, 99))
-    rig.store.remove_corrupt(namespace, keys(5, 5))
+    rig.store.remove_corrupt(namespace, keys(5, 5), rig.store.hold(namespace, keys(5, 5)).slots)
     figures = rig.store.figures()["m"]
     assert (figures.evicted, figures.corrupt, figures.removed) == (1, 1, 2)
     assert figures.stored - figures.evicted - figures.corrupt - figures.removed == figures.blocks == 9

@@ -523,7 +523,7 @@ class StoreCopyCalls:
         if not whole.all():
             corrupt = np.flatnonzero(found)[~whole]
             wrong = b"".join(keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in corrupt)
-            self._store.blocks.remove_corrupt(namespace, wrong)
+            self._store.blocks.remove_corrupt(namespace, wrong, chosen_items(pinned.slots, WORD_BYTES, ~whole))
             found[corrupt] = False
         return found
 

@@ -378,6 +378,9 @@ class DiskSwaps:
         assert self._files is not None, "there are sequences on the disk"
         with _busy(session) as saving:
             hidden, num_blocks = yield from waiting(self._restore(self._files, session, saving, sequence_ids))
+        if saving.failure is not None:  # it was set after the blocks were read
+            to_the_end(self._give_up(hidden))
+            raise saving.failure
         # After the reply is kept: until then, a restart finds the sequences on the disk.
         asyncio.get_running_loop().call_soon(self._end_swap_in, session, hidden)
         self._manager.adopt(session.namespace, hidden)
@@ -403,11 +406,19 @@ class DiskSwaps:
                     if wanted := {sequence_id for sequence_id in sequence_ids if sequence_id in on_disk}:
                         num_blocks += await self._restore_from(files, name, hidden, wanted)
                 saving.check()
+                slots, keyed = self._manager.sequences, list(hidden.rows.values())
+                if num_bytes := slots.key_bytes(keyed):
+                    number = session.namespace.number
+                    slots.require_extra_keys(number, len(keyed), num_bytes, "sequence_ids", shared=True)
             except BaseException:
-                await finished(self._manager.close_namespace_in_slices(hidden))
-                self._hidden_numbers.append(hidden.number)
+                await self._give_up(hidden)
                 raise
         return hidden, num_blocks
+
+    async def _give_up(self, hidden: SessionNamespace) -> None:
+        """End a hidden namespace whose sequences nobody wants."""
+        await finished(self._manager.close_namespace_in_slices(hidden))
+        self._hidden_numbers.append(hidden.number)
 
     async def _restore_from(
         self, files: SessionFiles, name: str, hidden: SessionNamespace, sequence_ids: set[int]

@@ -283,12 +283,15 @@ class PoolLoader:
         self._counters.loaded(num_loaded, num_loaded * namespace.block_bytes, self._clock.time() - began_s)
         self._counters.stats.hit_tokens += num_loaded * missing.tokens.shape[1]
         if num_right < count:
-            self._remove_corrupt(namespace, load.missing.chain_hashes, ~right)
+            self._remove_corrupt(namespace, load.missing.chain_hashes, pinned.slots, ~right)
 
-    def _remove_corrupt(self, namespace: StoredNamespace, chain_hashes: list[bytes], wrong: BoolArray) -> None:
+    def _remove_corrupt(
+        self, namespace: StoredNamespace, chain_hashes: list[bytes], slots: bytes, wrong: BoolArray
+    ) -> None:
         keys = np.frombuffer(b"".join(chain_hashes), np.uint8).reshape(-1, KEY_BYTES)[wrong]
         self._counters.stats.corrupt += len(keys)
-        self._blocks.remove_corrupt(namespace, keys.tobytes())
+        wrong_slots = np.frombuffer(slots, np.uint64)[: len(wrong)][wrong]
+        self._blocks.remove_corrupt(namespace, keys.tobytes(), wrong_slots.tobytes())
 
     async def close(self) -> None:
         """Wait for all loads in progress."""
