@@ -210,8 +210,8 @@ class SessionBusyError(FailedPreconditionError):
 
 
 class SessionNotRestoredError(FailedPreconditionError):
-    """A saved session cannot come back here. `metadata` holds `cause`: another_model or damaged. The file stays until
-    it expires."""
+    """A saved session cannot come back here. `metadata` holds `cause`: another_model, sharing, limits or damaged. The
+    file stays until it expires."""
 
     reason = "SESSION_NOT_RESTORED"
 

@@ -73,10 +73,10 @@ def pin(
     close_namespace.
 
     Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
-    max_pinned_fraction of the pool would be pinned, if there would be more pins than that many blocks, or if the pins
-    would have more than PINS_PER_BLOCK times as many blocks together. Pinned blocks
-    count for their tenant as those that its sequences hold: QuotaExceededError, and OutOfBlocksError if others have
-    them guaranteed.
+    max_pinned_fraction of the pool would be pinned, if there would be more pins than that many blocks, if the pins
+    would have more than PINS_PER_BLOCK times as many blocks together, or if the tenant would have more than its
+    max_pins. Pinned blocks count for their tenant as those that its sequences hold: QuotaExceededError, and
+    OutOfBlocksError if others have them guaranteed.
     """
     state.enter(namespace)
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
@@ -91,6 +91,8 @@ def pin(
             f"at most {limit} blocks, and as many pins, may be pinned, which have {PINS_PER_BLOCK * limit} together",
             field="token_ids", limit="max_pinned_fraction", value=str(state.config.max_pinned_fraction),
         )  # fmt: skip
+    if namespace.quota is not None:
+        namespace.quota.require_pin("token_ids")
     state.device.require_available(state.device.num_evictable(blocks))
     pin_id = state.pins.add(namespace, blocks, ttl_s)
     return PinnedPrefix(pin_id, len(blocks) << state.config.block_shift, len(blocks))

@@ -55,14 +55,28 @@ class TenantQuota:
     """The quota of one tenant. None: no limit but the pool's. The blocks that it limits are those that the tenant owns,
     see BlockOwners, and that cannot be evicted: each counts once, however many sequences have it."""
 
-    def __init__(self, tenant: str, max_blocks: int | None, max_sequences: int | None) -> None:
-        self.tenant, self.max_blocks, self.max_sequences = tenant, max_blocks, max_sequences
-        self.namespaces: set[QuotaNamespace] = set()
+    def __init__(
+        self, tenant: str, max_blocks: int | None, max_sequences: int | None, max_pins: int | None = None
+    ) -> None:
+        self.tenant, self.namespaces = tenant, set[QuotaNamespace]()
+        self.set_limits(max_blocks, max_sequences, max_pins)
+
+    def set_limits(self, max_blocks: int | None, max_sequences: int | None, max_pins: int | None) -> None:
+        self.max_blocks, self.max_sequences, self.max_pins = max_blocks, max_sequences, max_pins
 
     @property
     def num_sequences(self) -> int:
         """The number of sequences, those on a disk included."""
         return sum(len(namespace.rows) + len(namespace.on_disk) for namespace in self.namespaces)
+
+    @property
+    def num_pins(self) -> int:
+        return sum(len(namespace.pins) for namespace in self.namespaces)
+
+    def require_pin(self, field: str) -> None:
+        """Raise QuotaExceededError if the tenant may not have one more pin."""
+        if self.max_pins is not None and (used := self.num_pins) >= self.max_pins:
+            raise quota_exceeded(self.tenant, "max_pins", self.max_pins, used, 1, field)
 
     def blocks(self, sequences: QuotaSlots) -> Int64Array:
         """Return the blocks of the pool that the tenant's sequences and pins have, each once."""

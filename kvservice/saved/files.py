@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,12 +168,14 @@ def _hash_of(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A whole file. `expires_at` is in seconds since 1970. `swapped` are the names of the files with swapped sequences
-    that the session in it needs; it is None until they are known."""
+    """A whole file, of a session of `tenant`, which is empty if that is unknown. `expires_at` is in seconds since 1970.
+    `swapped` are the names of the files with swapped sequences that the session in it needs; it is None until they are
+    known."""
 
     num_bytes: int
     expires_at: float
     swapped: frozenset[str] | None = None
+    tenant: str = ""
 
 
 class NewFile:
@@ -220,7 +223,11 @@ class SavedFiles:
         self._entries: dict[str, FileEntry] = {}
         # Files that were not there at the last look.
         self._missing: Set[str] = frozenset()
-        self._reserved_bytes = 0
+        # Bytes of files in progress by tenant.
+        self._reserved: Counter[str] = Counter()
+        # Called with a tenant, the bytes of its files, and how many more it needs. Raises QuotaExceededError if these
+        # are too many.
+        self.check_tenant: Callable[[str, int, int], object] = lambda *_: None
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not (_NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
                 if entry.name != "lock":
@@ -244,8 +251,15 @@ class SavedFiles:
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those in progress included, without those that others have removed."""
-        there = (entry.num_bytes for name, entry in self._entries.items() if name not in self._missing)
-        return self._reserved_bytes + sum(there)
+        return self.bytes_by_tenant().total()
+
+    def bytes_by_tenant(self) -> Counter[str]:
+        """Return `used_bytes` of each tenant. Those of files whose tenant is unknown are of the tenant ""."""
+        found = Counter(self._reserved)
+        for name, entry in self._entries.items():
+            if name not in self._missing:
+                found[entry.tenant] += entry.num_bytes
+        return found
 
     def names(self) -> set[str]:
         """Return the names of all entries of the folder. This may take long. Raises OSError as `check_folder`."""
@@ -272,7 +286,7 @@ class SavedFiles:
         except OSError as error:
             self.report_failure(error)
             return
-        self._entries[path.name] = FileEntry(header.num_bytes, header.expires_at)
+        self._entries[path.name] = FileEntry(header.num_bytes, header.expires_at, tenant=header.tenant)
 
     def report_damaged(self, name: str, error: DamagedFileError) -> None:
         """Count a damaged file, and log it."""
@@ -312,18 +326,21 @@ class SavedFiles:
             raise
         self._lock = os.fstat(lock)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve room for a file in progress. Raises QuotaExceededError."""
+    def reserve(self, num_bytes: int, tenant: str) -> None:
+        """Reserve room for a file in progress of a tenant. Raises QuotaExceededError."""
+        self.check_tenant(tenant, self.bytes_by_tenant()[tenant], num_bytes)
         if self.used_bytes + num_bytes > self.capacity_bytes:
             raise QuotaExceededError(
                 f"{num_bytes} bytes needed; {self.used_bytes} of {self.capacity_bytes} are in use",
                 limit="disk_sessions_gib", value=self.capacity_bytes,
             )  # fmt: skip
-        self._reserved_bytes += num_bytes
+        self._reserved[tenant] += num_bytes
 
-    def release(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int, tenant: str) -> None:
         """Undo `reserve`."""
-        self._reserved_bytes -= num_bytes
+        self._reserved[tenant] -= num_bytes
+        if not self._reserved[tenant]:
+            del self._reserved[tenant]
 
     def add(self, name: str, entry: FileEntry) -> None:
         """Add a file that was committed, in place of an older one of the same name."""

@@ -1,6 +1,6 @@
 """The format of a file with a session: its header, its blocks, and its manifest.
 
-    0        header: version, time of expiry, place and SHA-256 of the manifest, SHA-256 of itself
+    0        header: version, time of expiry, place and SHA-256 of the manifest, SHA-256 of itself, tenant
     4096     blocks with computed tokens, each in `stride` bytes, a multiple of 4096
     ...      manifest: a JSON object, then arrays of tokens, block numbers and the checksums of the blocks
 
@@ -33,20 +33,24 @@ FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"kvsaved\0"
 _HEADER: Final = struct.Struct("<8sIId QQ32s")
 _DIGEST_BYTES: Final = 32
+# The most bytes of a tenant's name in a header: 64 characters.
+MAX_TENANT_BYTES: Final = 256
 _JSON_BYTES: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class SessionValues:
     """The values of a session besides its sequences. `credential` is Identity.credential of its owner in hexadecimal
-    digits; `wait_s` is the time that the session waits for its client when it is detached. `on_disk` has the lengths
-    and the computed tokens of swapped sequences by their ids, as texts, by the names of their files."""
+    digits; `wait_s` is the time that the session waits for its client when it is detached. `hashed_with` is
+    Tenant.hashed_with, empty in files of versions that did not write it. `on_disk` has the lengths and the computed
+    tokens of swapped sequences by their ids, as texts, by the names of their files."""
 
     name: str
     tenant: str
     owner: str
     credential: str
     wait_s: float
+    hashed_with: str = ""
     on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
@@ -100,12 +104,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """The first sector of a file. `expires_at` is in seconds since 1970."""
+    """The first sector of a file. `expires_at` is in seconds since 1970. `tenant` is that of the session, at most
+    MAX_TENANT_BYTES in UTF-8; it is empty in files of versions that did not write it."""
 
     expires_at: float
     manifest_offset: int
     manifest_bytes: int
     manifest_digest: bytes
+    tenant: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -114,23 +120,29 @@ class FileHeader:
 
     def to_bytes(self) -> bytes:
         """Return a sector."""
+        tenant = self.tenant.encode()
+        assert len(tenant) <= MAX_TENANT_BYTES, "names of tenants are short"
         fields = _HEADER.pack(
-            _MAGIC, FORMAT_VERSION, 0, self.expires_at, self.manifest_offset, self.manifest_bytes, self.manifest_digest
-        )
-        return (fields + hashlib.sha256(fields).digest()).ljust(SECTOR_BYTES, b"\0")
+            _MAGIC, FORMAT_VERSION, len(tenant), self.expires_at,
+            self.manifest_offset, self.manifest_bytes, self.manifest_digest,
+        )  # fmt: skip
+        return (fields + hashlib.sha256(fields + tenant).digest() + tenant).ljust(SECTOR_BYTES, b"\0")
 
     @staticmethod
     def from_bytes(sector: bytes) -> FileHeader:
         """Raises DamagedFileError."""
         fields, rest = sector[: _HEADER.size], sector[_HEADER.size :]
-        if len(sector) != SECTOR_BYTES or hashlib.sha256(fields).digest() != rest[:_DIGEST_BYTES]:
+        if len(sector) != SECTOR_BYTES:
             raise DamagedFileError("its header is damaged")
-        magic, version, _, expires_at, offset, size, digest = _HEADER.unpack(fields)
+        magic, version, tenant_bytes, expires_at, offset, size, digest = _HEADER.unpack(fields)
+        tenant = rest[_DIGEST_BYTES : _DIGEST_BYTES + min(tenant_bytes, MAX_TENANT_BYTES)]
+        if hashlib.sha256(fields + tenant).digest() != rest[:_DIGEST_BYTES]:
+            raise DamagedFileError("its header is damaged")
         if magic != _MAGIC or version != FORMAT_VERSION:
             raise DamagedFileError(f"its format is version {version}, this daemon reads version {FORMAT_VERSION}")
         if not math.isfinite(expires_at):
             raise DamagedFileError("its header has no time of expiry")
-        return FileHeader(expires_at, offset, size, digest)
+        return FileHeader(expires_at, offset, size, digest, tenant.decode(errors="replace"))
 
 
 def rounded_up(num_bytes: int) -> int:

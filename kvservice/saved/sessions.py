@@ -99,7 +99,7 @@ class SessionFiles:
         manifest = self._manifest(name, session, tables, np.zeros(count, np.uint64))
         offset = self._transfers.offset(count)
         num_bytes = rounded_up(offset + len(manifest))
-        self.files.reserve(num_bytes)
+        self.files.reserve(num_bytes, session.tenant)
         try:
             with self._disk_errors():
                 await self._transfers.run(self.files.check_folder)
@@ -107,15 +107,16 @@ class SessionFiles:
                 try:
                     checksums = await self._transfers.save(file.file, places, check)
                     manifest = self._manifest(name, session, tables, checksums)
-                    header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest))
+                    header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest), session.tenant)
                     async with self._lock_of(name):
                         await self._transfers.run(_commit, file, manifest, header)
-                        self.files.add(name, FileEntry(num_bytes, expires_at, frozenset(session.on_disk)))
+                        entry = FileEntry(num_bytes, expires_at, frozenset(session.on_disk), session.tenant)
+                        self.files.add(name, entry)
                 except BaseException:
                     await self._transfers.run(file.discard)
                     raise
         finally:
-            self.files.release(num_bytes)
+            self.files.release(num_bytes, session.tenant)
         return num_bytes
 
     def _lock_of(self, name: str) -> asyncio.Lock:

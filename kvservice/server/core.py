@@ -209,6 +209,10 @@ def _open(
                 if store is not None:
                     own = {one.session_id: one.store for one in sessions if one.store is not None}
                     counts = replace(counts, store_blocks=store.recover(own).blocks)
+                # Now that all of a session is known, what it had reserved in the store is held for its living writers.
+                sessions.apply_tenants()
+                num_sequences = sum(len(one.namespace) for one in sessions)
+                counts = replace(counts, sessions=len(sessions), sequences=num_sequences)
             except KVServiceError as error:  # the state is at fault, although the error may name an option
                 raise KeptStateError(str(error)) from error
             # systemd does not say how the process before ended, but the state does.
@@ -251,17 +255,11 @@ def _block_maps(kept: KeptState) -> KeptMaps:
 
 
 def _recover(kept: KeptState, manager: BlockManager, sessions: SessionRegistry) -> tuple[KeptCounts, LostCounts]:
-    """Recover sessions and sequences. Returns what was kept, and what was lost."""
+    """Recover sessions and sequences. Returns what was kept besides them, and what was lost."""
     open_steps, schedulers = _open_work(manager)
     recovery = sessions.recover(with_steps=kept.clean)
     steps_kept = min(open_steps, recovery.num_steps)  # complete steps are kept too, but nobody waits for them
-    counts = KeptCounts(
-        sessions=len(sessions),
-        sequences=recovery.num_sequences,
-        steps=steps_kept,
-        cached_blocks=recovery.num_cached_blocks,
-        pins=recovery.num_pins,
-    )
+    counts = KeptCounts(steps=steps_kept, cached_blocks=recovery.num_cached_blocks, pins=recovery.num_pins)
     lost = LostCounts(sequences=recovery.num_lost, steps=open_steps - steps_kept, schedulers=schedulers)
     return counts, lost
 

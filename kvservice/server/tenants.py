@@ -45,6 +45,7 @@ SALT_PREFIX: Final = b"kvservice tenant "
 MIN_CALLS_PER_S: Final = 8.0
 _MAX_FILE_BYTES: Final = 1 << 20
 _Count: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 40)]
+_Bytes: TypeAlias = Annotated[int | None, Field(ge=0, le=1 << 60)]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELD: Final = "tenants"
 
@@ -86,15 +87,22 @@ class Quotas(BaseModel):
     max_detached_sessions: _Count = None
     # Streams of sessions and of events.
     max_streams: _Count = None
+    # Sequences of sessions in memory, also those that are swapped out to the disk.
     max_sequences: _Count = None
     # Blocks of the pool that sequences and pins hold. Those that can be evicted do not count.
     max_blocks: _Count = None
     # Blocks of the pool that sequences and pins may always hold, max_blocks at most. Others get them only as cached
     # blocks. A block that the tenant had first counts for it while any of those who share hold it.
     guaranteed_blocks: _Count = None
+    # Pins of prefixes. Their blocks count in max_blocks, each once.
+    max_pins: _Count = None
     max_regions: _Count = None
     # Bytes of the slabs of the block store in which the tenant, and those with whom it shares, have blocks.
-    max_store_bytes: Annotated[int | None, Field(ge=0, le=1 << 60)] = None
+    max_store_bytes: _Bytes = None
+    # Namespaces of the block store, those without users included, of the tenant and of those with whom it shares.
+    max_store_namespaces: _Count = None
+    # Bytes of the files with saved sessions and swapped sequences, those in progress included.
+    max_disk_bytes: _Bytes = None
     # A client makes its first calls at once, six for a store that it maps. With fewer a second it would never be open.
     calls_per_s: Annotated[float | None, Field(ge=MIN_CALLS_PER_S, le=1e9)] = None
 
@@ -122,6 +130,12 @@ class Tenant:
     map_pool: bool = True
     map_store: bool = True
     quotas: Quotas = NO_QUOTAS
+
+    @property
+    def hashed_with(self) -> str:
+        """The salt in hexadecimal digits. Sessions keep it, because all chain hashes of their sequences depend on it,
+        and the tenants with whom theirs shares may be others later."""
+        return b"".join(key for _, key in self.salt).hex()
 
     def check(self, limit: str, used: int, more: int = 1, field: str = "") -> None:
         """Raise QuotaExceededError if the tenant, which uses so much, would use more than the quota of this name."""
@@ -208,9 +222,9 @@ class TenantRules:
         """Return the blocks that each tenant has guaranteed."""
         return {name: tenant.quotas.guaranteed_blocks or 0 for name, tenant in self.tenants.items()}
 
-    def store_bytes(self) -> dict[str, int]:
-        """Return the most bytes in the store by the tenants' domains."""
-        limits = {tenant.domain: tenant.quotas.max_store_bytes for tenant in self.tenants.values()}
+    def store_limits(self, of: str) -> dict[str, int]:
+        """Return the quotas of this name, max_store_bytes or max_store_namespaces, by the tenants' domains."""
+        limits = {tenant.domain: getattr(tenant.quotas, of) for tenant in self.tenants.values()}
         return {domain: limit for domain, limit in limits.items() if limit is not None}
 
     def check_sizes(self, num_blocks: int, slab_bytes: int) -> None:
@@ -267,8 +281,9 @@ def _tenant(name: str, settings: _Settings, tables: Mapping[str, _Settings]) -> 
             raise _wrong(field, f"{other!r} is no tenant")
         if {other, *tables[other].shares_with} != sharing:
             raise _wrong(field, f"{other!r} must name the same tenants: who shares, shares with all of them")
-        if tables[other].max_store_bytes != settings.max_store_bytes:
-            raise _wrong(f"{name}.max_store_bytes", f"must be {other}'s, because they share the store")
+        for limit in ("max_store_bytes", "max_store_namespaces"):
+            if getattr(tables[other], limit) != getattr(settings, limit):
+                raise _wrong(f"{name}.{limit}", f"must be {other}'s, because they share the store")
     if settings.max_blocks is not None and (settings.guaranteed_blocks or 0) > settings.max_blocks:
         message = f"is more than max_blocks = {settings.max_blocks}, so nobody could use the rest"
         raise _wrong(f"{name}.guaranteed_blocks", message)

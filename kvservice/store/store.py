@@ -144,9 +144,10 @@ class BlockStore:
 
     def make_place(self, identity: NamespaceIdentity) -> Slices[None]:
         """Make sure that a namespace of this identity can be opened: evict the least recently used one that nobody
-        uses, preferably one without blocks, if there are too many. Raises QuotaExceededError."""
+        uses, preferably one without blocks, if there are too many; one of the same tenant if that has too many. Raises
+        QuotaExceededError."""
         while not self._namespaces.has_place(identity):
-            namespace = self._namespaces.least_useful()
+            namespace = self._namespaces.least_useful(identity.tenant)
             if self._index.stats(namespace.number).num_blocks:
                 num_evicted = yield from self._clear_in_slices(namespace)
                 namespace.counters.evicted += num_evicted
@@ -345,6 +346,14 @@ class BlockStore:
         """Return how many slabs that belong to no namespace, and are there, this one may have."""
         num_free, limit = self._index.num_free_slabs, self._limit(namespace)
         return num_free if limit is None else min(num_free, self._room(limit, namespace).num_slabs_left)
+
+    def limit_tenants(self, num_bytes: Mapping[str, int], num_namespaces: Mapping[str, int]) -> None:
+        """Set the most bytes of slabs and the most namespaces that tenants may have, by the tenants of namespaces."""
+        self.tenant_limits, self._namespaces.tenant_limits = num_bytes, num_namespaces
+
+    def namespaces_by_tenant(self) -> Counter[str]:
+        """Return the number of namespaces of each tenant, or of those who share."""
+        return self._namespaces.by_tenant()
 
     def bytes_by_tenant(self) -> Counter[str]:
         """Return the bytes of the slabs of each tenant, or of those who share."""

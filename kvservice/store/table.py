@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
@@ -46,6 +47,8 @@ class NamespaceTable:
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
         # Counters by model. They outlive its namespaces.
         self._counters: dict[str, ModelFigures] = {}
+        # The most namespaces of a tenant, by the tenant of their identities.
+        self.tenant_limits: Mapping[str, int] = {}
 
     def __iter__(self) -> Iterator[StoredNamespace]:
         return iter(self._namespaces.values())
@@ -55,7 +58,17 @@ class NamespaceTable:
         return itertools.islice(reversed(self._namespaces.values()), most)
 
     def has_place(self, identity: NamespaceIdentity) -> bool:
-        return identity in self._namespaces or len(self._namespaces) < self._config.max_namespaces
+        there_is_room = len(self._namespaces) < self._config.max_namespaces and not self._is_full(identity.tenant)
+        return identity in self._namespaces or there_is_room
+
+    def _is_full(self, tenant: str) -> bool:
+        """Return whether a tenant has as many namespaces as it may, or more because its limit was lowered."""
+        limit = self.tenant_limits.get(tenant)
+        return limit is not None and self.by_tenant()[tenant] >= limit
+
+    def by_tenant(self) -> Counter[str]:
+        """Return the number of namespaces of each tenant, or of those who share."""
+        return Counter(one.identity.tenant for one in self)
 
     def has(self, namespace: StoredNamespace) -> bool:
         return self._namespaces.get(namespace.identity) is namespace
@@ -81,11 +94,20 @@ class NamespaceTable:
             self._records.namespaces[namespace.number] = NamespaceRecord(namespace.identity, quota_bytes)
             self._index.set_quota(namespace.number, quota_bytes)
 
-    def least_useful(self) -> StoredNamespace:
+    def least_useful(self, tenant: str) -> StoredNamespace:
         """Return a namespace without users and without blocks in use: the first one that has no blocks, or else the
-        least recently used one. Raises QuotaExceededError if there is none."""
-        stats = {one: self._index.stats(one.number) for one in self if not one.num_users}
+        least recently used one. It is one of this tenant if that has as many as it may. Raises QuotaExceededError if
+        there is none."""
+        is_full = self._is_full(tenant)
+        found = [one for one in self if not one.num_users and (one.identity.tenant == tenant or not is_full)]
+        stats = {one: self._index.stats(one.number) for one in found}
         unused = [one for one, figures in stats.items() if not figures.num_leased and not figures.num_reserved]
+        if not unused and is_full:
+            limit, used = self.tenant_limits[tenant], self.by_tenant()[tenant]
+            raise QuotaExceededError(
+                f"tenant {tenant} has {used} of max_store_namespaces {limit}, all in use, and 1 more is needed",
+                tenant=tenant, limit="max_store_namespaces", value=limit, used=used, required=1, field="namespace",
+            )  # fmt: skip
         if not unused:
             limit = self._config.max_namespaces
             raise QuotaExceededError(

@@ -454,8 +454,8 @@ def _read_tier(name: npt.NDArray[np.uint8], figures: Sequence[float]) -> TierSta
 
 # What a tenant has a quota of, in the order of the columns.
 TENANT_LIMITS: Final = (
-    "sessions", "detached_sessions", "streams", "sequences", "blocks", "guaranteed_blocks", "regions", "store_bytes",
-    "calls_per_s",
+    "sessions", "detached_sessions", "streams", "sequences", "blocks", "guaranteed_blocks", "pins", "regions",
+    "store_bytes", "store_namespaces", "disk_bytes", "calls_per_s",
 )  # fmt: skip
 NO_LIMIT: Final = -1.0
 _TENANT_BYTES = 64

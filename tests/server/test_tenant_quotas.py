@@ -11,6 +11,7 @@ import pytest
 from daemon_lives import Life, end_stream, finish
 from kept_files import HeldFiles
 from raw_store import identity, keys
+from sleeping import detach, resume, settle
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, PermissionDeniedError, QuotaExceededError
@@ -363,4 +364,147 @@ async def test_repeated_requests_get_their_reply_over_the_quota_of_calls(options
             assert await life.allocate(session, 1, TOKENS, request_id=7) == reply
     with calling("bob"), pytest.raises(PermissionDeniedError):
         await life.allocate(session, 1, TOKENS, request_id=7)
+    life.kill()
+
+
+async def to_disk(life: Life, session: Any, *ids: int) -> None:
+    request = blocks_pb2.SwapOutRequest(sequence_ids=ids, tier=blocks_pb2.SWAP_TIER_DISK)
+    await life.call(session, "swap_out", request)
+
+
+@in_loop
+async def test_sequences_on_the_disk_count(tmp_path: Path, clock: Any) -> None:
+    """They come back although the tenant has as many as it may, and also those of a session that is restored."""
+    options = tenant_options(tmp_path) | {"disk": str(tmp_path / "disk")}
+    life = with_quotas(options, clock, max_sequences=3)
+    with calling("alice"):
+        session = life.open(detachable=True)
+        await life.call(session, "allocate", allocation(TOKENS, 1, 2, 3))
+        await to_disk(life, session, 1, 2)
+        assert life.sessions.tenant_uses()["red"][3].used == 3
+        with pytest.raises(QuotaExceededError) as caught:
+            await life.call(session, "allocate", allocation(TOKENS, 4))
+        assert over(caught.value) == ("red", "max_sequences", "3", "3", "1")
+        can = await life.call(session, "can_swap_in", blocks_pb2.CanSwapInRequest(sequence_ids=[1, 2]))
+        assert can.status == blocks_pb2.ALLOC_STATUS_OK
+        await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
+        assert life.sessions.tenant_uses()["red"][3].used == 3
+        await detach(life, session)
+        assert life.sessions.tenant_uses()["red"][3].used == 0
+        other = life.open()
+        await life.call(other, "allocate", allocation(TOKENS, 1))
+        with pytest.raises(QuotaExceededError) as caught:
+            await resume(life, session.token)
+        assert over(caught.value) == ("red", "max_sequences", "3", "3", "1")
+        await life.call(other, "free", blocks_pb2.FreeRequest(sequence_ids=[1]))
+        again = await resume(life, session.token)
+        assert ([*again.namespace.rows], [*again.namespace.on_disk]) == ([3, 1], [2])
+    life.manager.check_integrity()
+    life.kill()
+
+
+@in_loop
+async def test_bytes_on_the_disk_over_quota(tmp_path: Path, clock: Any) -> None:
+    """Of saved sessions and of swapped sequences, also after a reboot. Others save theirs."""
+    options = tenant_options(tmp_path) | {"disk": str(tmp_path / "disk")}
+    life = with_quotas(options, clock, max_disk_bytes=10 * 4096)
+    with calling("alice"):
+        session = life.open(detachable=True)
+        for number in (1, 2, 3):
+            await life.compute(session, number, [number] * 4)  # three sectors: a block, the header and the manifest
+        await to_disk(life, session, 1)
+        await to_disk(life, session, 2)
+        await detach(life, session)
+        used = life.sessions.tenant_uses()["red"][10].used
+        assert (used, used) == (9 * 4096, life.core.saved.stats().used_bytes)
+    life.kill()
+    life = Life(clock=clock, **options)
+    with calling("alice"):
+        session = await resume(life, session.token)
+        assert life.sessions.tenant_uses()["red"][10].used == used
+        refused = (to_disk(life, session, 3), life.call(session, "detach", DURABLE))
+        for one in refused:
+            with pytest.raises(QuotaExceededError) as caught:
+                await one
+            assert over(caught.value) == ("red", "max_disk_bytes", f"{10 * 4096}", f"{int(used)}", f"{3 * 4096}")
+    with calling("bob"):
+        bob = life.open()
+        await life.compute(bob, 1, TOKENS)
+        await detach(life, bob)
+    life.kill()
+
+
+DURABLE = session_pb2.DetachRequest(ttl_s=60, durable=True)
+
+
+@in_loop
+async def test_detached_sessions_that_are_being_saved_or_restored_count(tmp_path: Path, clock: Any) -> None:
+    options = tenant_options(tmp_path) | {"disk": str(tmp_path / "disk")}
+    life = with_quotas(options, clock, max_detached_sessions=1)
+    with calling("alice"):
+        one, other = life.open(), life.open()
+        calls = [life.call(session, "detach", DURABLE) for session in (one, other)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(answer, QuotaExceededError) for answer in found] == [False, True]
+        await life.call(one, "ping", pool_pb2.PingRequest())
+        life.sessions.detach(one, end_stream)
+        await settle()
+        await detach(life, other)
+        assert not len(life.sessions)
+        restored = await asyncio.gather(
+            *[resume(life, session.token) for session in (one, other)], return_exceptions=True
+        )
+        assert sorted(isinstance(answer, QuotaExceededError) for answer in restored) == [False, True]
+    life.kill()
+
+
+@in_loop
+async def test_namespaces_of_the_store_over_quota(options: dict[str, Any], clock: Any) -> None:
+    """A tenant with too many replaces its own, as long as nobody uses them, and never another's."""
+    life = with_quotas(options, clock, max_store_namespaces=2)
+
+    async def opened(session: Any, model: str) -> None:
+        request = store_pb2.OpenNamespaceRequest(namespace=identity(model))
+        await life.call(session, "store_open_namespace", request)
+
+    with calling("bob"):
+        for model in "abc":
+            await opened(life.open(), model)
+    with calling("alice"):
+        first, second = life.open(), life.open()
+        await opened(first, "a")
+        await opened(second, "b")
+        await opened(second, "b")
+        with pytest.raises(QuotaExceededError) as caught:
+            await opened(second, "c")
+        assert over(caught.value) == ("red", "max_store_namespaces", "2", "2", "1")
+        finish(life.sessions.close_in_slices(first))
+        await opened(second, "c")
+    assert life.core.store is not None
+    found = [(one.identity.tenant, one.identity.model) for one in life.core.store.blocks]
+    assert found == [("blue", "a"), ("blue", "b"), ("blue", "c"), ("red", "b"), ("red", "c")]
+    assert life.sessions.tenant_uses()["red"][9].used == 2
+    life.kill()
+
+
+@in_loop
+async def test_pins_over_quota(options: dict[str, Any], clock: Any) -> None:
+    life = with_quotas(options, clock, max_pins=2)
+    pin = blocks_pb2.PinRequest(token_ids=TOKENS, ttl_s=60)
+    with calling("alice"):
+        one, other = life.open(), life.open()
+        await life.compute(one, 1, TOKENS)
+        first = await life.call(one, "pin", pin)
+        await life.call(other, "pin", pin)
+        with pytest.raises(QuotaExceededError) as caught:
+            await life.call(one, "pin", pin)
+        assert over(caught.value) == ("red", "max_pins", "2", "2", "1")
+        await life.call(one, "unpin", blocks_pb2.UnpinRequest(pin_id=first.pin_id))
+        await life.call(other, "pin", pin)
+    with calling("bob"):
+        bob = life.open()
+        await life.compute(bob, 1, TOKENS)
+        for _ in range(3):
+            await life.call(bob, "pin", pin)
+    assert life.sessions.tenant_uses()["red"][6].used == 2
     life.kill()

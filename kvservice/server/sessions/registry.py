@@ -34,6 +34,7 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.logs import LogBudget
+from kvservice.saved import SessionValues
 from kvservice.server.loop import Clock, SystemClock, in_slices
 from kvservice.server.memory.budget import Budget
 from kvservice.server.memory.fd_passing import FdServer, Peer, Trust
@@ -106,12 +107,14 @@ class SessionRegistry:
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0
-        # The number of sessions that nobody finds yet.
-        self._num_hidden = 0
+        # Sessions that nobody finds yet.
+        self._hidden: set[ServerSession] = set()
         # Called with a session that is closed and does not come back.
         self.on_close: Callable[[ServerSession], object] = lambda _: None
         # Returns what restores the session with this token, or None if it is not on the disk.
         self.restoring: Callable[[bytes], Awaitable[None] | None] = lambda _: None
+        # Returns the bytes that tenants have on the disk.
+        self.disk_bytes: Callable[[], Counter[str]] = Counter
         # The number of calls with the token of another identity's session.
         self.num_foreign = 0
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
@@ -158,7 +161,7 @@ class SessionRegistry:
     def begin(self, token: bytes, name: str, tenant: str, owner: Identity, wait_s: float) -> ServerSession:
         """Make a session that nobody finds, and that a restart ends, until `show`. `close_in_slices` ends it, too.
         Raises QuotaExceededError."""
-        if len(self._sessions) + self._num_hidden + self._num_closing >= self._config.max_sessions:
+        if len(self._sessions) + len(self._hidden) + self._num_closing >= self._config.max_sessions:
             value = self._config.max_sessions
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
@@ -176,24 +179,26 @@ class SessionRegistry:
             wait_s=wait_s,
             holder=None,
             waits_until=None,
+            hashed_with=tenancy.hashed_with,
         )
         row = self._memory.table.open(record.session_id, name, tenant, int(self._clock.time() * 1000))
         self._memory.replies.clear(row.number)
         session = self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
         self.num_opened += 1
-        self._num_hidden += 1
+        self._hidden.add(session)
         return session
 
     def show(self, session: ServerSession, event: str) -> None:
         """Let clients find a session from `begin`. It waits for its first stream. `event` is for the log. Closes the
         session if its record cannot be kept."""
         wait_s = max(self._config.session_grace_s, ATTACH_S)
+        assert not self.hashes_otherwise(session), "its sequences could find what is not its tenant's"
         try:
             self._save(session, self._clock.time() + wait_s)
         except BaseException as error:
             in_slices(self.close_in_slices(session, f"refused: not kept, {type(error).__name__}"))
             raise
-        self._num_hidden -= 1
+        self._hidden.remove(session)
         self._sessions[session.token] = session
         self._lose_after(session, wait_s)
         self._opened_log.write(
@@ -207,15 +212,24 @@ class SessionRegistry:
         )
 
     def check_detach(self, session: ServerSession, wait_s: float) -> None:
-        """Raise QuotaExceededError if the session's tenant may not have one more session that waits for so long."""
+        """Raise QuotaExceededError if the session's tenant may not have one more session that waits for so long. The
+        caller begins the wait, or the Detach that ends in it, at once."""
         if session.wait_s <= self._config.session_grace_s:
             self._check_detached(session.tenancy, wait_s)
 
     def _check_detached(self, tenancy: Tenant, wait_s: float) -> None:
+        if wait_s > self._config.session_grace_s and tenancy.quotas.max_detached_sessions is not None:
+            tenancy.check("max_detached_sessions", self._num_detached()[tenancy.name])
+
+    def _num_detached(self) -> Counter[str]:
+        """Return how many sessions of each tenant wait for longer than the grace time, those included that are being
+        saved or restored."""
         grace = self._config.session_grace_s
-        if wait_s > grace and tenancy.quotas.max_detached_sessions is not None:
-            used = sum(one.tenant == tenancy.name and one.wait_s > grace for one in self)
-            tenancy.check("max_detached_sessions", used)
+        return Counter(one.tenant for one in (*self, *self._hidden) if one.longest_wait_s > grace)
+
+    def check_disk_bytes(self, tenant: str, used: int, more: int) -> None:
+        """Raise QuotaExceededError if a tenant with so many bytes on the disk may not have more."""
+        self._tenancy(tenant).check("max_disk_bytes", used, more)
 
     def keep_for(self, session: ServerSession, wait_s: float) -> None:
         """Let a session wait for so many seconds when its stream ends, from now on if it has none."""
@@ -253,14 +267,14 @@ class SessionRegistry:
         """Give the tenants their shares of the pool and of the store."""
         self._manager.set_tenants(rules.guaranteed(), {name: one.domain for name, one in rules.tenants.items()})
         if self._store is not None:
-            self._store.tenant_limits = rules.store_bytes()
+            limits = [rules.store_limits(of) for of in ("max_store_bytes", "max_store_namespaces")]
+            self._store.limit_tenants(*limits)
 
     def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Return a session that no stream holds."""
         tenancy = self._tenancy(record.tenant)
         if (use := self._uses.get(record.tenant)) is None:
-            quotas = tenancy.quotas
-            quota = TenantQuota(record.tenant, quotas.max_blocks, quotas.max_sequences) if self._tenants else None
+            quota = TenantQuota(record.tenant, *_limits(tenancy)) if self._tenants else None
             use = self._uses[record.tenant] = TenantUse(RegionTotals(whole=self.region_totals), quota)
         use.sessions += 1
         if use.quota is not None:
@@ -277,6 +291,7 @@ class SessionRegistry:
             name=record.name,
             tenant=record.tenant,
             tenancy=tenancy,
+            hashed_with=record.hashed_with,
             owner=Identity(record.owner, record.credential),
             namespace=namespace,
             shared=shared,
@@ -309,9 +324,9 @@ class SessionRegistry:
         """Return what each tenant uses of its quotas, in the order of TENANT_LIMITS. Empty without tenants."""
         if self._tenants is None:
             return {}
-        detached = Counter(one.tenant for one in self if one.wait_s > self._config.session_grace_s)
-        streams = self._num_streams()
+        detached, streams, disk_bytes = self._num_detached(), self._num_streams(), self.disk_bytes()
         store_bytes = Counter[str]() if self._store is None else self._store.bytes_by_tenant()
+        namespaces = Counter[str]() if self._store is None else self._store.namespaces_by_tenant()
         found = {}
         for name, tenant in self._tenants.rules.tenants.items():
             use, quotas = self._uses.get(name), tenant.quotas
@@ -322,8 +337,11 @@ class SessionRegistry:
                 streams[name],
                 0 if quota is None else quota.num_sequences,
                 *[0 if owners is None else owners.num_held(name)] * 2,
+                0 if quota is None else quota.num_pins,
                 0 if use is None else use.regions.count,
                 store_bytes[tenant.domain],
+                namespaces[tenant.domain],
+                disk_bytes[name],
                 self._tenants.calls_lately(tenant),
             )
             limits = [quotas.limit(limit) for limit in TENANT_LIMITS]
@@ -338,20 +356,28 @@ class SessionRegistry:
         return Tenant(tenant, tenant) if self._tenants is None else self._tenants.tenant(tenant)
 
     def apply_tenants(self) -> None:
-        """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed. Streams whose
-        callers belong to another tenant end."""
-        assert self._tenants is not None, "they have new rules"
+        """Follow new rules for tenants. Sessions whose tenant shares with others than before are closed, also if they
+        are of a process before; one that is being restored is refused when it is shown. Streams whose callers belong to
+        another tenant end."""
+        if self._tenants is None:
+            return
         self._set_shares(self._tenants.rules)
-        for session in list(self):
-            tenancy = self._tenancy(session.tenant)
-            if tenancy.domain != session.tenancy.domain:
-                in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
+        for name, use in self._uses.items():
+            if use.quota is not None:
+                use.quota.set_limits(*_limits(self._tenancy(name)))
+        for session in [*self, *self._hidden]:
+            if self.hashes_otherwise(session):
+                if session not in self._hidden:
+                    in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
                 continue
-            session.tenancy = tenancy
-            if (quota := session.namespace.quota) is not None:
-                quota.max_blocks, quota.max_sequences = tenancy.quotas.max_blocks, tenancy.quotas.max_sequences
+            session.tenancy = self._tenancy(session.tenant)
             if session.end_stream is not None and not self._tenants.rules.has(session.owner, session.tenant):
                 session.end_stream(PermissionDeniedError("the session is another tenant's now", tenant=session.tenant))
+
+    def hashes_otherwise(self, session: ServerSession | SessionValues) -> bool:
+        """Return whether the chain hashes of a session's sequences were made for other tenants than those with whom
+        its tenant shares now. Such sequences must neither find blocks nor be found."""
+        return session.hashed_with != self._tenancy(session.tenant).hashed_with
 
     def get(self, token: bytes) -> ServerSession:
         session = self.find(token)
@@ -514,7 +540,7 @@ class SessionRegistry:
         first word is the reason, as in the metrics. Unless it is ASLEEP, the session's file goes too. `writers_done`:
         see SessionStore.close."""
         if self._sessions.pop(session.token, None) is None:
-            self._num_hidden -= 1
+            self._hidden.remove(session)
         elif end != ASLEEP:
             self.on_close(session)
         self._num_closing += 1
@@ -557,6 +583,11 @@ class SessionRegistry:
 
     def _call_later(self, session: ServerSession, seconds: float, call: Callable[[], None]) -> None:
         session.timers.append(self._clock.call_later(seconds, call))
+
+
+def _limits(tenancy: Tenant) -> tuple[int | None, int | None, int | None]:
+    """Return the limits of a TenantQuota."""
+    return tenancy.quotas.max_blocks, tenancy.quotas.max_sequences, tenancy.quotas.max_pins
 
 
 def _check_name(name: str, field: str) -> None:

@@ -1,7 +1,7 @@
 """The disk of sessions: those that Detach saved, and their return; sequences of open sessions that are swapped out.
 
     Detach: end steps ─▶ write the file ─▶ reply ─▶ the stream ends ─▶ the session leaves memory
-    attach: read the manifest ─▶ owner, model ─▶ restore tables ─▶ read blocks ─▶ index ─▶ show the session
+    attach: read the manifest ─▶ owner, model, tenant ─▶ restore tables ─▶ read blocks ─▶ index ─▶ show the session
 
 While a session is written, its calls are refused. If it is closed or taken over meanwhile, the file is given up. While
 a session is restored, nobody finds it. A restart before it is shown frees its sequences, and its file is still there.
@@ -76,6 +76,8 @@ class SavedSessions:
         if files is not None:
             sessions.on_close = self._closed
             sessions.restoring = self.restoring
+            sessions.disk_bytes = files.files.bytes_by_tenant
+            files.files.check_tenant = sessions.check_disk_bytes
 
     def _save_record(self, session: ServerSession) -> None:
         self._sessions.save(session)
@@ -92,7 +94,7 @@ class SavedSessions:
                 f"the session's scheduler has {len(session.scheduler)} unfinished requests, which cannot be saved",
                 field="durable",
             )
-        session.saving = saving = SaveInProgress()
+        session.saving = saving = SaveInProgress(ttl_s)
         writing = to_the_end(self._write(self.files, session, saving, ttl_s))
         try:
             size = await asyncio.shield(writing)
@@ -119,6 +121,7 @@ class SavedSessions:
                 owner=session.owner.name,
                 credential=session.owner.credential.hex(),
                 wait_s=ttl_s,
+                hashed_with=session.hashed_with,
                 on_disk=session.record().on_disk,
             )
             num_bytes = await files.write(session.token, values, tables, ttl_s, saving.check)
@@ -178,13 +181,16 @@ class SavedSessions:
             self._sessions.note_foreign("a saved session")
             raise self._sessions.unknown()
         files.check_identity(opened)
+        self._check_sharing(values)
         owner = Identity(values.owner, bytes.fromhex(values.credential))
         session = self._sessions.begin(token, values.name, values.tenant, owner, values.wait_s)
         try:
             with _fitting():
                 restored = await finished(self._manager.restore_in_slices(session.namespace, opened.manifest.saved))
             num_loaded = await files.load(opened, restored)
+            self._check_sharing(values)
             await finished(self._manager.index_restored_in_slices(session.namespace, restored))
+            self._check_sharing(values)
             self._manager.enter(session.namespace)
             on_disk = session.recall(values.on_disk)
             self._manager.sequences.require_places(len(on_disk), "sequences", session.namespace)
@@ -197,6 +203,14 @@ class SavedSessions:
         found = len(opened.manifest.checksums) - num_loaded
         self._sessions.show(session, f"restored, {num_loaded} blocks read and {found} found in memory")
         to_the_end(self._drop_unsaved(files, token, frozenset(values.on_disk)))
+
+    def _check_sharing(self, values: SessionValues) -> None:
+        """Raise SessionNotRestoredError if the session's tenant shares with others than when the session was saved: it
+        would find blocks of tenants that do not share with it any more, and they would find its own."""
+        if self._sessions.hashes_otherwise(values):
+            raise SessionNotRestoredError(
+                f"tenant {values.tenant} shares with others than when the session was saved", cause="sharing"
+            )
 
     async def _drop_unsaved(self, files: SessionFiles, token: bytes, names: frozenset[str]) -> None:
         """Remove what the session, before it was lost, swapped out after it was saved with these files."""
@@ -286,7 +300,6 @@ def _fitting() -> Iterator[None]:
 # Most bytes of a sequence in a record, `"id": [length, num_computed], `, and of the name of a file.
 _SEQUENCE_BYTES: Final = 64
 _FILE_BYTES: Final = 256
-_NO_VALUES: Final = SessionValues(name="", tenant="", owner="", credential="", wait_s=0.0)
 
 
 class DiskSwaps:
@@ -348,7 +361,8 @@ class DiskSwaps:
             await finished(self._manager.end_steps_in_slices(session.namespace, ids))
             tables = await finished(self._manager.save_in_slices(session.namespace, ids))
             name = swapped_name(session.token)
-            await files.write_as(name, _NO_VALUES, tables, NEVER, saving.check)
+            values = SessionValues(name="", tenant=session.tenant, owner="", credential="", wait_s=0.0)
+            await files.write_as(name, values, tables, NEVER, saving.check)
             if saving.failure is not None:
                 await files.remove_as(name)
                 raise saving.failure
@@ -363,9 +377,9 @@ class DiskSwaps:
         on_disk = session.namespace.on_disk
         required = sum(-(-on_disk[name].length // config.block_size) for name in sequence_ids)
         self._manager.enter(session.namespace)
-        fits = device.room(config.watermark_blocks) >= required
-        # They count as sequences already.
+        # They count for the session and its tenant already.
         has_rows = len(sequence_ids) <= len(self._manager.sequences.free_rows)
+        fits = device.room(config.watermark_blocks) >= required
         return AllocStatus.OK if fits and has_rows else AllocStatus.LATER
 
     def swap_in(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:

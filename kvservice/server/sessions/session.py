@@ -30,9 +30,10 @@ _LAST_ID: Final = -1
 class SessionRecord:
     """The values that a later process needs to resume a session, besides its row, its replies and its sequences.
 
-    `credential` is Identity.credential. `waits_until` is the time when the session is lost if no stream attaches to it
-    until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session. `on_disk` is
-    ServerSession.on_disk as values of JSON.
+    `credential` is Identity.credential. `hashed_with` is Tenant.hashed_with when the session began; records of versions
+    that did not write it have an empty one. `waits_until` is the time when the session is lost if no stream attaches to
+    it until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session. `on_disk`
+    is ServerSession.on_disk as values of JSON.
     """
 
     session_id: int
@@ -44,6 +45,7 @@ class SessionRecord:
     wait_s: float
     holder: int | None
     waits_until: float | None
+    hashed_with: str = ""
     on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -89,8 +91,10 @@ class SessionMemory:
 
 @dataclass(eq=False)
 class SaveInProgress:
-    """A Detach that writes the file of a session. `failure` is set when others may use the session's blocks."""
+    """A Detach that writes the file of a session, which then waits for `wait_s`, or a swap to the disk or back.
+    `failure` is set when others may use the session's blocks."""
 
+    wait_s: float = 0.0
     failure: KVServiceError | None = None
 
     def check(self) -> None:
@@ -106,6 +110,8 @@ class ServerSession:
     tenant: str
     # The tenant as the daemon's configuration describes it now.
     tenancy: Tenant
+    # Tenant.hashed_with of all sequences that the session has ever had.
+    hashed_with: str
     owner: Identity
     namespace: SessionNamespace
     shared: SharedWithClient
@@ -146,6 +152,7 @@ class ServerSession:
             wait_s=self.wait_s,
             holder=self.holder,
             waits_until=self.waits_until,
+            hashed_with=self.hashed_with,
             on_disk={
                 name: {str(sequence_id): list(one) for sequence_id, one in sequences.items()}
                 for name, sequences in self.on_disk.items()
@@ -168,6 +175,11 @@ class ServerSession:
         if self.saving is not None:
             raise SessionBusyError("the session is being saved by Detach")
         self.asleep = False
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the session waits for a stream, now or after the Detach in progress."""
+        return self.wait_s if self.saving is None else max(self.wait_s, self.saving.wait_s)
 
     def end_saving(self, error: KVServiceError) -> None:
         """Let a Detach in progress fail, because others may use the session's blocks from now on."""
