@@ -24,7 +24,7 @@ from kvservice.bench import cuda_harness, quantiles, seconds_of, table, take_tur
 from kvservice.bench.cuda_harness import TorchScratch, device_array, random_tensor
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
 from kvservice.client.decode_graph import DecodeGraph
-from kvservice.client.transport import Transport
+from kvservice.client.step import Transport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport
 from kvservice.client.transports.region import RegionTransport

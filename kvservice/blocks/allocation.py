@@ -267,11 +267,11 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
-    num_keyed = sum(1 for new in plan.sequences if new.extra)
-    if num_keyed:
-        num_bytes = sum(extra_keys_bytes(new.extra) for new in plan.sequences)
-        state.sequences.require_extra_keys(namespace.number, num_keyed, num_bytes, "requests")
-    state.require_lost(namespace)
+    keyed = [new.extra for new in sequences if new.extra]
+    if keyed:
+        slots.require_extra_keys(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
+    if namespace.lost:
+        state.require_lost(namespace)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref(plan.hits)
     found: list[Int64Array] = []
@@ -329,7 +329,8 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
         by_parent.setdefault(row, []).append(child_id)
     if state.sequences.extra_keys and (num_bytes := state.sequences.key_bytes(rows)):
         state.sequences.require_extra_keys(namespace.number, len(rows), num_bytes, "child_ids", shared=True)
-    state.require_lost(namespace)
+    if namespace.lost:
+        state.require_lost(namespace)
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
     if namespace.lost:
         state.create_lost(namespace, children)

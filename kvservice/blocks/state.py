@@ -354,6 +354,8 @@ class SequenceSlots:
     @property
     def num_free(self) -> int:
         """Number of sequences that the current operation may create."""
+        if self.quota is None:
+            return max(0, len(self.free_rows) - self.num_on_disk)
         return self.num_places - self.withheld
 
     def require_places(self, count: int, field: str, namespace: SessionNamespace) -> None:

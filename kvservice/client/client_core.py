@@ -29,9 +29,9 @@ from kvservice.client.messages import build, choice, time_limit, wait_time
 from kvservice.client.regions import socket_path
 from kvservice.client.remote import Context, RemoteRegions
 from kvservice.client.session import CloseSession, SessionCore
+from kvservice.client.step import Transport, TransportName
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import Dialer, StoreOptions
-from kvservice.client.transport import Transport, TransportName
 from kvservice.client.transports.inline import InlineTransport
 from kvservice.client.transports.lane import LaneTransport
 from kvservice.client.transports.mapped import MappedTransport

@@ -250,10 +250,9 @@ def allocation_messages(
 ) -> list[blocks_pb2.SequenceAllocation]:
     """Convert a batch of prompts. Raises InvalidArgumentError, and MessageTooLargeError if the daemon would refuse so
     many tokens."""
-    if size_of(ids, "sequence_ids") != len(prompts):
-        raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
-    if keys is not None and size_of(keys, "extra_keys") != len(prompts):
-        raise InvalidArgumentError(f"{len(keys)} lists of keys for {len(prompts)} prompts", field="extra_keys")
+    for values, field in ((ids, "sequence_ids"), (keys, "extra_keys")):
+        if values is not None and (not hasattr(values, "__len__") or len(values) != len(prompts)):
+            raise InvalidArgumentError(f"{size_of(values, field)} for {len(prompts)} prompts", field=field)
     tokens, num_bytes = [], 0
     for prompt in prompts:
         tokens.append(int_list(prompt, "token_ids"))

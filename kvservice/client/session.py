@@ -42,8 +42,7 @@ from kvservice.client.messages import (
 from kvservice.client.regions import HostRegion, SharedRegion
 from kvservice.client.remote import Context
 from kvservice.client.scheduler import MakeScheduler, MakeStep, SchedulerArguments, SchedulerT, StepT, open_scheduler
-from kvservice.client.step import SessionCalls
-from kvservice.client.transport import Transport, TransportName
+from kvservice.client.step import SessionCalls, Transport, TransportName
 from kvservice.client.transports import transfer
 from kvservice.client.transports.inline import InlineTransport, Places
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvservice.attention_options import DEFAULT_OPTIONS, AttentionOptions, BlockSparse
 from kvservice.client.messages import build, check_size, fits, token_parts, whole
-from kvservice.client.transport import (
+from kvservice.client.step import (
     AttentionCall,
     AttentionResult,
     Transport,

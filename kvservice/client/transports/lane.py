@@ -12,6 +12,16 @@ from kvservice.attention_options import DEFAULT_OPTIONS
 from kvservice.client.messages import build
 from kvservice.client.regions import ALIGNMENT, RegionRange, SharedRegion, Staging
 from kvservice.client.remote import Context
+from kvservice.client.step import (
+    AttentionCall,
+    AttentionResult,
+    SharedMemoryLostError,
+    Transport,
+    TransportName,
+    WriteCall,
+    check_attention,
+    given,
+)
 from kvservice.client.tensors import (
     Tensor,
     copy,
@@ -21,16 +31,6 @@ from kvservice.client.tensors import (
     is_plain_on_host,
     like,
     pool_device,
-)
-from kvservice.client.transport import (
-    AttentionCall,
-    AttentionResult,
-    SharedMemoryLostError,
-    Transport,
-    TransportName,
-    WriteCall,
-    check_attention,
-    given,
 )
 from kvservice.client.transports.region import RegionTransport
 from kvservice.errors import ConnectionLostError, DaemonAwayError, DrainingError, InvalidArgumentError, UnknownStepError

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from kvservice.client.mapped import GpuKernels, MappedPool, MappedStep
 from kvservice.client.messages import build
 from kvservice.client.remote import Context
-from kvservice.client.tensors import Tensor, is_on_gpu
-from kvservice.client.transport import (
+from kvservice.client.step import (
     AttentionCall,
     AttentionResult,
     Transport,
@@ -20,6 +19,7 @@ from kvservice.client.transport import (
     check_attention,
     check_kv,
 )
+from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.values import StepInfo
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError
 from kvservice.v1 import host_pb2

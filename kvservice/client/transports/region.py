@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from kvservice.client.regions import ALIGNMENT, Staging
 from kvservice.client.remote import Context
-from kvservice.client.transport import (
+from kvservice.client.step import (
     AttentionCall,
     AttentionResult,
     Transport,

@@ -24,7 +24,7 @@ import numpy as np
 from kvservice import _ext
 from kvservice.client.messages import fits
 from kvservice.client.remote import Context, RemoteRegion, RemoteRegions
-from kvservice.client.transport import AttentionCall, AttentionResult, Transport, TransportName, WriteCall
+from kvservice.client.step import AttentionCall, AttentionResult, Transport, TransportName, WriteCall
 from kvservice.client.transports.inline import InlineTransport, Places
 from kvservice.errors import (
     CallTimeoutError,
