@@ -42,9 +42,8 @@ POOL: dict[str, Any] = {
 # How much a figure may grow from the first third to the last.
 MAX_GROWTH: Final = {"files": 1.1, "threads": 1.1, "ping_p99_s": 2.0}
 # The bytes of private memory that a session may add, and those that are noise in a short run. gRPC's server loses about
-# 100 with each RPC that its client cancels, here the streams of the session and of its store, and a heap of which some
-# is lost grows by more than that.
-MAX_SESSION_BYTES: Final = 400
+# 100 with each stream that its client cancels.
+MAX_SESSION_BYTES: Final = 200
 NOISE_BYTES: Final = 1 << 20
 
 
