@@ -29,6 +29,7 @@ NOT_REACHED = {
     "if with_steps",
     "if (owners := self.device.owners) is not None",  # nothing of a tenant's shares is kept
     "if state.device.owners is not None",
+    "if namespace.quota is not None",
     "if self.owners is not None",
     "if self._owners is not None",
     "for number in [number for number in state.kept.lost if number not in open_namespaces]",

@@ -236,7 +236,7 @@ def test_an_unknown_setting_and_an_unknown_choice_name_the_known_ones(client: KV
         with pytest.raises(InvalidArgumentError, match=r"no setting of a scheduler, .*max_running, policy") as caught:
             kv.open_scheduler(max_num_seqs=3)  # type: ignore[call-arg]
         assert caught.value.field == "max_num_seqs"
-        with pytest.raises(InvalidArgumentError, match=r"order: 'lifo' is none of fcfs, priority$"):
+        with pytest.raises(InvalidArgumentError, match=r"order: is 'lifo', not one of fcfs, priority$"):
             kv.open_scheduler(order="lifo")
 
 

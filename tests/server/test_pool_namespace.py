@@ -120,7 +120,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
                     folder.touch()
                 else:
                     folder.symlink_to(folder.parent / ("real" if name == "link" else "none"))
-                with pytest.raises(InvalidArgumentError, match="it is no directory"):
+                with pytest.raises(InvalidArgumentError, match="there is no directory at this path"):
                     private_sessions(folder.parent)
         if os.geteuid() == 0:  # only root can give a folder away
             with row("another user"):

@@ -14,7 +14,8 @@ from manual_clock import ManualClock
 from raw_wire import SERVICES, is_of_session
 
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, ReplyForgottenError
-from kvservice.v1 import blocks_pb2
+from kvservice.server.sessions.replies import memory_bytes
+from kvservice.v1 import blocks_pb2, scheduler_pb2
 
 # So many requests are remembered, and so many bytes of replies beside the newest one.
 MAX_REPLIES, MAX_REPLY_BYTES = 128, 4 << 20
@@ -141,14 +142,17 @@ def test_what_a_task_refuses_is_not_remembered(no_replies: Callable[[], Any]) ->
     asyncio.run(scenario())
 
 
-def test_replies_that_are_remembered_repeat_numbers_only() -> None:
+def test_replies_that_are_remembered_repeat_numbers_and_messages_only() -> None:
     """Therefore the lengths of the fields determine the memory of a reply."""
     methods = [method for service in SERVICES for method in service.methods if is_of_session(method)]
     remembered = [method.output_type for method in methods if "request_id" in method.input_type.fields_by_name]
     assert blocks_pb2.StepResponse.DESCRIPTOR in remembered
-    no_numbers = (FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_STRING)
     repeated = [field for one in remembered for field in one.fields if field.is_repeated]
-    assert not [field.full_name for field in repeated if field.cpp_type in no_numbers]
+    assert not [field.full_name for field in repeated if field.cpp_type == FieldDescriptor.CPPTYPE_STRING]
+    failed = scheduler_pb2.ScheduleResponse()
+    for number in range(2):
+        failed.failed.add(request_id=number).error.message = "x" * 1000
+    assert memory_bytes(failed) > 2000
 
 
 def test_a_request_whose_reply_is_forgotten_is_not_done_again(life: Life) -> None:

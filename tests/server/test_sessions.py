@@ -472,10 +472,11 @@ def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemo
         with pytest.raises(MessageTooLargeError):
             session.match_prefix(range(2_000_000))
         assert session.describe() == []
-        sequence = session.allocate(range(200))
-        big = np.ones((200, 200, 32), np.float32)  # over the limit of 4 MiB
+        sequence = session.allocate([1])
+        big = np.ones((1, 40_000, 32), np.float32)  # over the limit of 4 MiB, and one token is not cut
+        key = value = np.ones((1, 2, 32), np.float32)
         with pytest.raises(MessageTooLargeError):
-            session.open_step([sequence]).extend(0, big, KEY[0], VALUE[0])
+            session.open_step([sequence]).extend(0, big, key, value)
         assert len(session.describe()) == 1
 
 

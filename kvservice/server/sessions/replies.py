@@ -126,7 +126,7 @@ class Replies:
 
 def memory_bytes(message: Message) -> int:
     """Estimate the memory of a reply from the lengths of its fields, because encoding a large reply takes milliseconds.
-    All repeated fields of remembered replies are numbers."""
+    All repeated fields of remembered replies are numbers or messages."""
     num_bytes = _OVERHEAD_BYTES
     for _, value in message.ListFields():
         if isinstance(value, Message):
@@ -134,7 +134,8 @@ def memory_bytes(message: Message) -> int:
         elif isinstance(value, str | bytes):
             num_bytes += len(value)
         elif hasattr(value, "__len__"):
-            num_bytes += _NUMBER_BYTES * len(value)
+            is_numbers = not isinstance(next(iter(value)), Message)
+            num_bytes += _NUMBER_BYTES * len(value) if is_numbers else sum(map(memory_bytes, value))
         else:
             num_bytes += _NUMBER_BYTES
     return num_bytes
