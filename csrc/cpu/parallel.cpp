@@ -43,7 +43,7 @@ bool spin_until(const Done& done) {
   return false;
 }
 
-// One parallel_for. Shared, so that a thread that is late still finds it, without work.
+// One parallel_for. It is shared, so that a thread that is late still finds it, without work.
 struct Job {
   const std::function<void(int64_t)>* body;
   int64_t count;

@@ -1,4 +1,4 @@
-"""What `bench serve` measures with: traces of requests, made from a seed or read from a file, and models."""
+"""The inputs of `bench serve`: traces of requests, made from a seed or read from a file, and models."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ async def test_sequences_on_the_disk_count(tmp_path: Path, clock: Any) -> None:
 
 @in_loop
 async def test_bytes_on_the_disk_over_quota(tmp_path: Path, clock: Any) -> None:
-    """Of saved sessions and of swapped sequences, also after a reboot. Others save theirs."""
+    """The files of saved sessions and of swapped sequences count, also after a reboot. Other tenants save theirs."""
     options = tenant_options(tmp_path) | {"disk": str(tmp_path / "disk")}
     life = with_quotas(options, clock, max_disk_bytes=10 * 4096)
     with calling("alice"):

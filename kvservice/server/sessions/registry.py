@@ -85,7 +85,7 @@ class SessionRegistry:
     ) -> None:
         """`tenants` is None if the daemon has one tenant, whatever sessions call it."""
         self._tenants = tenants
-        # What a client of a session from before this daemon should know; empty if that session can still be there.
+        # This text goes to clients whose sessions this daemon does not know. It is empty if it took sessions over.
         self.began = ""
         self._clock = clock or SystemClock()
         self._config = config

@@ -71,7 +71,7 @@ class SessionScheduler:
         self._aborted: set[int] = set()
         # Requests that could not go on, and that the client has not aborted since. They end with a report, too.
         self._failed: set[int] = set()
-        # What stopped the making of a batch, for the next call.
+        # The error that stopped the making of a batch. The next call raises it.
         self._error: Exception | None = None
         # The loads of blocks that are in progress, each with the request that waited for it when it began.
         self._loads: set[tuple[RequestState, PromptLoad]] = set()
