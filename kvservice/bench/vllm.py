@@ -157,6 +157,8 @@ SCALES = {
         ),
     ),
 }
+# Of a single prompt whose tokens are compared.
+CHECKED_TOKENS = 16
 # To compare tokens, a smaller model is enough. The pool holds as many tokens.
 SCALES["check"] = replace(SCALES["cuda"], model=llama(16, 2048, 16, 8, 128, 5632, 32_000), pool_gib=2.875)
 
@@ -164,9 +166,11 @@ SCALES["check"] = replace(SCALES["cuda"], model=llama(16, 2048, 16, 8, 128, 5632
 @dataclass(frozen=True)
 class VLLMBenchOptions:
     """Options of `bench vllm`. `model` is a directory or a name that vLLM knows, `engine` are more options of vLLM's
-    LLM. `check` compares tokens instead of times, in vLLM's batch-invariant mode on a CUDA device: those of each engine
-    with those of the one without a connector. With some models (MLA) that one itself answers otherwise to a prefix in
-    its own cache than to a computed prompt; then either answer is right for what an engine has found."""
+    LLM. `check` compares tokens instead of times: those of each engine with those of the one without a connector. On a
+    CUDA device vLLM is batch-invariant then, unless the environment says VLLM_BATCH_INVARIANT=0, which models with
+    recurrent layers need. With some models (MLA) vLLM itself answers otherwise to a prefix in its own cache than to a
+    computed prompt; then either answer is right for what an engine has found. `lengths` are those of the prompts of the
+    workload `found`."""
 
     device: str = "cpu"
     model: str | None = None
@@ -178,6 +182,7 @@ class VLLMBenchOptions:
     rounds: int = 3
     quick: bool = False
     check: bool = False
+    lengths: tuple[int, ...] = ()
     engine: dict[str, Any] | None = None
     logs: str | None = None
 
@@ -186,7 +191,8 @@ class VLLMBenchOptions:
         """The sizes for the device, with those that are given instead."""
         names = {"cpu": "tiny" if self.quick or self.check else "cpu", "cuda": "check" if self.check else "cuda"}
         scale = SCALES[names[self.device]]
-        sizes = replace(scale.sizes, lengths=scale.sizes.lengths[:2]) if self.quick else scale.sizes
+        lengths = self.lengths or (scale.sizes.lengths[:2] if self.quick else scale.sizes.lengths)
+        sizes = replace(scale.sizes, lengths=lengths, answer=CHECKED_TOKENS if self.check else 1)
         pool_gib, store_gib = self.pool_gib or scale.pool_gib, self.store_gib or scale.store_gib
         engine = scale.engine | (self.engine or {})
         return replace(scale, sizes=sizes, pool_gib=pool_gib, store_gib=store_gib, engine=engine)
@@ -329,19 +335,25 @@ def differing(turns: Turns, workload: str, name: str, number: int) -> list[tuple
 
 
 def equal_answers(turns: Turns) -> dict[str, dict[str, list[int]]]:
-    """Return for each workload and engine how many answers are those of the engine without a connector, of how many,
-    and how many of them it gives only when it has the same tokens of the prompt in its own cache: then vLLM itself
-    answers otherwise to what it finds than to what it computes."""
+    """Return for each workload and engine how many answers are right, of how many, and how many of these are not those
+    of the engine without a connector, but those that vLLM gives when it has the same tokens of the prompt in its own
+    cache: then vLLM itself answers otherwise to what it finds than to what it computes. That is asked of the engine
+    without a connector, or the engine has answered so before, to as many tokens that it had just computed."""
     made: dict[str, dict[str, list[int]]] = {}
     for workload, by_name in turns.items():
         for name, by_number in by_name.items():
             equal = total = num_from_cache = 0
             for number, turn in by_number.items():
-                others = differing(turns, workload, name, number)
-                same = sum(turn["answers"][place] == tokens for place, tokens in turn.get("from_cache", ()))
-                total += len(turn["answers"])
-                equal += len(turn["answers"]) - len(others) + same
-                num_from_cache += same
+                answers, found, earlier = turn["answers"], turn["num_cached"], turn["earlier"]
+                others = [place for place, _ in differing(turns, workload, name, number)]
+                same = {place for place, tokens in turn.get("from_cache", ()) if answers[place] == tokens}
+                for place in others:
+                    before = earlier[place]
+                    if before is not None and (answers[before], found[before]) == (answers[place], found[place]):
+                        same.add(place)
+                total += len(answers)
+                equal += len(answers) - len(others) + len(same)
+                num_from_cache += len(same)
             made.setdefault(workload, {})[name] = [equal, total, num_from_cache]
     return made
 
@@ -394,7 +406,7 @@ def transfer_config(name: str, address: str, store_bytes: int, *, patient: bool)
 
 def environment_of(options: VLLMBenchOptions) -> dict[str, str]:
     invariant = {"VLLM_BATCH_INVARIANT": "1"} if options.check and options.device == "cuda" else {}
-    return os.environ | ENVIRONMENT | ENVIRONMENTS[options.device] | invariant
+    return invariant | os.environ | ENVIRONMENT | ENVIRONMENTS[options.device]
 
 
 def save_model(directory: Path, config: dict[str, Any], random: bool) -> Path:

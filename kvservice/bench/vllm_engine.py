@@ -88,19 +88,22 @@ class Sizes:
     # Long prompts, and small requests of which so many run beside them.
     beside: RequestBatch
     small: RequestBatch
+    # Tokens that are generated of a single prompt.
+    answer: int = 1
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Sizes:
         """Return the sizes that `asdict` made these values of, also after JSON."""
-        batches = {name: RequestBatch(**value) for name, value in values.items() if name != "lengths"}
-        return cls(lengths=tuple(values["lengths"]), **batches)
+        batches = {name: RequestBatch(**value) for name, value in values.items() if isinstance(value, dict)}
+        return cls(lengths=tuple(values["lengths"]), answer=values["answer"], **batches)
 
     @property
     def longest(self) -> int:
         """The longest request, in tokens."""
         documents = self.documents.length + 2 * self.documents.max_tokens
         batches = (self.chat, self.prompts, self.beside, self.small)
-        return max(*self.lengths, documents, *(one.length + one.max_tokens for one in batches)) + ODD + 1
+        single = max(self.lengths) + self.answer
+        return max(single, documents, *(one.length + one.max_tokens for one in batches)) + ODD + 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,16 @@ class Turn:
     def as_values(self) -> dict[str, Any]:
         """The prompts are those of every engine."""
         figures = [asdict(figure) for figure in self.figures]
-        return {"figures": figures, "answers": self.answers, "num_cached": self.num_cached}
+        return {"figures": figures, "answers": self.answers, "num_cached": self.num_cached, "earlier": self._earlier()}
+
+    def _earlier(self) -> list[int | None]:
+        """Return for each answer the number of the last one before it to the same prompt."""
+        last: dict[tuple[int, ...], int] = {}
+        earlier: list[int | None] = []
+        for number, prompt in enumerate(map(tuple, self.prompts)):
+            earlier.append(last.get(prompt))
+            last[prompt] = number
+        return earlier
 
 
 @dataclass
@@ -240,22 +252,22 @@ def found(engine: ServingEngine, sizes: Sizes, number: int) -> Turn:
         some = [prompt_of(engine, length, "found", number, length, each) for each in range(repeats)]
         computed, cached = [], []
         for prompt in some:
-            computed += serve(engine, [prompt], 1)
-            cached += serve(engine, [prompt], 1)
+            computed += serve(engine, [prompt], sizes.answer)
+            cached += serve(engine, [prompt], sizes.answer)
         engine.wait_for_saves()
-        stored = [find(engine, prompt) for prompt in some]
+        stored = [find(engine, prompt, sizes.answer) for prompt in some]
         for where, served in (("computed", computed), ("in its cache", cached), ("in the store", stored)):
             median = statistics.median(one.first_token_s for one in served)
             turn.add(f"{length:,} {where}", median, "s", some, served)
     return turn
 
 
-def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
+def find(engine: ServingEngine, prompt: list[int], max_tokens: int) -> ServedRequest:
     """Send a prompt that the engine itself has forgotten. What is not found to its last block is sent again."""
     wanted = (len(prompt) - 1) // engine.block_size * engine.block_size if engine.stores else 0
     for _ in range(TRIES):
         engine.forget()
-        (served,) = serve(engine, [prompt], 1)
+        (served,) = serve(engine, [prompt], max_tokens)
         if served.num_cached >= wanted:
             return served
         engine.wait_for_saves()
@@ -264,13 +276,14 @@ def find(engine: ServingEngine, prompt: list[int]) -> ServedRequest:
 
 def from_cache(engine: ServingEngine, turn: Turn, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
     """Ask for prompts of a turn again. `wanted`: their numbers, and how many tokens of each the engine shall have in
-    its own cache, which keeps whole blocks. Returns numbers and answers of those of which it had these."""
+    its own cache, which keeps whole blocks, of windows and recurrent layers those before a prompt's last token. Returns
+    numbers and answers of those of which it had these."""
     answers = []
     for number, num_tokens in wanted:
         prompt, whole = turn.prompts[number], num_tokens // engine.block_size * engine.block_size
         engine.forget()
         if whole:
-            serve(engine, [prompt[:whole]], 1)
+            serve(engine, [prompt[: whole + 1]], 1)
         (served,) = serve(engine, [prompt], len(turn.answers[number]))
         if served.num_cached == whole:
             answers.append((number, served.tokens))

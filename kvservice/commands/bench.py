@@ -262,6 +262,7 @@ def bench_start(store_gib: float, as_json: bool) -> None:
 )
 @click.option("--pool-gib", type=Number(0, 65_536, min_open=True), help="K/V on the device.  [default: 5; cpu: 0.3]")
 @click.option("--store-gib", type=Number(0, 65_536, min_open=True), help="Of each store.  [default: 16; cpu: 2]")
+@click.option("--length", "lengths", type=click.IntRange(1, 1_000_000), multiple=True, help="Of the prompts of found.")
 @click.option("--share-store", type=click.Choice(["read", "auto"]), default="auto", show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median one counts.")
 @click.option("--check", is_flag=True, help="Compare tokens instead of times, where vLLM is batch-invariant.")

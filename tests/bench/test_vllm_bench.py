@@ -168,7 +168,7 @@ def test_prompts_are_asked_again_from_the_engines_own_cache(engine: EngineFactor
     first, second = asked_first.prompts
     again = from_cache(asked, asked_first, [(1, 48), (0, 95), (0, 0), (1, 100)])
     assert again == [(number, asked_first.answers[number]) for number in (1, 0, 0, 1)]
-    assert asked.prompts == [second[:48], second, first[:80], first, first, second[:96], second]
+    assert asked.prompts == [second[:49], second, first[:81], first, first, second[:97], second]
     whole = vllm.WORKLOADS["found"](asked, SIZES, 1)
     assert len(whole.prompts[0]) == 64
     assert from_cache(asked, whole, [(0, 64)]) == []
@@ -262,7 +262,8 @@ class FakeProcess:
         ]
         wrong = self._name == "simple" and number == 0
         answers, num_cached = [[1, 2], [4 if wrong else 3]], [0, 16 if wrong else 0]
-        return {"figures": figures, "answers": answers, "num_cached": num_cached, "preemptions": number}
+        counts = {"num_cached": num_cached, "earlier": [None, None], "preemptions": number}
+        return {"figures": figures, "answers": answers} | counts
 
     def from_cache(self, workload: str, wanted: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
         assert (self._name, workload) == ("none", "cycle")
@@ -412,3 +413,38 @@ def test_processes_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = results["rows"]
     assert row["row"] == "4 x 128 + 4"
     assert all(one["found"] == 0 and one["median"] > 0 for one in row["engines"].values())
+
+
+@pytest.mark.usefixtures("fakes")
+def test_tokens_may_be_those_of_the_same_engine_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same prompt, of which it had as many tokens just computed."""
+    turn = FakeProcess.turn
+    for cached, is_right in ((16, True), (15, False)):
+
+        def twice(self: FakeProcess, workload: str, number: int, cached: int = cached) -> dict[str, Any]:
+            made = turn(self, workload, number)
+            answers = [[1, 2], [3], [4]] if self._name == "simple" else [[1, 2], [3], [3]]
+            if self._name == "simple":
+                answers[1] = [4]
+            return made | {"answers": answers, "num_cached": [0, cached, 16], "earlier": [None, None, 1]}
+
+        monkeypatch.setattr(FakeProcess, "turn", twice)
+        monkeypatch.setattr(FakeProcess, "from_cache", lambda *_: [(1, [4])])
+        checked = invoke("vllm", "--check", "--workload", "cycle", "--model", "mine")
+        assert (checked.exit_code == 0) == is_right
+        assert cells(checked.stdout)[0][-1] == (
+            "3 of 3, 2 as from its cache" if is_right else "2 of 3, 1 as from its cache"
+        )
+
+
+def test_earlier_answers_to_the_same_prompt(engine: EngineFactory) -> None:
+    values = vllm.WORKLOADS["found"](engine(), SIZES, 1).as_values()
+    # Four prompts are computed, in the engine's own cache, and in the store; then three longer ones.
+    first = [None] * 4 + list(range(8))
+    assert values["earlier"] == first + [None] * 3 + list(range(12, 18))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_lengths_of_prompts() -> None:
+    invoke("vllm", "--workload", "found", "--length", "50", "--length", "70")
+    assert all(setup["sizes"]["lengths"] == (50, 70) for setup, _ in FakeProcess.setups.values())

@@ -317,7 +317,8 @@ def test_the_memory_of_killed_clients_comes_back(shared: Daemon) -> None:
 def test_a_daemon_that_is_killed_is_noticed() -> None:
     from kvservice.errors import KVServiceError
 
-    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+    # It does not come back, so the client need not wait for it.
+    with Daemon(**POOL) as daemon, KVClient(daemon.address, reconnect_wait_s=1) as client, client.session() as kv:
         sequence = kv.allocate(range(20))
         step = kv.open_step([sequence])
         arrays = [tensor.cuda() for tensor in tensors(20, 0)]
