@@ -67,6 +67,7 @@ class StoreMirror {
   void note(std::vector<Key>& list, const Key& key);
   void forget(Block& block);
   const Block* find(const Key& key) const;
+  void prefetch(const char* keys, size_t num_keys) const;
   bool is_there(const Block& block, const Key& key) const;
   MirroredBlocks find_all(const char* keys, size_t num_keys, bool leading_only, bool leases);
 
