@@ -137,7 +137,7 @@ def test_a_prefix_is_found_if_full_attention_has_all_and_the_window_its_last_blo
     assert sorted(asked.leased) == sorted(keys[block_id] for block_id in (1, 2, 3, 4, 5, 14, 15))
     made.allocated(FakeRequest("b", TOKENS), [21, 22, 23, 24, 25, 26], 20, [0, 0, 0, 34, 35, 36])
     message = made.step()
-    (load,) = message.step.step_loads
+    load = message.step.step_load
     assert load.block_ids.tolist() == [21, 22, 23, 24, 34, 25, 35]
     made.compute(message)
     until(lambda: asked.leased == [])

@@ -57,17 +57,15 @@ def saves(message: Any) -> list[tuple[list[bytes], list[int]]]:
     return [(split_keys(save.keys), save.block_ids.tolist()) for save in message.step.saves]
 
 
-def keyed(made: Engine, message: Any) -> list[tuple[list[bytes], list[int]]]:
-    """Return the loads of a step, each with its keys as the first worker finds them."""
+def keyed(made: Engine, message: Any) -> tuple[list[bytes], list[int]]:
+    """Return what a step loads, with its keys as the first worker finds them."""
     (memory,) = {store.memory for store in made.asked[:1]}
     assert memory is not None
-    found = []
-    for load in message.step.step_loads:
-        leased = load.leased[0, 0]
-        assert leased.memory == memory.identity
-        keys = [FakeStore.numbered[number] for number in np.frombuffer(leased.offsets, np.uint64).tolist()]
-        found.append((keys, load.block_ids.tolist()))
-    return found
+    load = message.step.step_load
+    leased = load.leased[0, 0]
+    assert leased.memory == memory.identity
+    keys = [FakeStore.numbered[number] for number in np.frombuffer(leased.offsets, np.uint64).tolist()]
+    return keys, load.block_ids.tolist()
 
 
 def test_leading_blocks_are_found_by_every_worker_or_not_at_all(engine: OpenEngine) -> None:
@@ -91,7 +89,7 @@ def test_the_last_token_is_always_computed(engine: OpenEngine) -> None:
     request = FakeRequest("a", TOKENS[:16])
     assert made.matched(request) == 15
     made.allocated(request, [1, 2, 3, 4], 15)
-    assert keyed(made, made.step()) == [(chain(TOKENS), [1, 2, 3, 4])]
+    assert keyed(made, made.step()) == (chain(TOKENS), [1, 2, 3, 4])
     assert made.matched(FakeRequest("b", TOKENS[:17])) == 16
 
 
@@ -128,13 +126,28 @@ def test_a_small_load_is_part_of_the_step_and_leased_until_it_has_ended(engine: 
     assert asked.leased == keys[1:4]
     made.allocated(request, [7, 3, 4, 5, 6], 8)
     message = made.step()
-    assert keyed(made, message) == [(keys[1:3], [3, 4])]
-    assert (message.step.loads, made.step().step.step_loads) == ((), ())
+    assert keyed(made, message) == (keys[1:3], [3, 4])
+    assert (message.step.loads, made.step().step.step_load) == ((), None)
     assert asked.leased == keys[1:4]
     made.compute(message)
     until(lambda: asked.leased == [])
     assert asked.calls[:2] == ["lookup", "acquire"]
     assert asked.calls.count("acquire") == 1
+
+
+def test_all_loads_of_a_step_are_one(engine: OpenEngine) -> None:
+    made = engine(stored(TOKENS))
+    for name, blocks, num_found in (("a", [7, 6, 5, 4], 16), ("b", [1, 2, 3], 12)):
+        request = FakeRequest(name, TOKENS[: num_found + 1])
+        assert made.asked_for(request) == (num_found, False)
+        made.allocated(request, blocks, num_found)
+    message = made.step()
+    assert keyed(made, message) == (chain(TOKENS) + chain(TOKENS)[:3], [7, 6, 5, 4, 1, 2, 3])
+    made.store.broken_leases = {FakeStore.numbered.index(chain(TOKENS)[3])}
+    assert made.asked[0].leased == chain(TOKENS) + chain(TOKENS)[:3]
+    assert made.compute(message).invalid_block_ids == {4}
+    assert made.store.calls.count("read") == 1
+    until(lambda: made.asked[0].leased == [])
 
 
 def test_a_load_of_a_step_ends_when_all_workers_have_ended_it(engine: OpenEngine) -> None:
@@ -179,7 +192,7 @@ def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
     message = made.step()
     (load,) = message.step.loads
     assert (load.request_id, split_keys(load.keys), load.block_ids.tolist()) == ("b", chain(TOKENS), [4, 5, 6, 7])
-    assert len(message.step.step_loads) == 1
+    assert keyed(made, message) == (chain(TOKENS), [0, 1, 2, 3])
     # The leases end when all workers have the blocks.
     finished = set(made.compute(message).finished_recving)
     while finished != {"b"}:
@@ -328,6 +341,7 @@ def test_blocks_computed_from_a_load_are_saved_when_it_was_right(engine: OpenEng
     first, second = FakeRequest("a", TOKENS), FakeRequest("b", TOKENS[:12] + [55] * 6)
     made.asked_for(first)
     made.allocated(first, [1, 2, 3, 4, 5], 8)
+    assert made.asked_for(second, 12) == (0, False)
     made.allocated(second, [1, 2, 3, 6, 7], 0)
     new = [(first, [1, 2, 3, 4, 5], 8), (second, [1, 2, 3, 6, 7], 12)]
     message = made.step(FakeOutput({"a": 10, "b": 6}, new=new))
@@ -520,7 +534,7 @@ def test_ranks_with_the_same_blocks_keep_one_copy_which_all_load(engine: OpenEng
         assert made.asked_for(request) == (16, not in_step)
         made.allocated(request, [6, 7, 8, 9, 10], 16)
         message = made.step()
-        assert bool(message.step.step_loads) == in_step
+        assert (message.step.step_load is not None) == in_step
         made.compute(message)
         made.scheduler.request_finished(request, [6, 7, 8, 9, 10])
     assert ["read" in store.calls for store in stores] == [True, True]

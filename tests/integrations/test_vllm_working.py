@@ -46,7 +46,7 @@ class Rig:
     def load_in_step(self, *block_ids: int) -> Any:
         """Let a step load blocks, which it computes with. Returns the output."""
         leased = self.store.lease_of([KEYS[b] for b in block_ids])
-        step = ConnectorStep(step_loads=(StepLoad(7, np.array(block_ids), {(0, 0): leased}),))
+        step = ConnectorStep(step_load=StepLoad(7, np.array(block_ids), {(0, 0): leased}))
         return self.engine.compute(self.engine.message_of(step))
 
     def counted(self, **expected: int) -> None:
@@ -204,20 +204,6 @@ def test_a_step_loads_before_it_computes(rig: Rig) -> None:
     assert rig.store.calls == ["acquire", "read"], "the worker asks nobody"
 
 
-def test_all_loads_of_a_step_are_one_copy(rig: Rig) -> None:
-    rig.store.values |= {KEYS[n]: rig.value(n - 4) for n in (5, 6, 7)}
-    rig.store.broken_leases = {rig.store.number(KEYS[7])}
-    loads = [
-        StepLoad(number, np.array(blocks), {(0, 0): rig.store.lease_of([KEYS[n] for n in blocks])})
-        for number, blocks in ((7, (6, 5)), (8, (7,)))
-    ]
-    output = rig.engine.compute(rig.engine.message_of(ConnectorStep(step_loads=tuple(loads))))
-    assert output.invalid_block_ids == {7}
-    assert output.kv_connector_worker_meta.report.loads == {7: 1, 8: 1}
-    assert rig.blocks[5:7, 0].tolist() == [2, 3]
-    assert rig.store.calls.count("read") == 1
-
-
 def test_wrong_blocks_of_a_step_are_named_in_the_same_step(rig: Rig) -> None:
     rig.store.values |= {KEYS[5]: rig.value(1), KEYS[6]: rig.value(2)}
     rig.store.broken_leases = {rig.store.number(KEYS[6])}
@@ -240,7 +226,7 @@ def test_no_wrong_block_becomes_a_token_if_vllm_schedules_ahead(open_rig: OpenRi
 def test_a_mapping_that_is_lost_is_kept_for_steps_that_are_scheduled(rig: Rig) -> None:
     """The daemon has ended, and its memory is as it was."""
     rig.store.values[KEYS[5]] = rig.value(5)
-    step = ConnectorStep(step_loads=(StepLoad(7, np.array((5,)), {(0, 0): rig.store.lease_of([KEYS[5]])}),))
+    step = ConnectorStep(step_load=StepLoad(7, np.array((5,)), {(0, 0): rig.store.lease_of([KEYS[5]])}))
     rig.store.is_mapped = False
     output = rig.engine.compute(rig.engine.message_of(step))
     assert output.invalid_block_ids == set()

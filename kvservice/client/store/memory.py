@@ -123,7 +123,7 @@ class SharedLease:
 
     def release(self) -> None:
         """End the lease, if it has not ended."""
-        if self.alive:
+        if self.offsets and self.alive:
             self._until_s = 0.0
             self._mirror.release(self.offsets, self.versions)
 

@@ -60,7 +60,13 @@ class CacheGroups:
     """The groups of a model, in vLLM's order."""
 
     def __init__(self, groups: Sequence[Group], block_size: int) -> None:
+        """`full` is the number of a group that needs all blocks of a prefix; None: there is none. `leading`: a prefix
+        is just its first blocks. `recurrent`: a prefix ends with a whole block, since there is no state after other
+        tokens."""
         self.groups, self.block_size = tuple(groups), block_size
+        self.full = next((number for number, group in enumerate(groups) if group.is_full), None)
+        self.leading = len(groups) == 1 and groups[0].is_full
+        self.recurrent = any(group.recurrent for group in groups)
 
     @staticmethod
     def of(kv_cache_config: Any, block_size: int) -> CacheGroups:
@@ -73,25 +79,10 @@ class CacheGroups:
     def __len__(self) -> int:
         return len(self.groups)
 
-    @property
-    def leading(self) -> bool:
-        """Whether a prefix is just its first blocks."""
-        return len(self.groups) == 1 and self.groups[0].is_full
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether a prefix ends with a whole block: there is no state after other tokens."""
-        return any(group.recurrent for group in self.groups)
-
     def num_full_blocks(self, num_tokens: int) -> int:
         """Return how many of the first blocks of so many tokens a request can be given. It computes the last token
         itself; with that in a block of K/V, a state would have to be the one before it."""
         return (num_tokens - self.recurrent) // self.block_size
-
-    @property
-    def full(self) -> int | None:
-        """The number of a group that needs all blocks of a prefix."""
-        return next((number for number, group in enumerate(self.groups) if group.is_full), None)
 
     def needed(self, first: int, num_tokens: int) -> Places:
         """Return the places of what is needed to continue after `num_tokens` tokens, without blocks before `first`: a

@@ -28,11 +28,11 @@ NameOf = Callable[[Any, int], Any]
 
 
 class Offer(NamedTuple):
-    """Full blocks of a request that may be saved: their keys, and the hashes for which vLLM has them in a group, one
-    after the other. A byte is the number of a group."""
+    """Full blocks of a request that may be saved: their keys, one after the other, and the hashes for which vLLM has
+    them in a group. A byte is the number of a group."""
 
     keys: bytes
-    hashes: bytes
+    hashes: Sequence[bytes]
     block_ids: list[int]
     groups: bytes
 
@@ -48,7 +48,7 @@ def full_blocks(offers: Sequence[Offer]) -> FullBlocks:
     block_ids = _block_ids(offers)
     blocks = np.empty(len(block_ids), FULL_BLOCK)
     blocks["key"] = np.frombuffer(b"".join([offer.keys for offer in offers]), _KEY)
-    blocks["hash"] = np.frombuffer(b"".join([offer.hashes for offer in offers]), _KEY)
+    blocks["hash"] = np.frombuffer(b"".join(itertools.chain.from_iterable([offer.hashes for offer in offers])), _KEY)
     blocks["block_id"] = block_ids
     blocks["group"] = np.frombuffer(b"".join([offer.groups for offer in offers]), np.uint8)
     return blocks
@@ -88,19 +88,17 @@ class PoolBlocks:
         return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
 
     def choose(self, offers: Sequence[Offer]) -> tuple[bytes, BlockIds, int]:
-        """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these,
-        without those that are held or have the key of another one; and how many that waited are not there any more. The
-        others wait."""
-        keys, block_ids, room = b"".join([offer.keys for offer in offers]), _block_ids(offers), self._room()
-        words = _words(keys)
-        words.sort()
-        all_differ = not (words[1:] == words[:-1]).any()
-        if not self.waits and len(block_ids) <= room and all_differ and not self._is_held[block_ids].any():
-            return keys, block_ids, 0
+        """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
+        once and without those that are held; and how many that waited are not there any more. The others wait."""
+        block_ids, room = _block_ids(offers), self._room()
+        if not self.waits and len(block_ids) <= room and not self._is_held[block_ids].any():
+            ordered = np.sort(block_ids)
+            if (ordered[1:] != ordered[:-1]).all():
+                return b"".join([offer.keys for offer in offers]), block_ids, 0
         offered = full_blocks(offers)
         waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits and room else (offered[:0], 0)
         blocks = np.concatenate([waited, offered])
-        _, first = np.unique(_words(blocks["key"].tobytes()), return_index=True)
+        _, first = np.unique(blocks["block_id"], return_index=True)
         is_new = ~self._is_held[blocks["block_id"]]
         blocks = blocks[np.sort(first[is_new[first]])]
         self.wait(blocks[room:])
@@ -194,11 +192,6 @@ class PoolBlocks:
 
 def _block_ids(offers: Sequence[Offer]) -> BlockIds:
     return np.fromiter(itertools.chain.from_iterable([offer.block_ids for offer in offers]), np.int64)
-
-
-def _words(keys: bytes) -> npt.NDArray[np.uint64]:
-    """Return the first word of each key. Keys are hashes: that much tells them apart."""
-    return np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8].copy()
 
 
 def _num_unused(save: tuple[list[Any], BlockIds, float]) -> int:

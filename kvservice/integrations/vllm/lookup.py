@@ -18,12 +18,13 @@ process maps for writing costs it microseconds. Everything else is done by a thr
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -63,8 +64,9 @@ EXPECTED_S, RENEWED_S = 1.0, 0.4
 # Time between pings of a store that does not answer in time, and between renewals of leases in the mapped memory.
 PING_S, RENEW_S = 0.1, 1.0
 # How old the view of the mapped memory may be in a step that also computes for others, which would wait while it looks
-# for new blocks. A thread does so after each step that has asked.
-SEEN_S = 0.1
+# for new blocks. While vLLM makes steps, a thread looks so often, and spends at most one part in so many of its time on
+# that.
+SEEN_S, LOOK_AGAIN_S, LOOK_PART = 0.1, 0.05, 10
 # A lease is of blocks that are in memory. 0 would stand for no limit.
 _NO_WAIT_S = 1e-6
 
@@ -238,16 +240,18 @@ class StoreLookup:
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
-        # By the load: its leases, and what it reads in which memory.
-        self._taken: dict[str | int, dict[Rank, BlockLease]] = {}
+        # By the load: the leases of its requests, and what it reads in which memory.
+        self._taken: dict[str | int, list[dict[Rank, BlockLease]]] = {}
         self._read: dict[str | int, list[tuple[Any, LeasedBlocks]]] = {}
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
-        self._looks = self._look_queued = False
+        # Whether there was a step since the thread has looked for new blocks, and when it looks again.
+        self._has_stepped, self._look_s = False, 0.0
         self._uses, self._uses_lock = SharedUses(), threading.Lock()
         # The latest figures of the engine, for the daemon.
-        self._engine, self._engine_told = Counter[str](), Counter[str]()
+        self._engine: Mapping[str, int] = {}
+        self._engine_told = Counter[str]()
         # The keys of each touch, and how many they are.
         self._touched: dict[bytes, None] = {}
         self._num_touched = 0
@@ -283,17 +287,17 @@ class StoreLookup:
         now on. None: it is being brought into memory, or the time of this step is used up: ask again in a later step.
         `reads`: workers read the blocks under this lease. `hurries`: others wait for this step."""
         promise = self._promises.get(request_id)
-        if promise is not None and promise.bringing is not None and promise.wanted == wanted:
-            if not promise.bringing.done():
-                return None
-            promise.found, promise.leases = promise.bringing.result()
-            promise.bringing, promise.until_s = None, self._clock() + PROMISE_S
-            promise.fresh_s = self._clock() + FRESH_S
-        if promise is not None and promise.wanted == wanted and self._is_kept(promise):
-            return promise.found
-        self.drop(request_id)
+        if promise is not None:
+            if promise.bringing is not None and promise.wanted == wanted:
+                if not promise.bringing.done():
+                    return None
+                promise.found, promise.leases = promise.bringing.result()
+                promise.bringing, promise.until_s = None, self._clock() + PROMISE_S
+                promise.fresh_s = self._clock() + FRESH_S
+            if promise.wanted == wanted and self._is_kept(promise):
+                return promise.found
+            self.drop(request_id)
         began = self._clock()
-        self._looks = True
         if (shared := self._share(wanted, began, SEEN_S if hurries else LOOK_S)) is not None:
             self._keep(request_id, shared)
             return shared.found
@@ -323,7 +327,8 @@ class StoreLookup:
     def _share(self, wanted: Wanted, began: float, max_age_s: float) -> _Promise | None:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
-        leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
+        leading, keys, num_wanted, most = wanted.groups.leading, wanted.keys, len(wanted), 0
+        num_blocks = num_wanted
         if not leading:
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
@@ -334,25 +339,26 @@ class StoreLookup:
         leases: dict[Rank, BlockLease] = {}
         counts: list[int] = []
         for finder in self._finders:
-            if (lease := finder.share(keys, max_age_s)) is not None:
-                leases[finder.rank] = lease
-                counts.append(lease.num_blocks)
+            if (lease := finder.share(keys, max_age_s)) is None:
+                break
+            leases[finder.rank] = lease
+            counts.append(lease.num_blocks)
         all_see = bool(counts) and len(counts) == len(self._finders)
         if all_see and min(counts) < num_keys(keys):
             num_blocks = min(counts) if leading else 0
-        if not all_see or not num_blocks:
-            self._release(leases)
-            leases = {}
-        if not all_see or (num_blocks < len(wanted) and not self.sees_all):
+        if not all_see or (num_blocks < num_wanted and not self.sees_all):
             self._release(leases)
             return None
+        if not num_blocks:
+            self._release(leases)
+            leases = {}
         self._found(wanted, num_blocks, max(counts) if leading else most, counted=True)
         until_s = began + (PROMISE_S if num_blocks else NOTHING_S)
         return _Promise(wanted, until_s, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
-        none. Returns the same as `places`."""
+        none. A load may be of several requests. Returns the same as `places`."""
         self._expected.pop(request_id, None)
         promise = self._promises.get(request_id)
         if promise is None or not num_blocks or promise.bringing is not None:
@@ -362,15 +368,17 @@ class StoreLookup:
         if promise.read[0] != num_blocks and self.places(request_id, num_blocks) is None:
             promise.read = 0, []
         del self._promises[request_id]
-        self._taken[load], (_, self._read[load]) = promise.leases, promise.read
+        reads = promise.read[1]
+        self._taken.setdefault(load, []).append(promise.leases)
+        self._read.setdefault(load, []).extend(reads)
         if promise.is_shared:
             needed = promise.wanted.needed(num_blocks)
             self.touch(needed)
             with self._uses_lock:
                 self._uses.read += num_keys(needed)
-        if not self._read[load]:
+        if not reads:
             return None
-        return {finder.rank: places for finder, (_, places) in zip(self._finders, self._read[load], strict=True)}
+        return {finder.rank: places for finder, (_, places) in zip(self._finders, reads, strict=True)}
 
     def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
         """Return where what the first promised blocks of a request need lies for each worker; None: not every store is
@@ -403,7 +411,8 @@ class StoreLookup:
     def release(self, load: str | int) -> None:
         """End the lease of a load."""
         self._read.pop(load, None)
-        self._release(self._taken.pop(load, {}))
+        for leases in self._taken.pop(load, ()):
+            self._release(leases)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -425,7 +434,7 @@ class StoreLookup:
             self._touched[keys] = None
             self._num_touched += num_keys(keys)
 
-    def end_step(self, engine: Counter[str] | None = None) -> None:
+    def end_step(self, engine: Mapping[str, int] | None = None) -> None:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
         the `engine`, by the names of EngineReport of the contract, to operators."""
         self._engine = engine or self._engine
@@ -435,11 +444,7 @@ class StoreLookup:
         for request_id in old:
             self.drop(request_id)
         self._ask_early(now)
-        if self._looks:
-            self._looks = False
-            if not self._look_queued:
-                self._look_queued = True
-                self._queue.put(self._look)
+        self._has_stepped = True
         if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
             touched, self._touched, self._num_touched, self._touch_s = self._touched, {}, 0, now
             self._queue.put(lambda: self._touch_and_count(distinct_keys(touched, MAX_TOUCHED)))
@@ -488,11 +493,12 @@ class StoreLookup:
         """Let the daemon count why a look-up has found no more than `num_blocks`, and with `counted` also how many
         blocks were looked up, for which it was not asked. `most`: how many leading blocks any worker has, of a group
         that needs all."""
+        num_missing, width = len(wanted) - num_blocks, len(wanted.groups.groups)
         with self._uses_lock:
-            uses, num_missing = self._uses, len(wanted) - num_blocks
+            uses = self._uses
             if counted:
-                uses.hits += num_blocks * len(wanted.groups)
-                uses.misses += num_missing * len(wanted.groups)
+                uses.hits += num_blocks * width
+                uses.misses += num_missing * width
             if num_missing and most > num_blocks:
                 uses.not_whole += 1
             elif num_missing and len(uses.missing) < MAX_MISSING:
@@ -508,7 +514,7 @@ class StoreLookup:
     def _take_uses(self) -> SharedUses | None:
         with self._uses_lock:
             uses, self._uses = self._uses, SharedUses()
-        engine = self._engine
+        engine = Counter(self._engine)
         if uses == SharedUses() and engine == self._engine_told:
             return None
         self._engine_told = engine
@@ -657,7 +663,7 @@ class StoreLookup:
     def _run(self) -> None:
         while True:
             try:
-                work = self._queue.get(timeout=RENEW_S)
+                work = self._queue.get(timeout=LOOK_AGAIN_S)
                 if work is None:
                     return
                 work()
@@ -673,21 +679,22 @@ class StoreLookup:
     def _renew_shared(self) -> None:
         """From time to time, renew the leases of loads under way, look for new blocks, and tell the daemon of uses. On
         the thread: the scheduler may wait for long."""
+        now = time.monotonic()
+        if self._has_stepped and now >= self._look_s:
+            self._has_stepped = False
+            for finder in self._finders:
+                finder.look()
+            ended = time.monotonic()
+            self._look_s = ended + max(LOOK_AGAIN_S / 2, LOOK_PART * (ended - now))
         now = self._clock()
         if now >= self._renewed_s + RENEW_S:
             self._renewed_s = now
-            for leases in list(self._taken.values()):
+            for leases in itertools.chain.from_iterable(list(self._taken.values())):
                 for lease in leases.values():
                     if isinstance(lease, SharedLease):
                         lease.renew()
-            self._look()
             if self._asks:
                 self._touch_and_count(b"")
-
-    def _look(self) -> None:
-        self._look_queued = False
-        for finder in self._finders:
-            finder.look()
 
     @staticmethod
     def _failed(what: str, error: Exception) -> None:

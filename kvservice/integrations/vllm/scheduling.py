@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from kvservice.integrations.vllm.steps import (
     BlockLoad,
     BlockSave,
     ConnectorStep,
+    LeasedBlocks,
     MemoryId,
     Rank,
     StepLoad,
@@ -83,29 +83,25 @@ class SchedulingOptions:
 
 @dataclass
 class _Tracked:
-    """A request with blocks. `num_offered` of its blocks have been offered to be saved. Those from `loaded.start` to
-    `loaded.stop` have come from the store to the blocks `targets`. `waits`: an asynchronous load has not ended."""
+    """A request with blocks. `keys` are those of its first blocks, of all groups of a block one after the other.
+    `num_offered` of its blocks have been offered to be saved. Those from `loaded.start` to `loaded.stop` have come from
+    the store to the blocks `targets`. `relies_on` are the numbers of the loads of steps that fill blocks with which it
+    computes."""
 
     request: Any
+    keys: bytes = b""
     block_ids: BlockTable = field(default_factory=list)
     num_offered: int = 0
     loaded: range = range(0)
     targets: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    waits: bool = False
-
-
-@dataclass
-class _StepLoading:
-    """A load of a step that not all workers have ended."""
-
-    block_ids: BlockIds
-    num_ended: int = 0
+    relies_on: set[int] = field(default_factory=set)
 
 
 class _Answer(NamedTuple):
-    """The answer to vLLM about a request of which it has `num_local` blocks itself."""
+    """The answer to vLLM about a request of which it has `num_local` blocks itself, and the keys of the first ones."""
 
     num_local: int
+    keys: bytes = b""
     in_step: bool = False
 
 
@@ -121,7 +117,9 @@ class ConnectorScheduler:
         self._blocks_of: dict[Rank, Rank] = {}
         self._block_bytes = 0
         self._memories: dict[Rank, MemoryId | None] = {}
+        # Those that wait for an asynchronous load are named in `_waiting`.
         self._requests: dict[str, _Tracked] = {}
+        self._waiting: set[str] = set()
         # Requests that have blocks to offer, or will have.
         self._unsaved: set[str] = set()
         # Blocks of requests that ended while blocks were being filled that they had computed with: with the numbers of
@@ -130,19 +128,19 @@ class ConnectorScheduler:
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
-        # The next step tells the workers these.
+        # The next step tells the workers these. What it loads itself, it loads together.
         self._loads: list[BlockLoad] = []
-        self._step_loads: list[StepLoad] = []
-        self._step_bytes = 0
+        self._step_loads: list[tuple[BlockIds, Mapping[Rank, LeasedBlocks]]] = []
+        self._step_load_number = self._step_bytes = 0
         self._saves: list[BlockSave] = []
         self._num_skipped = 0
         self._abandoned: set[int] = set()
         self._number = 0
-        # The loads of steps that the workers have not ended, by their number. For each block of the pool the number of
-        # the load that fills it, or 0.
-        self._loading: dict[int, _StepLoading] = {}
-        self._filling = np.zeros(0, np.int64)
-        self._figures: Counter[str] = Counter()
+        # The loads of steps that not all workers have ended: by their number, how many have. For each block of the pool
+        # the number of the load of a step that has filled it last, or 0.
+        self._loading: dict[int, int] = {}
+        self._filled_by = np.zeros(0, np.int64)
+        self._figures = dict.fromkeys(("prompt_tokens", "found_tokens", *_COUNTED), 0)
         self._num_ended: dict[int, int] = {}
 
     def use(self, lookup: StoreLookup, blocks_of: Mapping[Rank, Rank], block_bytes: int) -> None:
@@ -153,7 +151,7 @@ class ConnectorScheduler:
     def bind(self, pool: Any, name_of: NameOf) -> None:
         """Hold blocks of this pool, see PoolBlocks. Without one, nothing is saved."""
         self._pool = PoolBlocks(pool, name_of, self._options.max_held, self._clock)
-        self._filling = np.zeros(int(pool.num_gpu_blocks), np.int64)
+        self._filled_by = np.zeros(int(pool.num_gpu_blocks), np.int64)
 
     # ---- loads
 
@@ -175,26 +173,29 @@ class ConnectorScheduler:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
         that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
         in any case, to get the logits: one token less is answered if the blocks have all."""
+        request_id = request.request_id
         first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(request.num_tokens)
-        self._answers[request.request_id] = _Answer(first)
+        self._answers[request_id] = _Answer(first)
         if not self._options.loads or self._lookup is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         if first >= (request.num_tokens - 1) // self._block_size:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
-            self._lookup.drop(request.request_id)
+            self._lookup.drop(request_id)
             return 0, False
-        keys = self._keys(request, first, stop)
+        every = self._keys(request, 0, stop)
+        keys = every[KEY_BYTES * len(self._groups.groups) * first :]
         if not keys:
             return 0, False
         fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
         wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        hurries = self._others_compute(request.request_id)
-        found = self._lookup.find(request.request_id, wanted, reads=fits, hurries=hurries)
+        hurries = self._others_compute(request_id)
+        found = self._lookup.find(request_id, wanted, reads=fits, hurries=hurries)
         if found is None:
             return None, False
-        in_step = found.at_hand and self._can_be_in_step(request.request_id, found.num_blocks)
-        self._answers[request.request_id] = _Answer(first, in_step)
-        num_tokens = found.num_blocks * self._block_size
+        num_blocks = found.num_blocks
+        in_step = num_blocks > 0 and found.at_hand and self._can_be_in_step(request_id, num_blocks, hurries)
+        self._answers[request_id] = _Answer(first, every, in_step)
+        num_tokens = num_blocks * self._block_size
         if num_computed_tokens + num_tokens == request.num_tokens:
             num_tokens -= 1
         return num_tokens, num_tokens > 0 and not in_step
@@ -206,21 +207,30 @@ class ConnectorScheduler:
         if request_id not in self._requests:
             self._figures["prompt_tokens"] += request.num_tokens - answer.num_local * self._block_size
             self._figures["found_tokens"] += num_external_tokens
-        tracked = self._requests.setdefault(request_id, _Tracked(request))
-        tracked.request = request
+            tracked = self._requests[request_id] = _Tracked(request)
+        else:
+            tracked = self._requests[request_id]
+            tracked.request = request
+        tracked.keys = answer.keys or tracked.keys
         if self._options.saves:
             self._unsaved.add(request_id)
         self._taken(block_ids)
         if self._lookup is None:
             return
         first = answer.num_local
+        tracked.relies_on &= self._loading.keys()
         if first:
             # The workers do not read these from the store. It must not take them for unused.
-            self._lookup.touch(self._needed_keys(request, 0, first * self._block_size))
+            self._lookup.touch(self._needed_keys(tracked, 0, first * self._block_size))
+            if self._loading and self._pool is not None:
+                for ids in block_ids:
+                    tracked.relies_on |= self._loading.keys() & self._filled_by[list(ids[:first])].tolist()
+        if answer.in_step and not self._step_load_number:
+            self._number += 1
+            self._step_load_number = self._number
         # One token less was answered if the blocks have all tokens.
         num_blocks = -(-num_external_tokens // self._block_size)
-        self._number += answer.in_step
-        leased = self._lookup.take(request_id, num_blocks, self._number if answer.in_step else request_id)
+        leased = self._lookup.take(request_id, num_blocks, self._step_load_number if answer.in_step else request_id)
         if not num_blocks:
             return
         stop, num_tokens = first + num_blocks, first * self._block_size + num_external_tokens
@@ -233,18 +243,19 @@ class ConnectorScheduler:
             targets = targets[needed]
         tracked.loaded, tracked.targets = range(first, stop), targets
         if not answer.in_step:
-            tracked.waits = True
-            keys = self._needed_keys(request, first, num_tokens)
+            self._waiting.add(request_id)
+            keys = self._needed_keys(tracked, first, num_tokens)
             assert num_keys(keys) == len(targets), "a load needs a block for each key"
             self._loads.append(BlockLoad(request_id, keys, targets, leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
         assert all(each.num_blocks == len(targets) for each in leased.values()), "a load needs a place for each block"
         self._step_bytes += len(targets) * self._block_bytes
-        self._step_loads.append(StepLoad(self._number, targets, leased))
-        self._loading[self._number] = _StepLoading(targets)
+        self._step_loads.append((targets, leased))
+        self._loading[self._step_load_number] = 0
+        tracked.relies_on.add(self._step_load_number)
         if self._pool is not None:
-            self._filling[targets] = self._number
+            self._filled_by[targets] = self._step_load_number
 
     def received(
         self,
@@ -257,25 +268,26 @@ class ConnectorScheduler:
         that are not right, and the requests whose loads have failed. Raises InternalError before vLLM takes tokens that
         were computed with blocks which are not right."""
         self._memories.update(report.memories)
+        again = [name for name in failed if name in self._requests]
         if wrong:
-            for tracked in self._requests.values():
-                if not wrong.isdisjoint(tracked.targets.tolist()):
-                    tracked.loaded = range(0)  # vLLM computes them again
-        for request_id in failed:
-            if (request := self._requests.get(request_id)) is not None:
-                request.loaded = range(0)
+            again += [name for name, one in self._requests.items() if not wrong.isdisjoint(one.targets.tolist())]
+        for request_id in again:
+            # vLLM computes the blocks again.
+            tracked = self._requests[request_id]
+            tracked.num_offered, tracked.loaded = min(tracked.num_offered, tracked.loaded.start), range(0)
+            if self._options.saves:
+                self._unsaved.add(request_id)
         for request_id in loaded:
-            if (request := self._requests.get(request_id)) is not None:
-                request.waits = False
+            self._waiting.discard(request_id)
             self._release(request_id)
         for number, count in report.loads.items():
-            loading = self._loading.get(number)
-            if loading is not None:
-                loading.num_ended += count
-                if loading.num_ended >= len(self._blocks_of):
+            if number in self._loading:
+                self._loading[number] += count
+                if self._loading[number] >= len(self._blocks_of):
                     if self._options.checks_loads and self._lookup is not None and not self._lookup.lasts(number):
                         raise wrong_load()
-                    self._end_step_load(number)
+                    del self._loading[number]
+                    self._release(number)
         for number, count in report.saves.items():
             self._num_ended[number] = self._num_ended.get(number, 0) + count
             if self._num_ended[number] >= len(self._blocks_of):
@@ -292,13 +304,13 @@ class ConnectorScheduler:
                 else:
                     self._num_skipped += len(blocks)
 
-    def _can_be_in_step(self, request_id: str, num_blocks: int) -> bool:
+    def _can_be_in_step(self, request_id: str, num_blocks: int, others_compute: bool) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
         assert self._lookup is not None
         most = self._options.max_step_bytes
-        if self._others_compute(request_id):
+        if others_compute:
             most = min(most, self._options.max_beside_bytes)
-        leased = self._lookup.places(request_id, num_blocks) if num_blocks else None
+        leased = self._lookup.places(request_id, num_blocks)
         return leased is not None and all(
             self._memories.get(worker) == leased[rank].memory
             and self._step_bytes + leased[rank].num_blocks * self._block_bytes <= most
@@ -307,13 +319,8 @@ class ConnectorScheduler:
 
     def _others_compute(self, request_id: str = "") -> bool:
         """Whether vLLM computes for requests other than this one, or has scheduled it."""
-        return any(not other.waits for name, other in self._requests.items() if name != request_id)
-
-    def _end_step_load(self, number: int) -> None:
-        block_ids = self._loading.pop(number).block_ids
-        if self._pool is not None:
-            self._filling[block_ids[self._filling[block_ids] == number]] = 0
-        self._release(number)
+        computes = request_id in self._requests and request_id not in self._waiting
+        return len(self._requests) - len(self._waiting) > computes
 
     def _release(self, load: str | int) -> None:
         if self._lookup is not None:
@@ -338,41 +345,52 @@ class ConnectorScheduler:
                 self._give_up(number)
         step = ConnectorStep(
             tuple(self._loads),
-            tuple(self._step_loads),
+            self._step_load(),
             tuple(self._saves),
             frozenset(self._abandoned),
             self._num_skipped,
             bool(output.num_scheduled_tokens) or self._others_compute(),
         )
-        self._loads, self._step_loads, self._step_bytes = [], [], 0
+        self._loads, self._step_loads, self._step_load_number, self._step_bytes = [], [], 0, 0
         self._saves, self._abandoned, self._num_skipped = [], set(), 0
         if self._lookup is not None:
             self._lookup.end_step(self._report())
         return step
 
+    def _step_load(self) -> StepLoad | None:
+        """Return what the step loads itself. All of it is in the memories that the workers have mapped."""
+        if not self._step_loads:
+            return None
+        targets = np.concatenate([each for each, _ in self._step_loads])
+        parts = [leased for _, leased in self._step_loads]
+        leased = {rank: LeasedBlocks.joined([part[rank] for part in parts]) for rank in parts[0]}
+        return StepLoad(self._step_load_number, targets, leased)
+
     def count(self, counters: Mapping[str, float]) -> None:
         """Add TransferCounters of all workers, by name."""
-        self._figures.update({name: int(counters.get(name, 0)) for name in _COUNTED})
+        for name in _COUNTED:
+            if name in counters:
+                self._figures[name] += int(counters[name])
 
-    def _report(self) -> Counter[str]:
-        waiting = sum(tracked.waits for tracked in self._requests.values())
-        return self._figures + Counter(loads_in_flight=waiting + len(self._loading))
+    def _report(self) -> dict[str, int]:
+        return self._figures | {"loads_in_flight": len(self._waiting) + len(self._loading)}
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. What is not saved yet is offered now, while vLLM still counts its blocks as used. Its first
         blocks, without which the others are useless, were saved first; they must not be the first to be evicted."""
         request_id = request.request_id
-        tracked = self._requests.pop(request_id, None)
+        tracked, is_unsaved = self._requests.pop(request_id, None), request_id in self._unsaved
         self._unsaved.discard(request_id)
         if tracked is not None and self._lookup is not None:
-            if self._options.saves and not tracked.waits:
+            if is_unsaved and request_id not in self._waiting:
                 # The last token has no K/V.
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
                 offer = self._offer(tracked, num_tokens, is_last=True)
                 if offer is not None:
                     self._hold((offer,))
-            self._lookup.touch(self._needed_keys(request, 0, tracked.num_offered * self._block_size))
+            self._lookup.touch(self._needed_keys(tracked, 0, tracked.num_offered * self._block_size))
+        self._waiting.discard(request_id)
         self._answers.pop(request_id, None)
         self._adapters.forget(request_id)
         if self._lookup is not None:
@@ -383,6 +401,8 @@ class ConnectorScheduler:
         are not those of the namespace any more. New keys keep them apart from those of other engines, too. Blocks that
         are still being saved have the old keys."""
         self._epoch = os.urandom(16)
+        for tracked in self._requests.values():
+            tracked.keys = b""
 
     @property
     def has_own_keys(self) -> bool:
@@ -422,6 +442,8 @@ class ConnectorScheduler:
                 yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         self._taken(ids for block_ids in cached.new_block_ids if block_ids for ids in block_ids)
+        if not self._unsaved:
+            return
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in rows:
             if request_id not in self._unsaved:
@@ -461,18 +483,17 @@ class ConnectorScheduler:
         stop = num_prompt
         if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
             stop = num_full
-        if stop <= tracked.num_offered:
-            return None
-        filling: set[int] = set()
-        if self._loading and self._pool is not None:
-            numbers = np.concatenate([self._filling[ids[:num_full]] for ids in tracked.block_ids])
-            if numbers.any():
-                if not is_last:
-                    return None
-                filling = set(numbers[numbers > 0].tolist())
         first = tracked.num_offered
-        keys = self._keys(tracked.request, first, stop)
-        tracked.num_offered += num_keys(keys) // len(self._groups)
+        if first in tracked.loaded:
+            # These have come from the store.
+            first = tracked.num_offered = min(stop, tracked.loaded.stop)
+        if stop <= first:
+            return None
+        filling = tracked.relies_on & self._loading.keys()
+        if filling and not is_last:
+            return None
+        keys = self._known_keys(tracked, first, stop)
+        tracked.num_offered += num_keys(keys) // len(self._groups.groups)
         offer = self._offered(tracked, first, keys)
         if not filling or not offer.block_ids:
             return offer if offer.block_ids else None
@@ -481,16 +502,17 @@ class ConnectorScheduler:
 
     def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
-        width = len(self._groups)
+        width = len(self._groups.groups)
         num_blocks = num_keys(keys) // width
         hashes = tracked.request.block_hashes[first : first + num_blocks]
         # Those from `start` to `stop` have.
         start, stop = (min(max(block - first, 0), num_blocks) for block in (tracked.loaded.start, tracked.loaded.stop))
         if self._groups.leading:
             ids = tracked.block_ids[0][first : first + num_blocks]
-            kept_keys = some_keys(keys, slice(0, start)) + some_keys(keys, slice(stop, num_blocks))
-            kept_ids = ids[:start] + ids[stop:]
-            return Offer(kept_keys, b"".join(hashes[:start] + hashes[stop:]), kept_ids, bytes(len(kept_ids)))
+            if start < stop:
+                keys = some_keys(keys, slice(0, start)) + some_keys(keys, slice(stop, num_blocks))
+                hashes, ids = hashes[:start] + hashes[stop:], ids[:start] + ids[stop:]
+            return Offer(keys, hashes, ids, bytes(len(ids)))
         block_ids = np.array([ids[first : first + num_blocks] for ids in tracked.block_ids], np.int64).T.ravel()
         blocks = np.arange(len(block_ids)) // width
         places = np.flatnonzero((blocks < start) | (blocks >= stop))
@@ -502,7 +524,7 @@ class ConnectorScheduler:
             for place, block_id in zip(places.tolist(), block_ids[places].tolist(), strict=True)
         ]
         places = places[np.array(has, np.bool_)]
-        kept = chosen_keys(b"".join(hashes), places // width)
+        kept = [hashes[block] for block in (places // width).tolist()]
         groups = (places % width).astype(np.uint8).tobytes()
         return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups)
 
@@ -535,9 +557,18 @@ class ConnectorScheduler:
         mixed = _words(hashes).reshape(-1, 1, KEY_BYTES // 8) ^ _words(masks).reshape(width, -1)
         return mixed.tobytes()
 
-    def _needed_keys(self, request: Any, first: int, num_tokens: int) -> bytes:
+    def _known_keys(self, tracked: _Tracked, first: int, stop: int) -> bytes:
+        """Return the same as `_keys`, without asking vLLM for the hashes of a block again."""
+        block_bytes = KEY_BYTES * len(self._groups.groups)
+        if len(tracked.keys) < stop * block_bytes:
+            tracked.keys += self._keys(tracked.request, len(tracked.keys) // block_bytes, stop)
+        elif self._adapters.of(tracked.request) is None:
+            return b""
+        return tracked.keys[first * block_bytes : stop * block_bytes]
+
+    def _needed_keys(self, tracked: _Tracked, first: int, num_tokens: int) -> bytes:
         """Return the keys of what is needed to continue after `num_tokens` tokens, without blocks before `first`."""
-        keys = self._keys(request, first, -(-num_tokens // self._block_size))
+        keys = self._known_keys(tracked, first, -(-num_tokens // self._block_size))
         if self._groups.leading:
             return keys
         places = self._groups.needed(first, num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,12 @@ class LeasedBlocks:
     def num_blocks(self) -> int:
         return len(self.offsets) // 8
 
+    @staticmethod
+    def joined(parts: Sequence[LeasedBlocks]) -> LeasedBlocks:
+        """Return the blocks of all parts, which are in the same memory."""
+        offsets, versions = (b"".join([part.offsets for part in parts]), b"".join([part.versions for part in parts]))
+        return LeasedBlocks(parts[0].memory, offsets, versions)
+
     def __getitem__(self, part: slice) -> LeasedBlocks:
         numbers = slice(8 * part.start, 8 * part.stop)
         return LeasedBlocks(self.memory, self.offsets[numbers], self.versions[numbers])
@@ -50,8 +56,8 @@ class BlockLoad:
 
 @dataclass(frozen=True, eq=False)
 class StepLoad:
-    """Blocks that a step loads before it computes with them. `leased` has them for each rank, in the order of
-    `block_ids`. The scheduler's side gets the `number` back when the load has ended."""
+    """Blocks of all requests that a step loads before it computes with them. `leased` has them for each rank, in the
+    order of `block_ids`. The scheduler's side gets the `number` back when the load has ended."""
 
     number: int
     block_ids: BlockIds
@@ -75,7 +81,7 @@ class ConnectorStep:
     saved. `computes`: whether this step or one that has not ended computes anything."""
 
     loads: tuple[BlockLoad, ...] = ()
-    step_loads: tuple[StepLoad, ...] = ()
+    step_load: StepLoad | None = None
     saves: tuple[BlockSave, ...] = ()
     abandoned: frozenset[int] = frozenset()
     num_skipped: int = 0

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,6 @@ from kvservice.integrations.vllm.steps import (
     BlockLoad,
     BlockSave,
     ConnectorStep,
-    LeasedBlocks,
     MemoryId,
     Rank,
     StepLoad,
@@ -118,7 +117,7 @@ class ConnectorWorker:
         self._memory: MappedStore | None = None
         self._reported: tuple[MemoryId | None, ...] = ()
         self._mark: Any = None
-        self._in_step: list[tuple[list[StepLoad], float, StepRead | None]] = []
+        self._in_step: list[tuple[StepLoad, float, StepRead | None]] = []
         self._num_loading = 0
         self._saving: dict[int, _Save] = {}
         # The job that has not begun, and whether it begins at once.
@@ -157,22 +156,14 @@ class ConnectorWorker:
 
     def start_loads(self, step: ConnectorStep) -> None:
         """Launch the loads of the step, and let a thread start the others."""
-        by_memory: dict[MemoryId, list[StepLoad]] = {}
-        for load in step.step_loads:
-            by_memory.setdefault(load.leased[self._blocks_of].memory, []).append(load)
-        for identity, loads in by_memory.items():
-            began, reading = time.monotonic(), None
-            leased = LeasedBlocks(
-                identity,
-                b"".join(load.leased[self._blocks_of].offsets for load in loads),
-                b"".join(load.leased[self._blocks_of].versions for load in loads),
-            )
+        if (load := step.step_load) is not None:
+            began, reading, leased = time.monotonic(), None, load.leased[self._blocks_of]
             try:
-                if (kept := self._memories.get(identity)) is not None:
-                    reading = self._copier.read(kept[0], leased, _blocks_of(loads))
+                if (kept := self._memories.get(leased.memory)) is not None:
+                    reading = self._copier.read(kept[0], leased, load.block_ids)
             except Exception:
                 logger.exception("blocks could not be loaded")
-            self._in_step.append((loads, began, reading))
+            self._in_step.append((load, began, reading))
         for async_load in step.loads:
             self._num_loading += 1
             self._loads.put(_Load(async_load, self._mark))
@@ -201,8 +192,8 @@ class ConnectorWorker:
     def end_step(self, *, computes: bool) -> EndedLoads:
         """Wait for the loads of the step, if vLLM can mend them. Returns what has ended since the last call. Raises
         InternalError if a block that is not right would become a token."""
-        for loads, began, reading in self._in_step:
-            self._end_step_loads(loads, began, reading)
+        for load, began, reading in self._in_step:
+            self._end_step_load(load, began, reading)
         self._in_step = []
         with self._lock:
             if not computes:
@@ -217,11 +208,13 @@ class ConnectorWorker:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler's side has not been told yet."""
         with self._lock:
+            if self._reported != (self.memory,):
+                self._reported = (self.memory,)
+                self._report.memories[self.rank] = self.memory
+            if self._report.empty:
+                return None
             report, self._report = self._report, WorkerReport()
-        if self._reported != (self.memory,):
-            self._reported = (self.memory,)
-            report.memories[self.rank] = self.memory
-        return None if report.empty else report
+        return report
 
     def take_counters(self) -> TransferCounters:
         """Return what has been counted since the last call."""
@@ -265,20 +258,20 @@ class ConnectorWorker:
 
     # ---- loads
 
-    def _end_step_loads(self, loads: Sequence[StepLoad], began: float, reading: StepRead | None) -> None:
-        block_ids = _blocks_of(loads)
-        wrong = set(block_ids.tolist())
+    def _end_step_load(self, load: StepLoad, began: float, reading: StepRead | None) -> None:
+        block_ids = wrong_ids = load.block_ids
         try:
             if reading is not None:
                 right = reading.wait() if self._recomputes else reading.right
-                wrong = set() if right is None else set(block_ids[~right].tolist())
+                wrong_ids = block_ids[:0] if right is None else block_ids[~right]
         except Exception:
             logger.exception("blocks could not be loaded")
+        wrong = set(wrong_ids.tolist())
         with self._lock:
             self._count_load(len(block_ids), len(wrong), began)
             self._counters.blocks_loaded_in_step += len(block_ids) - len(wrong)
             self._failed |= wrong
-            self._report.loads.update(load.number for load in loads)
+            self._report.loads[load.number] += 1
         if wrong and not self._recomputes:
             raise wrong_load()
 
@@ -345,7 +338,8 @@ class ConnectorWorker:
         began = -SAVE_INTERVAL_S
         while (job := self._take_save(began + SAVE_INTERVAL_S)) is not None:
             began = time.monotonic()
-            keys, block_ids = b"".join(save.keys for save in job.saves), _blocks_of(job.saves)
+            keys = b"".join([save.keys for save in job.saves])
+            block_ids = np.concatenate([save.block_ids for save in job.saves])
             parts = self._parts(len(block_ids))
             job.num_parts = len(parts)
             for part in parts:
@@ -392,10 +386,6 @@ class ConnectorWorker:
 
     def _parts(self, num_blocks: int) -> list[slice]:
         return [slice(first, first + self._at_once) for first in range(0, num_blocks, self._at_once)]
-
-
-def _blocks_of(parts: Sequence[StepLoad] | Sequence[BlockSave]) -> BlockIds:
-    return np.concatenate([part.block_ids for part in parts])
 
 
 def _started(start: Callable[..., Future[Any]], *arguments: Any) -> Future[Any]:
