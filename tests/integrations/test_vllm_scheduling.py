@@ -255,6 +255,22 @@ def test_full_blocks_are_saved_once_in_chunks(engine: OpenEngine) -> None:
     assert saves(made.step(FakeOutput({"a": 1}, cached=[("a", None, 19)]))) == []
 
 
+def test_a_step_begins_to_save_a_limited_number_of_blocks(engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next ones, or the end of their requests, save the others."""
+    made = engine(FakeStore())
+    monkeypatch.setitem(made.scheduler._scheduler.step.__globals__, "OFFERED_AT_ONCE", 3)
+    first, second = FakeRequest("a", TOKENS), FakeRequest("b", [9] * 16)
+    run(made, first, [1, 2, 3, 4, 5])
+    run(made, second, [6, 7, 8, 9])
+    new = [(first, [1, 2, 3, 4, 5], 0), (second, [6, 7, 8, 9], 0)]
+    assert saves(made.step(FakeOutput({"a": 18, "b": 16}, new=new))) == [(chain(TOKENS)[:3], [1, 2, 3])]
+    message = made.step(FakeOutput({"a": 1, "b": 1}, cached=[("a", None, 18), ("b", None, 16)]))
+    assert saves(message) == [([chain(TOKENS)[3], *chain([9] * 16)[:2]], [4, 6, 7])]
+    second.tokens.append(5)
+    made.scheduler.request_finished(second, [6, 7, 8, 9])
+    assert saves(made.step()) == [(chain([9] * 16)[2:], [8, 9])]
+
+
 def test_tokens_that_are_not_known_yet_are_not_saved(engine: OpenEngine) -> None:
     """With asynchronous scheduling, vLLM schedules tokens whose ids it does not know."""
     made = engine(FakeStore())

@@ -66,9 +66,8 @@ class PoolBlocks:
         self.most = int(num_blocks * most)
         self._most_shared = int(num_blocks * min(SHARED * most, 1.0))
         # By the number of a save: vLLM's blocks, their numbers, and when it began.
-        self._saves: dict[int, tuple[list[Any], BlockIds, float]] = {}
-        self._is_held = np.zeros(num_blocks, np.bool_)
-        self._num_held = 0
+        self._saves: dict[int, tuple[list[Any], list[int], float]] = {}
+        self._held: set[int] = set()
         # Some in this list do not wait any more. By the number of a block that waits: its place in the list, counted
         # from 1; otherwise 0.
         self._waiting = np.empty(0, FULL_BLOCK)
@@ -87,30 +86,31 @@ class PoolBlocks:
         """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
         return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
 
-    def choose(self, offers: Sequence[Offer]) -> tuple[bytes, BlockIds, int]:
+    def choose(self, offers: Sequence[Offer]) -> tuple[bytes, list[int], int]:
         """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
         once and without those that are held; and how many that waited are not there any more. The others wait."""
         block_ids, room = _block_ids(offers), self._room()
-        if not self.waits and len(block_ids) <= room and not self._is_held[block_ids].any():
-            ordered = np.sort(block_ids)
-            if (ordered[1:] != ordered[:-1]).all():
+        if not self.waits and len(block_ids) <= room:
+            # Sets, since numpy's functions take longer than that when the step has not called them for a while.
+            distinct = set(block_ids)
+            if len(distinct) == len(block_ids) and self._held.isdisjoint(distinct):
                 return b"".join([offer.keys for offer in offers]), block_ids, 0
         offered = full_blocks(offers)
         waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits and room else (offered[:0], 0)
         blocks = np.concatenate([waited, offered])
         _, first = np.unique(blocks["block_id"], return_index=True)
-        is_new = ~self._is_held[blocks["block_id"]]
+        is_new = np.array([block_id not in self._held for block_id in blocks["block_id"].tolist()], np.bool_)
         blocks = blocks[np.sort(first[is_new[first]])]
         self.wait(blocks[room:])
         blocks = blocks[:room]
-        return blocks["key"].tobytes(), blocks["block_id"].copy(), num_gone
+        return blocks["key"].tobytes(), blocks["block_id"].tolist(), num_gone
 
     def _waited(self, most: int) -> tuple[FullBlocks, int]:
         """Take at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for saves alone,
         or half of all."""
         waiting = self._still_waiting()
         blocks = waiting[:most]
-        used = self._blocks(blocks["block_id"])
+        used = self._blocks(blocks["block_id"].tolist())
         pairs = zip(used, blocks["hash"].tolist(), blocks["group"].tolist(), strict=True)
         is_there = np.array([block.block_hash == self._name_of(key, group) for block, key, group in pairs], np.bool_)
         is_spare = np.array([not block.ref_cnt for block in used], np.bool_) & is_there
@@ -153,25 +153,23 @@ class PoolBlocks:
 
     def _room(self) -> int:
         """Return how many more blocks may be held."""
-        shared = max(self._most_shared - self._num_held, 0)
-        if not shared or self._num_held < self.most:
+        shared = max(self._most_shared - len(self._held), 0)
+        if not shared or len(self._held) < self.most:
             return shared
         return shared if sum(map(_num_unused, self._saves.values())) < self.most else 0
 
-    def hold(self, number: int, block_ids: BlockIds) -> None:
+    def hold(self, number: int, block_ids: list[int]) -> None:
         """Hold blocks that are not held yet."""
         blocks = self._blocks(block_ids)
         self._pool.touch(blocks)
         self._saves[number] = blocks, block_ids, self._clock()
-        self._is_held[block_ids] = True
-        self._num_held += len(blocks)
+        self._held.update(block_ids)
 
     def free(self, number: int) -> None:
         """Give the blocks of a save back, if they have not been given back before."""
         if (save := self._saves.pop(number, None)) is not None:
             blocks, block_ids, _ = save
-            self._is_held[block_ids] = False
-            self._num_held -= len(blocks)
+            self._held.difference_update(block_ids)
             # As vLLM does it: the last block of a prefix is the first to be evicted.
             self._pool.free_blocks(blocks[::-1])
 
@@ -186,14 +184,14 @@ class PoolBlocks:
         now = self._clock()
         return any(now - save[2] < DELAY_S and _num_unused(save) for save in self._saves.values())
 
-    def _blocks(self, block_ids: BlockIds) -> list[Any]:
-        return list(map(self._pool.blocks.__getitem__, block_ids.tolist()))
+    def _blocks(self, block_ids: list[int]) -> list[Any]:
+        return list(map(self._pool.blocks.__getitem__, block_ids))
 
 
-def _block_ids(offers: Sequence[Offer]) -> BlockIds:
-    return np.fromiter(itertools.chain.from_iterable([offer.block_ids for offer in offers]), np.int64)
+def _block_ids(offers: Sequence[Offer]) -> list[int]:
+    return list(itertools.chain.from_iterable([offer.block_ids for offer in offers]))
 
 
-def _num_unused(save: tuple[list[Any], BlockIds, float]) -> int:
+def _num_unused(save: tuple[list[Any], list[int], float]) -> int:
     """Return how many blocks of a save nothing else uses."""
     return [block.ref_cnt for block in save[0]].count(1)

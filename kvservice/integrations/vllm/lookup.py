@@ -240,9 +240,8 @@ class StoreLookup:
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
-        # By the load: the leases of its requests, and what it reads in which memory.
-        self._taken: dict[str | int, list[dict[Rank, BlockLease]]] = {}
-        self._read: dict[str | int, list[tuple[Any, LeasedBlocks]]] = {}
+        # By the load, for each of its requests: the leases, and what it reads in which memory.
+        self._taken: dict[str | int, list[tuple[dict[Rank, BlockLease], list[tuple[Any, LeasedBlocks]]]]] = {}
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
@@ -351,10 +350,10 @@ class StoreLookup:
             return None
         if not num_blocks:
             self._release(leases)
-            leases = {}
         self._found(wanted, num_blocks, max(counts) if leading else most, counted=True)
-        until_s = began + (PROMISE_S if num_blocks else NOTHING_S)
-        return _Promise(wanted, until_s, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
+        if not num_blocks:
+            return _Promise(wanted, began + NOTHING_S)
+        return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
@@ -369,8 +368,7 @@ class StoreLookup:
             promise.read = 0, []
         del self._promises[request_id]
         reads = promise.read[1]
-        self._taken.setdefault(load, []).append(promise.leases)
-        self._read.setdefault(load, []).extend(reads)
+        self._taken.setdefault(load, []).append((promise.leases, reads))
         if promise.is_shared:
             needed = promise.wanted.needed(num_blocks)
             self.touch(needed)
@@ -405,13 +403,13 @@ class StoreLookup:
             memory is not None
             and memory.identity == places.memory
             and bool(memory.unchanged(places.offsets, places.versions).all())
-            for memory, places in self._read[load]
+            for _, reads in self._taken[load]
+            for memory, places in reads
         )
 
     def release(self, load: str | int) -> None:
         """End the lease of a load."""
-        self._read.pop(load, None)
-        for leases in self._taken.pop(load, ()):
+        for leases, _ in self._taken.pop(load, ()):
             self._release(leases)
 
     def forget(self, request_id: str) -> None:
@@ -689,7 +687,7 @@ class StoreLookup:
         now = self._clock()
         if now >= self._renewed_s + RENEW_S:
             self._renewed_s = now
-            for leases in itertools.chain.from_iterable(list(self._taken.values())):
+            for leases, _ in itertools.chain.from_iterable(list(self._taken.values())):
                 for lease in leases.values():
                     if isinstance(lease, SharedLease):
                         lease.renew()

@@ -33,7 +33,6 @@ from kvservice.integrations.vllm.holding import FullBlocks, NameOf, Offer, PoolB
 from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.settings import AdapterIdentities
 from kvservice.integrations.vllm.steps import (
-    BlockIds,
     BlockLoad,
     BlockSave,
     ConnectorStep,
@@ -49,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # The least number of decoded blocks of a request that are saved together, unless it ends.
 DECODED_BLOCKS = 8
+# About the most blocks that a step begins to save of requests that go on: the tokens of a large step.
+OFFERED_AT_ONCE = 1024
 # How long blocks are held for workers that do not report.
 HOLD_S = 30.0
 
@@ -56,7 +57,6 @@ HOLD_S = 30.0
 # The daemon shows these of TransferCounters to operators.
 _COUNTED = ("blocks_loaded", "blocks_not_loaded", "blocks_saved", "blocks_not_saved", "blocks_skipped")
 
-NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 BlockTable = list[list[int]]
 """For each group, the blocks of a request from its first token on. vLLM takes those back of which a window does not
 need any more: only the groups with full attention have all."""
@@ -93,8 +93,16 @@ class _Tracked:
     block_ids: BlockTable = field(default_factory=list)
     num_offered: int = 0
     loaded: range = range(0)
-    targets: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    relies_on: set[int] = field(default_factory=set)
+    targets: Sequence[int] = ()
+    relies_on: frozenset[int] = frozenset()
+
+
+@dataclass
+class _StepLoading:
+    """A load of a step, of which so many workers have ended their part."""
+
+    block_ids: set[int] = field(default_factory=set)
+    num_ended: int = 0
 
 
 class _Answer(NamedTuple):
@@ -124,22 +132,20 @@ class ConnectorScheduler:
         self._unsaved: set[str] = set()
         # Blocks of requests that ended while blocks were being filled that they had computed with: with the numbers of
         # these loads.
-        self._unsure: list[tuple[set[int], FullBlocks]] = []
+        self._unsure: list[tuple[frozenset[int], FullBlocks]] = []
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
         # The next step tells the workers these. What it loads itself, it loads together.
         self._loads: list[BlockLoad] = []
-        self._step_loads: list[tuple[BlockIds, Mapping[Rank, LeasedBlocks]]] = []
+        self._step_loads: list[tuple[list[int], Mapping[Rank, LeasedBlocks]]] = []
         self._step_load_number = self._step_bytes = 0
         self._saves: list[BlockSave] = []
         self._num_skipped = 0
         self._abandoned: set[int] = set()
         self._number = 0
-        # The loads of steps that not all workers have ended: by their number, how many have. For each block of the pool
-        # the number of the load of a step that has filled it last, or 0.
-        self._loading: dict[int, int] = {}
-        self._filled_by = np.zeros(0, np.int64)
+        # The loads of steps that not all workers have ended, by their number.
+        self._loading: dict[int, _StepLoading] = {}
         self._figures = dict.fromkeys(("prompt_tokens", "found_tokens", *_COUNTED), 0)
         self._num_ended: dict[int, int] = {}
 
@@ -151,7 +157,6 @@ class ConnectorScheduler:
     def bind(self, pool: Any, name_of: NameOf) -> None:
         """Hold blocks of this pool, see PoolBlocks. Without one, nothing is saved."""
         self._pool = PoolBlocks(pool, name_of, self._options.max_held, self._clock)
-        self._filled_by = np.zeros(int(pool.num_gpu_blocks), np.int64)
 
     # ---- loads
 
@@ -218,13 +223,12 @@ class ConnectorScheduler:
         if self._lookup is None:
             return
         first = answer.num_local
-        tracked.relies_on &= self._loading.keys()
         if first:
             # The workers do not read these from the store. It must not take them for unused.
             self._lookup.touch(self._needed_keys(tracked, 0, first * self._block_size))
-            if self._loading and self._pool is not None:
-                for ids in block_ids:
-                    tracked.relies_on |= self._loading.keys() & self._filled_by[list(ids[:first])].tolist()
+            for number, loading in self._loading.items():
+                if not all(loading.block_ids.isdisjoint(ids[:first]) for ids in block_ids):
+                    tracked.relies_on |= {number}
         if answer.in_step and not self._step_load_number:
             self._number += 1
             self._step_load_number = self._number
@@ -234,28 +238,27 @@ class ConnectorScheduler:
         if not num_blocks:
             return
         stop, num_tokens = first + num_blocks, first * self._block_size + num_external_tokens
-        targets = np.array([ids[first:stop] for ids in block_ids], np.int64).T.ravel()
+        targets = list(block_ids[0][first:stop])
         if not self._groups.leading:
+            every = np.array([ids[first:stop] for ids in block_ids], np.int64).T.ravel()
             needed = self._groups.needed(first, num_tokens)
             # vLLM takes all blocks that it has allocated for computed. Its null block, 0, stands for the others.
-            is_right = np.array_equal(np.flatnonzero(targets), needed)
+            is_right = np.array_equal(np.flatnonzero(every), needed)
             assert is_right, "vLLM wants other blocks loaded than a request needs"
-            targets = targets[needed]
+            targets = every[needed].tolist()
         tracked.loaded, tracked.targets = range(first, stop), targets
         if not answer.in_step:
             self._waiting.add(request_id)
             keys = self._needed_keys(tracked, first, num_tokens)
             assert num_keys(keys) == len(targets), "a load needs a block for each key"
-            self._loads.append(BlockLoad(request_id, keys, targets, leased))
+            self._loads.append(BlockLoad(request_id, keys, np.array(targets, np.int64), leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
         assert all(each.num_blocks == len(targets) for each in leased.values()), "a load needs a place for each block"
         self._step_bytes += len(targets) * self._block_bytes
         self._step_loads.append((targets, leased))
-        self._loading[self._step_load_number] = 0
-        tracked.relies_on.add(self._step_load_number)
-        if self._pool is not None:
-            self._filled_by[targets] = self._step_load_number
+        self._loading.setdefault(self._step_load_number, _StepLoading()).block_ids.update(targets)
+        tracked.relies_on |= {self._step_load_number}
 
     def received(
         self,
@@ -270,7 +273,7 @@ class ConnectorScheduler:
         self._memories.update(report.memories)
         again = [name for name in failed if name in self._requests]
         if wrong:
-            again += [name for name, one in self._requests.items() if not wrong.isdisjoint(one.targets.tolist())]
+            again += [name for name, one in self._requests.items() if not wrong.isdisjoint(one.targets)]
         for request_id in again:
             # vLLM computes the blocks again.
             tracked = self._requests[request_id]
@@ -281,9 +284,9 @@ class ConnectorScheduler:
             self._waiting.discard(request_id)
             self._release(request_id)
         for number, count in report.loads.items():
-            if number in self._loading:
-                self._loading[number] += count
-                if self._loading[number] >= len(self._blocks_of):
+            if (loading := self._loading.get(number)) is not None:
+                loading.num_ended += count
+                if loading.num_ended >= len(self._blocks_of):
                     if self._options.checks_loads and self._lookup is not None and not self._lookup.lasts(number):
                         raise wrong_load()
                     del self._loading[number]
@@ -330,12 +333,13 @@ class ConnectorScheduler:
 
     def step(self, output: Any) -> ConnectorStep:
         """Return what the workers do in a step. `output`: vLLM's SchedulerOutput."""
-        offers = []
+        offers, room = [], OFFERED_AT_ONCE
         for request_id, num_computed_tokens in self._note_blocks(output):
             tracked = self._requests[request_id]
             num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-            if (offer := self._offer(tracked, num_tokens, is_last=False)) is not None:
+            if room > 0 and (offer := self._offer(tracked, num_tokens, most=room)) is not None:
                 offers.append(offer)
+                room -= len(offer.block_ids)
             if not self._options.save_decode and self._num_prompt_blocks(tracked) <= tracked.num_offered:
                 self._unsaved.discard(request_id)
         self._hold(offers)
@@ -361,7 +365,7 @@ class ConnectorScheduler:
         """Return what the step loads itself. All of it is in the memories that the workers have mapped."""
         if not self._step_loads:
             return None
-        targets = np.concatenate([each for each, _ in self._step_loads])
+        targets = np.fromiter(itertools.chain.from_iterable([each for each, _ in self._step_loads]), np.int64)
         parts = [leased for _, leased in self._step_loads]
         leased = {rank: LeasedBlocks.joined([part[rank] for part in parts]) for rank in parts[0]}
         return StepLoad(self._step_load_number, targets, leased)
@@ -386,7 +390,7 @@ class ConnectorScheduler:
                 # The last token has no K/V.
                 num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 tracked.block_ids = [list(ids) for ids in block_ids]
-                offer = self._offer(tracked, num_tokens, is_last=True)
+                offer = self._offer(tracked, num_tokens)
                 if offer is not None:
                     self._hold((offer,))
             self._lookup.touch(self._needed_keys(tracked, 0, tracked.num_offered * self._block_size))
@@ -473,15 +477,17 @@ class ConnectorScheduler:
     def _num_prompt_blocks(self, tracked: _Tracked) -> int:
         return int(tracked.request.num_prompt_tokens) // self._block_size
 
-    def _offer(self, tracked: _Tracked, num_tokens: int, *, is_last: bool) -> Offer | None:
-        """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
-        vLLM had itself are among them: a daemon that has restarted does not have them. A request is passed over while
-        blocks are being filled that it computes with: its own would be wrong if these were. If it ends, it is known
-        when these loads end."""
+    def _offer(self, tracked: _Tracked, num_tokens: int, most: int | None = None) -> Offer | None:
+        """Return the blocks that are full after `num_tokens` computed tokens and were not offered before, about so many
+        at `most`; None: all, since the request ends. Blocks that vLLM had itself are among them: a daemon that has
+        restarted does not have them. A request is passed over while blocks are being filled that it computes with: its
+        own would be wrong if these were. If it ends, it is known when these loads end."""
         num_full = min(num_tokens // self._block_size, min(map(len, tracked.block_ids), default=0))
         num_prompt = min(num_full, self._num_prompt_blocks(tracked))
         stop = num_prompt
-        if self._options.save_decode and (is_last or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS):
+        if self._options.save_decode and (
+            most is None or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS
+        ):
             stop = num_full
         first = tracked.num_offered
         if first in tracked.loaded:
@@ -490,10 +496,13 @@ class ConnectorScheduler:
         if stop <= first:
             return None
         filling = tracked.relies_on & self._loading.keys()
-        if filling and not is_last:
-            return None
+        width = len(self._groups.groups)
+        if most is not None:
+            if filling:
+                return None
+            stop = min(stop, first + -(-most // width))
         keys = self._known_keys(tracked, first, stop)
-        tracked.num_offered += num_keys(keys) // len(self._groups.groups)
+        tracked.num_offered += num_keys(keys) // width
         offer = self._offered(tracked, first, keys)
         if not filling or not offer.block_ids:
             return offer if offer.block_ids else None
@@ -537,10 +546,10 @@ class ConnectorScheduler:
         elif offers or pool.waits:
             keys, block_ids, num_gone = pool.choose(offers)
             self._num_skipped += num_gone
-            if len(block_ids):
+            if block_ids:
                 self._number += 1
                 pool.hold(self._number, block_ids)
-                self._saves.append(BlockSave(self._number, keys, block_ids))
+                self._saves.append(BlockSave(self._number, keys, np.array(block_ids, np.int64)))
 
     def _keys(self, request: Any, first: int, stop: int) -> bytes:
         """Return the keys of the blocks from `first` to `stop` whose tokens are known, of all groups of a block one

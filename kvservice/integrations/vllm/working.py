@@ -259,14 +259,15 @@ class ConnectorWorker:
     # ---- loads
 
     def _end_step_load(self, load: StepLoad, began: float, reading: StepRead | None) -> None:
-        block_ids = wrong_ids = load.block_ids
+        block_ids, wrong = load.block_ids, None
         try:
             if reading is not None:
                 right = reading.wait() if self._recomputes else reading.right
-                wrong_ids = block_ids[:0] if right is None else block_ids[~right]
+                wrong = set() if right is None or right.all() else set(block_ids[~right].tolist())
         except Exception:
             logger.exception("blocks could not be loaded")
-        wrong = set(wrong_ids.tolist())
+        if wrong is None:
+            wrong = set(block_ids.tolist())
         with self._lock:
             self._count_load(len(block_ids), len(wrong), began)
             self._counters.blocks_loaded_in_step += len(block_ids) - len(wrong)
