@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import statistics
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +20,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from kvservice.bench import table
@@ -45,6 +47,10 @@ STORE_GIB = 0.125
 RANK = (0, 0)
 # The calls of a step, as vLLM makes them.
 PARTS = ("admission", "building the step", "worker", "output", "ended requests")
+NO_SECONDS = bytes(2 * 8 * len(PARTS))
+Seconds = npt.NDArray[np.float64]
+"""Of each step and part, by the wall's clock and in CPU time; 0 of a part that a step does not have: `[steps, parts,
+2]`."""
 
 
 @dataclass(frozen=True)
@@ -147,31 +153,38 @@ class StandInRequest:
 
 class PartTimes:
     """The seconds of the connector in each step and part, by the wall's clock and in CPU time of the thread, and the
-    collections of the oldest generation of objects that began there."""
+    collections of the oldest generation of objects that began there. They are in arrays: many objects that stay would
+    let the collector run more often."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, tuple[float, float]]] = []
         self.num_collections = 0
-        self._step: dict[str, tuple[float, float]] = {}
         self._is_ours = False
         gc.callbacks.append(self._collects)
+        self.clear()
+
+    def clear(self) -> None:
+        self._steps, self._step = array("d"), array("d", NO_SECONDS)
 
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         self.num_collections += self._is_ours and phase == "start" and info["generation"] == 2
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        place = 2 * PARTS.index(name)
         self._is_ours = True
         cpu, wall = time.thread_time(), time.perf_counter()
         yield
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
         self._is_ours = False
-        before = self._step.get(name, (0.0, 0.0))
-        self._step[name] = before[0] + wall, before[1] + cpu
+        self._step[place] += wall
+        self._step[place + 1] += cpu
 
     def end_step(self) -> None:
-        self.steps.append(self._step)
-        self._step = {}
+        self._steps += self._step
+        self._step = array("d", NO_SECONDS)
+
+    def steps(self) -> Seconds:
+        return np.array(self._steps).reshape(-1, len(PARTS), 2)
 
     def close(self) -> None:
         gc.callbacks.remove(self._collects)
@@ -317,16 +330,15 @@ def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any
                 gc.collect()
                 gc.freeze()  # as vLLM does
                 stack.callback(gc.unfreeze)
-                times.steps.clear()
+                times.clear()
                 times.num_collections = 0
             engine.step(batch, PROMPTS_S)
             while not engine.has_room():
                 engine.step((), DECODE_S)
         engine.run_until_idle()
-    steps = {
-        "prompts": [each for each in times.steps if "admission" in each],
-        "decode": [each for each in times.steps if "admission" not in each],
-    }
+    seconds = times.steps()
+    admits = seconds[:, PARTS.index("admission"), 0] > 0
+    steps = {"prompts": seconds[admits], "decode": seconds[~admits]}
     return {
         "workload": workload.name,
         "collections": times.num_collections,
@@ -335,16 +347,14 @@ def measure(workload: StepsWorkload, rounds: int, address: str) -> dict[str, Any
     }
 
 
-def of_steps(steps: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float]]:
+def of_steps(steps: Seconds) -> dict[str, dict[str, float]]:
     """Return p50 and p99 of each part of these steps, and of all parts together."""
-    by_part = {part: [step.get(part, (0.0, 0.0)) for step in steps] for part in PARTS}
-    by_part["all"] = [tuple(map(sum, zip(*step.values(), strict=True))) for step in steps]  # type: ignore[misc]
     made = {}
-    for part, pairs in by_part.items():
-        made[part] = {"steps": float(len(pairs))}
-        for kind, seconds in zip(("wall", "cpu"), zip(*pairs, strict=True), strict=True):
-            cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-            made[part] |= {f"{kind}_p50_s": cuts[49], f"{kind}_p99_s": cuts[98]}
+    for part, seconds in [*zip(PARTS, steps.swapaxes(0, 1), strict=True), ("all", steps.sum(axis=1))]:
+        made[part] = {"steps": float(len(seconds))}
+        for kind, each in zip(("wall", "cpu"), seconds.T, strict=True):
+            p50, p99 = np.percentile(each, (50, 99)).tolist()
+            made[part] |= {f"{kind}_p50_s": p50, f"{kind}_p99_s": p99}
     return made
 
 
