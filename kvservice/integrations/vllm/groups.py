@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.store.values import chosen_keys, num_keys, some_keys
+from kvservice.client.store.values import KEY_BYTES, chosen_keys, some_keys
 from kvservice.errors import InvalidArgumentError
 
 Places = npt.NDArray[np.intp]
@@ -62,8 +62,9 @@ class CacheGroups:
     def __init__(self, groups: Sequence[Group], block_size: int) -> None:
         """`full` is the number of a group that needs all blocks of a prefix; None: there is none. `leading`: a prefix
         is just its first blocks. `recurrent`: a prefix ends with a whole block, since there is no state after other
-        tokens."""
+        tokens. `key_bytes` are those of the keys of a block."""
         self.groups, self.block_size = tuple(groups), block_size
+        self.key_bytes = KEY_BYTES * len(groups)
         self.full = next((number for number, group in enumerate(groups) if group.is_full), None)
         self.leading = len(groups) == 1 and groups[0].is_full
         self.recurrent = any(group.recurrent for group in groups)
@@ -122,7 +123,7 @@ class Wanted:
     most_tokens: int
 
     def __len__(self) -> int:
-        return num_keys(self.keys) // len(self.groups)
+        return len(self.keys) // self.groups.key_bytes
 
     def longest(self, found: npt.NDArray[np.bool_]) -> int:
         """Return the most blocks that can be used if these `keys` are found."""

@@ -491,12 +491,12 @@ class StoreLookup:
         """Let the daemon count why a look-up has found no more than `num_blocks`, and with `counted` also how many
         blocks were looked up, for which it was not asked. `most`: how many leading blocks any worker has, of a group
         that needs all."""
-        num_missing, width = len(wanted) - num_blocks, len(wanted.groups.groups)
+        num_missing = len(wanted) - num_blocks
         with self._uses_lock:
             uses = self._uses
             if counted:
-                uses.hits += num_blocks * width
-                uses.misses += num_missing * width
+                uses.hits += num_blocks * len(wanted.groups)
+                uses.misses += num_missing * len(wanted.groups)
             if num_missing and most > num_blocks:
                 uses.not_whole += 1
             elif num_missing and len(uses.missing) < MAX_MISSING:

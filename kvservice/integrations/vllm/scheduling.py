@@ -188,7 +188,7 @@ class ConnectorScheduler:
             self._lookup.drop(request_id)
             return 0, False
         every = self._keys(request, 0, stop)
-        keys = every[KEY_BYTES * len(self._groups.groups) * first :]
+        keys = every[self._groups.key_bytes * first :]
         if not keys:
             return 0, False
         fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
@@ -254,7 +254,7 @@ class ConnectorScheduler:
             self._loads.append(BlockLoad(request_id, keys, np.array(targets, np.int64), leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
-        assert all(each.num_blocks == len(targets) for each in leased.values()), "a load needs a place for each block"
+        assert {each.num_blocks for each in leased.values()} == {len(targets)}, "a load needs a place for each block"
         self._step_bytes += len(targets) * self._block_bytes
         self._step_loads.append((targets, leased))
         self._loading.setdefault(self._step_load_number, _StepLoading()).block_ids.update(targets)
@@ -496,13 +496,12 @@ class ConnectorScheduler:
         if stop <= first:
             return None
         filling = tracked.relies_on & self._loading.keys()
-        width = len(self._groups.groups)
         if most is not None:
             if filling:
                 return None
-            stop = min(stop, first + -(-most // width))
+            stop = min(stop, first + -(-most // len(self._groups)))
         keys = self._known_keys(tracked, first, stop)
-        tracked.num_offered += num_keys(keys) // width
+        tracked.num_offered += len(keys) // self._groups.key_bytes
         offer = self._offered(tracked, first, keys)
         if not filling or not offer.block_ids:
             return offer if offer.block_ids else None
@@ -511,8 +510,7 @@ class ConnectorScheduler:
 
     def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
-        width = len(self._groups.groups)
-        num_blocks = num_keys(keys) // width
+        width, num_blocks = len(self._groups), len(keys) // self._groups.key_bytes
         hashes = tracked.request.block_hashes[first : first + num_blocks]
         # Those from `start` to `stop` have.
         start, stop = (min(max(block - first, 0), num_blocks) for block in (tracked.loaded.start, tracked.loaded.stop))
@@ -568,12 +566,12 @@ class ConnectorScheduler:
 
     def _known_keys(self, tracked: _Tracked, first: int, stop: int) -> bytes:
         """Return the same as `_keys`, without asking vLLM for the hashes of a block again."""
-        block_bytes = KEY_BYTES * len(self._groups.groups)
-        if len(tracked.keys) < stop * block_bytes:
-            tracked.keys += self._keys(tracked.request, len(tracked.keys) // block_bytes, stop)
+        key_bytes = self._groups.key_bytes
+        if len(tracked.keys) < stop * key_bytes:
+            tracked.keys += self._keys(tracked.request, len(tracked.keys) // key_bytes, stop)
         elif self._adapters.of(tracked.request) is None:
             return b""
-        return tracked.keys[first * block_bytes : stop * block_bytes]
+        return tracked.keys[first * key_bytes : stop * key_bytes]
 
     def _needed_keys(self, tracked: _Tracked, first: int, num_tokens: int) -> bytes:
         """Return the keys of what is needed to continue after `num_tokens` tokens, without blocks before `first`."""
