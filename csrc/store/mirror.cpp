@@ -43,11 +43,12 @@ StoreMirror::StoreMirror(char* memory, int64_t num_bytes, int64_t slab_bytes, co
 }
 
 size_t StoreMirror::refresh(int64_t most) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard looking(looking_);
   for (size_t count = 0; count < slabs_.size() && most > 0; ++count, next_ = (next_ + 1) % slabs_.size()) {
     look_at(static_cast<uint32_t>(next_));
     most -= static_cast<int64_t>(slabs_[next_].size()) + 1;
   }
+  const std::lock_guard lock(mutex_);
   return table_.size();
 }
 
@@ -57,23 +58,24 @@ void StoreMirror::look_at(uint32_t slab) {
   const bool is_own =
       first->block_stride.load(std::memory_order_acquire) == static_cast<uint32_t>(layout_.block_stride) &&
       first->namespace_number == namespace_number_;
-  if (!is_own) {
+  if (!is_own && blocks.empty()) return;
+  if (!is_own || blocks.empty()) {
+    const std::lock_guard lock(mutex_);
     for (Block& block : blocks) forget(block);
-    if (!blocks.empty()) std::vector<Block>().swap(blocks);
-    return;
+    std::vector<Block>(is_own ? static_cast<size_t>(layout_.blocks_per_slab) : 0).swap(blocks);
   }
-  if (blocks.empty()) blocks.resize(static_cast<size_t>(layout_.blocks_per_slab));
   for (uint32_t i = 0; i < blocks.size(); ++i) {
     Block& block = blocks[i];
     const uint64_t version = first[i].version.load(std::memory_order_acquire);
     // A block that was removed keeps its version while it is leased.
     if (version == block.version && (version == 0 || first[i].state == kRecordCommitted)) continue;
-    forget(block);
     Key key;
     std::memcpy(&key, first[i].key, sizeof(key));
     const Block seen = {version, hash_(key, namespace_number_), slab, i};
-    if (version == 0 || !is_there(seen, key)) continue;  // it is being written
-    add(seen, key);
+    const bool is_readable = version != 0 && is_there(seen, key);  // otherwise it is being written
+    const std::lock_guard lock(mutex_);
+    forget(block);
+    if (is_readable) add(seen, key);
   }
 }
 

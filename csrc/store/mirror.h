@@ -76,7 +76,8 @@ class StoreMirror {
   const SlabLayout layout_;
   const uint32_t namespace_number_;
   const KeyHash hash_;
-  std::mutex mutex_;
+  // One thread looks at a time, and holds the other mutex only while it changes what others read.
+  std::mutex looking_, mutex_;
   std::vector<std::vector<Block>> slabs_;  // empty: the slab was not of this namespace
   KeyTable<Block> table_;
   size_t next_ = 0;
