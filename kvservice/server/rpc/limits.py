@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
@@ -141,8 +142,10 @@ def check_accepted(request: object) -> None:
         raise request.error
 
 
+@functools.cache
 def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused | Calls]:
-    """Return a gRPC deserializer for requests of this type. Only a message of calls becomes `Calls`."""
+    """Return a gRPC deserializer for requests of this type, the same one for all ports. Only a message of calls becomes
+    `Calls`."""
     rules = _Rules(limits)
     rules.add(kind.DESCRIPTOR, "")
     scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)

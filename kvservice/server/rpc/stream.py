@@ -115,7 +115,8 @@ class Services:
         }
 
     def _rpc(self, method: MethodDescriptor) -> Handler:
-        parse = parser(GetMessageClass(method.input_type), self._limits)
+        kind: Any = GetMessageClass(method.input_type)  # mypy takes the hash of a class for that of its objects
+        parse = parser(kind, self._limits)
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
