@@ -19,7 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from daemon_lives import Life
@@ -83,25 +83,17 @@ def start(manager: Any, folder: str) -> KVServer:
     return asyncio.run(serve())
 
 
-def place_of(code: CodeType) -> str:
-    return f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"
-
-
-def traced(call: Callable[[str], None]) -> Callable[..., None]:
-    """Return a trace function that calls `call` with the place of each function of the package that is called."""
-
-    def trace(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            call(place_of(frame.f_code))
-
-    return trace
-
-
 def places(files: Files, folder: str) -> list[str]:
     """Return the functions that a start calls, in order."""
     found: dict[str, None] = {}
     manager = Manager.of(files)
-    sys.settrace(traced(lambda place: found.setdefault(place)))
+
+    def note(frame: FrameType, *_: Any) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            found.setdefault(f"{code.co_filename}:{code.co_qualname}")
+
+    sys.settrace(note)
     start(manager, folder)
     return [*found]
 
@@ -109,14 +101,14 @@ def places(files: Files, folder: str) -> list[str]:
 def scenario(files: Files, token: bytes, folder: str, place: str, make: Callable[[], Exception]) -> str:
     """Start with an error at a place, and again without. Returns what is wrong, or an empty string."""
     manager: Any = Manager.of(files)
-    thrown: list[str] = []
+    file, name = place.split(":")
 
-    def throw(at: str) -> None:
-        if at == place and not thrown:
-            thrown.append(at)
+    def throw(frame: FrameType, *_: Any) -> None:
+        """Python calls this for each function. It stops tracing after the error."""
+        if frame.f_code.co_qualname == name and frame.f_code.co_filename == file:
             raise make()
 
-    sys.settrace(traced(throw))
+    sys.settrace(throw)
     try:
         start(manager, folder)
     except TimeoutError:
@@ -143,6 +135,8 @@ def in_child(call: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        # gRPC waits forever if a server that was never stopped is garbage, and collected while there is no other one.
+        gc.disable()
         os.close(reading)
         try:
             result = call()
