@@ -72,11 +72,11 @@ NUM_LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run test files in parallel, one more than there are processors, because tests also wait. The threads of libraries
+    """Run test files in parallel, two more than there are processors, because tests also wait. The threads of libraries
     in all workers share the processors."""
     num_processors = len(os.sched_getaffinity(0))
     most = MAX_GPU_WORKERS if config.option.markexpr.startswith("gpu") else MAX_WORKERS
-    num_workers = min(num_processors + 1, most)
+    num_workers = min(num_processors + 2, most)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(num_processors // num_workers, 1)))
     return num_workers
 
