@@ -68,6 +68,7 @@ def test_compiled_layers_give_the_librarys_logits(session_for: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.third
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_generated_code_gives_the_librarys_logits(session_for: Any) -> None:
     case = CASES["llama"]

@@ -191,6 +191,7 @@ def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.third
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_of_a_command_that_is_ended(number, tmp_path) -> None:
     prompts = tmp_path / "prompts"
@@ -236,6 +237,7 @@ llm = LLM(build_model(), **options)
 
 
 @pytest.mark.slow
+@pytest.mark.third
 def test_nothing_is_left_of_an_engine() -> None:
     with OwnedFolder("kv-") as folder:
         command = [sys.executable, "-P", "-c", ENGINES]

@@ -13,6 +13,7 @@ from chromium import OpenPage, Page
 from each_row import each_row
 from http_app import serving
 from page_pool import FIRST_SEQUENCE, STATES, PagePool
+from todays_part import ENTRIES
 
 from kvservice.observer.web_api import HttpOptions, Refusals, make_app
 
@@ -126,12 +127,14 @@ def test_nothing_moves_for_who_wants_no_motion(port: int, open_page: OpenPage) -
 
 
 def test_it_fits_any_width(port: int, open_page: OpenPage) -> None:
+    """A run looks at a third of the pages."""
     outside = """[...document.querySelectorAll("body *")]
         .filter((at) => at.getBoundingClientRect().right > innerWidth + 1 && !at.closest(".scroll"))
         .map((at) => at.outerHTML.slice(0, 90))"""
     hashes = ("", f"#sequence/1/{FIRST_SEQUENCE}", "#block/device/3")
+    pages = list(itertools.product((360, 520, 768, 1024, 1440, 2560), hashes))
     with each_row() as row:
-        for width, hash_ in itertools.product((360, 520, 768, 1024, 1440, 2560), hashes):
+        for width, hash_ in pages[ENTRIES]:
             with row(f"{width} {hash_}"):
                 page = open_page(port, hash_, width=width)
                 if hash_:

@@ -50,6 +50,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.third
 @pytest.mark.timeout(600 + 2 * SECONDS)
 def test_clients_that_come_and_go_leave_nothing() -> None:
     """come_and_go fails if sessions, blocks, memory or descriptors remain."""

@@ -25,7 +25,7 @@ from waiting import PATIENCE_S, until
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.v1 import session_pb2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.third]
 
 SECONDS = int(os.environ.get("KVSERVICE_FUZZ_SECONDS", "10"))
 RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]

@@ -373,6 +373,7 @@ while True:
 
 
 @pytest.mark.slow
+@pytest.mark.third
 @pytest.mark.timeout(120 + 30 * NUM_ENDS)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_nothing_is_lost_in_kills_and_upgrades_beside_hijackers_of_port_paths_and_lock(

@@ -58,6 +58,7 @@ def assert_empty(stats: PoolStats) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.third
 def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
     raw.await_no_sessions(wire)
     assert_kills_leave_nothing(daemon, client, ROUNDS, CLIENTS)

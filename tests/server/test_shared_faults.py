@@ -102,6 +102,7 @@ def at_rest(shared_daemon: Daemon, survivor: Survivor, observer: KVClient) -> di
 
 
 @pytest.mark.slow
+@pytest.mark.third
 def test_a_client_killed_at_any_stage_leaves_nothing(
     shared_daemon: Daemon, survivor: Survivor, observer: KVClient, at_rest: dict[str, Any]
 ) -> None:

@@ -62,6 +62,7 @@ def run_against_daemon(daemon: Daemon, transport: Any, examples: int) -> PoolSta
 
 
 @pytest.mark.slow
+@pytest.mark.third
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region

@@ -19,6 +19,7 @@ from kvservice.launch import Daemon
 
 
 @pytest.mark.slow
+@pytest.mark.third
 def test_kills_under_load_of_all_transports() -> None:
     report = run(12, seed=20, num_at_start=1, num_upgrades=1, num_threads=1)
     assert report.failures == [], report.text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.third]
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "csrc"
