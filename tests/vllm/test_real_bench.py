@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench_command import measured
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow, pytest.mark.third]
 
 
 def test_every_engine_gives_the_same_tokens_and_finds_what_was_asked_before() -> None:

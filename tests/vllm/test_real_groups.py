@@ -19,6 +19,7 @@ from kvservice.launch import Daemon
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.slow,
+    pytest.mark.third,
     pytest.mark.skipif(
         "KVConnectorTransferResults" not in source_of("distributed/kv_transfer/kv_connector/v1/base.py"),
         reason="this vLLM makes one group of all layers for a connector",
