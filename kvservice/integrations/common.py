@@ -6,6 +6,8 @@ import ctypes
 import dataclasses
 import hashlib
 import logging
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvservice import _ext
 from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
 from kvservice.client.store.values import KEY_BYTES, Keys, key_bytes, num_keys, some_keys
 from kvservice.errors import InvalidArgumentError, KVServiceError
@@ -214,6 +217,10 @@ def places(addresses: Addresses, piece_bytes: Sequence[int]) -> Scatter:
     return Scatter(memory, addresses - first, piece_bytes)
 
 
+# How often a store is looked at whose daemon is away, or still allocates its memory.
+_LOOK_S = 5.0
+
+
 class EngineBlocks:
     """The blocks of an engine in a namespace of the store. Threads may share it.
 
@@ -239,6 +246,9 @@ class EngineBlocks:
             self._client.close()
             raise
         self._blocks_per_call = max(1, CALL_BYTES // namespace.block_bytes)
+        self._closed = threading.Event()
+        self._mapping = threading.Thread(target=self._map_all, name="kvservice-maps", daemon=True)
+        self._mapping.start()
         logger.info("blocks of %d bytes are kept in %s", namespace.block_bytes, namespace)
 
     @property
@@ -309,8 +319,23 @@ class EngineBlocks:
         return self._store.reachable
 
     def close(self) -> None:
+        self._closed.set()
+        self._mapping.join()
         self._store.close()
         self._client.close()
+
+    def _map_all(self) -> None:
+        """Let the kernel map all memory of the store, in a thread of low priority: the first touch of a page takes
+        several times as long as to copy it."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        memory, slab, pause_s = None, 0, 0.0
+        while not self._closed.wait(pause_s):
+            pause_s = _LOOK_S
+            if self._store.memory is not memory:  # that of another process of the daemon
+                memory, slab = self._store.memory, 0
+            if memory is not None and memory.writable and slab < memory.num_slabs and memory.has_slab(slab):
+                failed = _ext.populate(memory.address + slab * memory.slab_bytes, memory.slab_bytes)
+                slab, pause_s = (memory.num_slabs, _LOOK_S) if failed else (slab + 1, 0.0)
 
     def _save_part(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
         stored: Flags = self._store.lookup(keys, counted=False, timeout_s=self._lookup_timeout_s).found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import waiting
 from fake_store import FakeStore
 from small_pool import SMALL_POOL
 from store_memory import zero_values
@@ -75,6 +77,23 @@ def test_the_first_value_of_a_key_stays(blocks: EngineBlocks) -> None:
     assert blocks.save(KEYS[:2], memory.addresses(1, 1), PIECES).tolist() == [True, True]
     assert blocks.load(KEYS[:1], memory.addresses(1), PIECES).all()
     assert memory.block(1) == first
+
+
+def mapped_bytes(address: int) -> int:
+    """Return how many bytes of the mapping at this address are in the page tables of this process."""
+    parts = re.split(r"^([0-9a-f]+)-[0-9a-f]+ ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    (text,) = (text for start, text in zip(parts[1::2], parts[2::2], strict=True) if int(start, 16) == address)
+    found = re.search(r"^Rss: +(\d+) kB$", text, flags=re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def test_all_memory_is_mapped_before_blocks_are_copied(blocks: EngineBlocks) -> None:
+    waiting.until(lambda: blocks._store.memory)
+    memory = blocks._store.memory
+    assert memory is not None
+    assert memory.writable
+    waiting.until(lambda: mapped_bytes(memory.address) == memory.num_bytes)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Rig:
     def wait_for_locks(self, store: Store) -> None:
         memory = store.memory
         if memory is not None and not self.gpu.refuses:
-            slabs = {memory.address + n * memory.slab_bytes for n in range(memory.num_bytes // memory.slab_bytes)}
+            slabs = {memory.address + n * memory.slab_bytes for n in range(memory.num_slabs)}
             until(lambda: {lock.address for lock in self.gpu.locks} == slabs)
 
     def save(self, store: Store | LeakyStore, *numbers: int) -> list[int]:
@@ -242,7 +242,7 @@ def test_nothing_waits_for_locks(store_daemon: OpenStore) -> None:
 def test_slabs_are_locked_when_they_are_there() -> None:
     """Locking allocates what is not, which is the daemon's to do."""
     rig, there = Rig(), {0, 1}
-    memory = SimpleNamespace(address=1 << 20, num_bytes=4 << 12, slab_bytes=1 << 12, writable=True)
+    memory = SimpleNamespace(address=1 << 20, num_slabs=4, slab_bytes=1 << 12, writable=True)
     memory.has_slab = there.__contains__
     locks = PageLocks(rig.gpu)
     locks.use(memory)

@@ -41,13 +41,14 @@ RECURRENT: dict[str, Any] = {"mamba_cache_mode": "align", "enable_prefix_caching
 @dataclass(frozen=True)
 class GPUModel:
     """A class of transformers, the fields of its configuration, and options of vLLM that it needs. vLLM has no
-    batch-invariant kernels for recurrent layers."""
+    batch-invariant kernels for recurrent layers. `one_by_one`: other requests of a step change answers."""
 
     model: str
     config: str
     fields: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
     recurrent: bool = False
+    one_by_one: bool = False
 
 
 def layers(*kinds: str, times: int) -> dict[str, Any]:
@@ -64,7 +65,10 @@ MODELS = {
         | {"sliding_window": 512, "query_pre_attn_scalar": HEAD, "tie_word_embeddings": True},
     ),
     "gpt_oss": GPUModel(
-        "GptOssForCausalLM", "GptOssConfig", layers(*SLIDING, times=4) | EXPERTS | {"sliding_window": 128}
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        layers(*SLIDING, times=4) | EXPERTS | {"sliding_window": 128},
+        one_by_one=True,
     ),
     "llama4": GPUModel(
         "Llama4ForCausalLM",

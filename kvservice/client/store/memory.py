@@ -153,7 +153,8 @@ class MappedStore:
         self._words = self._bytes[: len(self._bytes) & ~7].view(np.uint64)
         self.address = int(self._bytes.ctypes.data)
         self._mirror = self._open_mirror()
-        self._num_records = self.num_bytes // self.slab_bytes * geometry.blocks_per_slab
+        self.num_slabs = self.num_bytes // self.slab_bytes
+        self._num_records = self.num_slabs * geometry.blocks_per_slab
         self._looked_s = 0.0
 
     def _open_mirror(self) -> _ext.StoreMirror | None:

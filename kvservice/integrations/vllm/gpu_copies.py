@@ -313,7 +313,7 @@ class PageLocks:
             memory = self._memory
             if memory is not self._wanted:
                 return False
-            return memory is None or self._refused or len(self._slabs) == memory.num_bytes // memory.slab_bytes
+            return memory is None or self._refused or len(self._slabs) == memory.num_slabs
 
     def busy(self) -> None:
         """vLLM computes now: the thread does not hurry."""
@@ -368,7 +368,7 @@ class PageLocks:
         """Return the slab that is locked next, or None if there is none."""
         if self._memory is None or self._refused:
             return None
-        count = self._memory.num_bytes // self._memory.slab_bytes
+        count = self._memory.num_slabs
         with self._lock:
             while self._asked:
                 slab = self._asked.popleft()

@@ -21,7 +21,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_without_a_connector(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single prompts, computed and from the store, and many at once whose prefixes are in the store."""
+    """Single prompts, computed and from the store; and, where vLLM is batch-invariant, many at once whose prefixes are
+    in the store."""
     model = save_gpu_model(name, tmp_path / "model")
     if model.recurrent:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
@@ -30,8 +31,7 @@ def test_tokens_are_those_without_a_connector(name: str, tmp_path: Path, monkeyp
             device="cuda",
             model=str(tmp_path / "model"),
             connectors=("kvservice",),
-            # Other prompts of a step change the last bits of recurrent layers.
-            workloads=("found",) if model.recurrent else ("found", "cycle"),
+            workloads=("found",) if model.recurrent or model.one_by_one else ("found", "cycle"),
             store_gib=4,
             # vLLM itself never has the last block of a prompt in its cache, and these prompts do not end with a block.
             lengths=(2050, 8190),
