@@ -4,9 +4,8 @@
 
 scheduler    Scheduler: the engines of one pool, and the checks of all invariants
 engine       EngineScheduler: add, abort, schedule, update; the opener of steps; shares of engines by weight
-admission    Admission: swapped and waiting requests join the batch
 reporting    reports: checked and applied; proposals, samples, retries
-preemption   Preemptor: stalls and preemptions
+admission    Admission: swapped and waiting requests join the batch; Preemptor: stalls and preemptions
 queues       EngineQueues: all requests of an engine; their descriptions
 stats        counters, figures, latencies
 batches      DecodeSet, Draft, ScheduledBatch, InFlight: a batch from its choice to its report

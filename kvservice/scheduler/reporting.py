@@ -15,8 +15,8 @@ from kvservice.blocks import StepPlan
 from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
 from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
+from kvservice.scheduler.admission import Preemptor
 from kvservice.scheduler.batches import Draft, InFlight
-from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.queues import EngineQueues
 from kvservice.scheduler.requests import RUNNING, Phase, RequestGroup, RequestState
 from kvservice.scheduler.stats import Latencies
