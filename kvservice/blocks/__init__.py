@@ -20,7 +20,7 @@ state        BlockState: session namespaces, sequence slots, pins and the intent
 pool         ref counts, free blocks, the prefix index, the eviction queue, ages
 quotas       TenantQuota: what the namespaces of a tenant may have together
 events       EventJournal: changes of the index
-kept         values that survive the process
+kept         values that survive the process; the tables of extra keys and of pins
 arguments    sizes, limits and validation
 slices       operations in slices
 plans        frozen results

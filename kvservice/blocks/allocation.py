@@ -269,7 +269,7 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
     sequences, slots, shift = plan.sequences, state.sequences, state.shift
     keyed = [new.extra for new in sequences if new.extra]
     if keyed:
-        slots.require_extra_keys(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
+        slots.extra_keys.require(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
     if namespace.lost:
         state.require_lost(namespace)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
@@ -290,7 +290,7 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
     states, number = slots.states, namespace.number
     for new, row in zip(sequences, rows, strict=True):
         if new.extra:
-            slots.set_extra_keys(row, number, new.extra)
+            slots.extra_keys.set(row, number, new.extra)
         namespace.rows[new.sequence_id] = row
         length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
         states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
@@ -327,8 +327,8 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
     by_parent: dict[int, list[int]] = {}
     for row, child_id in zip(rows, children, strict=True):
         by_parent.setdefault(row, []).append(child_id)
-    if state.sequences.extra_keys and (num_bytes := state.sequences.key_bytes(rows)):
-        state.sequences.require_extra_keys(namespace.number, len(rows), num_bytes, "child_ids", shared=True)
+    if state.sequences.extra_keys.by_row and (num_bytes := state.sequences.extra_keys.num_bytes(rows)):
+        state.sequences.extra_keys.require(namespace.number, len(rows), num_bytes, "child_ids", shared=True)
     if namespace.lost:
         state.require_lost(namespace)
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
@@ -369,8 +369,8 @@ def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child
         state.device.num_shared += state.step_tables.fork(parent, row)
         items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
         items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
-        if parent in sequences.extra_keys:
-            sequences.set_extra_keys(row, namespace.number, sequences.extra_keys[parent], like=parent)
+        if parent in sequences.extra_keys.by_row:
+            sequences.extra_keys.set(row, namespace.number, sequences.extra_keys.by_row[parent], like=parent)
     sequences.num_tokens += items[at + LENGTH] * len(child_ids)
     return rows
 
@@ -416,10 +416,10 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     check_request_blocks(state.config, int(counts.sum() + sequences.num_blocks[rows].sum()), "sequence_ids")
     which, entries = ragged(np.zeros(len(rows), np.int64), counts)
     blocks = sequences.block_tables[parent_rows[which], entries].astype(np.int64)
-    extra_keys = [sequences.extra_keys.get(row) for row in parent_rows.tolist()]
-    if num_bytes := sequences.key_bytes(parent_rows.tolist()):
-        dropped_bytes = sequences.key_bytes(rows.tolist())
-        sequences.require_extra_keys(namespace.number, len(rows), num_bytes, "sequence_ids", dropped=dropped_bytes)
+    extra_keys = [sequences.extra_keys.by_row.get(row) for row in parent_rows.tolist()]
+    if num_bytes := sequences.extra_keys.num_bytes(parent_rows.tolist()):
+        dropped_bytes = sequences.extra_keys.num_bytes(rows.tolist())
+        sequences.extra_keys.require(namespace.number, len(rows), num_bytes, "sequence_ids", dropped=dropped_bytes)
     state.intents.begin(DROP, rows)
     sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
     dropped = sequences.table_entries(rows)
@@ -431,6 +431,6 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     sequences.states[rows, NUM_BLOCKS] = counts
     for row, keys in zip(rows.tolist(), extra_keys, strict=True):
         if keys is None:
-            sequences.drop_extra_keys([row])
-        elif keys != sequences.extra_keys.get(row):  # beams have the same
-            sequences.set_extra_keys(row, namespace.number, keys)
+            sequences.extra_keys.drop([row])
+        elif keys != sequences.extra_keys.by_row.get(row):  # beams have the same
+            sequences.extra_keys.set(row, namespace.number, keys)

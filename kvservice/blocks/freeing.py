@@ -164,8 +164,8 @@ def _free_rows(state: BlockState, rows: Int64Array) -> None:
         state.device.decref_entries(*state.sequences.table_entries(resident))
     state.sequences.states[rows] = 0
     free = rows.tolist()
-    if state.sequences.extra_keys:
-        state.sequences.drop_extra_keys(free)
+    if state.sequences.extra_keys.by_row:
+        state.sequences.extra_keys.drop(free)
     if state.sequences.ending:
         state.sequences.ending.difference_update(free)
     state.sequences.free_rows.extend(free)
@@ -180,8 +180,8 @@ def _free_row(state: BlockState, row: int) -> None:
     blocks = sequences.block_tables[row, :num_blocks].astype(np.int64)
     (state.swap if swapped else state.device).decref(blocks[::-1])
     sequences.states[row] = 0
-    if row in sequences.extra_keys:
-        sequences.drop_extra_keys([row])
+    if row in sequences.extra_keys.by_row:
+        sequences.extra_keys.drop([row])
     sequences.ending.discard(row)
     sequences.free_rows.append(row)
 

@@ -158,7 +158,7 @@ def _check_hashes(state: BlockState, rows: Int64Array, entries: Int64Array) -> N
     before = state.sequences.block_tables[rows, np.maximum(entries - 1, 0)].astype(np.int64)
     require_range(np.concatenate([blocks, before]), device.num_blocks, "a block in a table")
     data = token_bytes(device.token_ids[blocks])
-    extra_keys = state.sequences.extra_keys
+    extra_keys = state.sequences.extra_keys.by_row
     for i, (row, entry, block, previous) in enumerate(
         zip(rows.tolist(), entries.tolist(), blocks.tolist(), before.tolist(), strict=True)
     ):
@@ -208,7 +208,7 @@ def _check_rows(state: BlockState, size: int) -> Slices[None]:
         require_range(part, num_rows, "a named row")
         np.add.at(named, part, 1)
         yield
-    for part in parts(sequences.extra_keys, size):
+    for part in parts(sequences.extra_keys.by_row, size):
         require(not free[part].any(), "a free row has extra keys")
         yield
     num_tokens = num_swapped = 0

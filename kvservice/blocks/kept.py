@@ -1,12 +1,13 @@
 """Kept values by key, which hold what has no fixed size: extra keys, pins, lost sequences and saved steps; and the
-table of pins."""
+tables of extra keys and of pins."""
 
 from __future__ import annotations
 
 import heapq
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -16,12 +17,16 @@ from kvservice import plain_json
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.pool import CachingBlockPool
 from kvservice.blocks.slices import SLICE_BLOCKS
+from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 
 _BLOCK_AND_SIZE: Final = struct.Struct("<qI")
 _DEADLINE: Final = struct.Struct("<d")
 _PIN_ID_BITS: Final = 40
 # Pins name, together, each of the blocks that may be pinned at most so often on average.
 PINS_PER_BLOCK: Final = 16
+# Most bytes of the extra keys that the sequences of a session have together, and those of all sessions.
+MAX_SESSION_KEY_BYTES: Final = 64 << 20
+MAX_KEY_BYTES: Final = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,84 @@ def pack_steps(steps: list[dict[str, Any]]) -> bytes:
 def unpack_steps(data: bytes) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = json.loads(data)
     return steps
+
+
+# ---- Extra keys
+
+
+class ExtraKeyTable:
+    """The extra keys of all rows that have some, kept and counted in bytes.
+
+    `by_row` has the keys of a row by block number. The caller does not modify it.
+    """
+
+    def __init__(self, kept: KeptMaps) -> None:
+        self.by_row: dict[int, dict[int, bytes]] = {}
+        self._kept, self._reserve = kept.extra_keys, kept.reserve
+        # The namespace's number and the size of each row in `by_row`, and the sums.
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._session_sizes: Counter[int] = Counter()
+        self._total = 0
+
+    def num_bytes(self, rows: Iterable[int]) -> int:
+        """Return how many bytes the extra keys of these rows have, those of each row counted."""
+        sizes = self._sizes
+        return sum(sizes[row][1] for row in rows if row in sizes) if sizes else 0
+
+    def require(
+        self, number: int, count: int, num_bytes: int, field: str, *, shared: bool = False, dropped: int = 0
+    ) -> None:
+        """Make room for the extra keys of `count` rows of namespace `number`, of so many bytes together, before an
+        operation changes anything. `shared`: they are those of other rows. `dropped` bytes of others are replaced.
+        Raises QuotaExceededError if the session would have too many, and ResourceExhaustedError."""
+        if self._session_sizes[number] + num_bytes - dropped > MAX_SESSION_KEY_BYTES:
+            raise QuotaExceededError(
+                f"the extra keys of the session's sequences would have more than {MAX_SESSION_KEY_BYTES} bytes",
+                field=field, limit="extra_keys", value=MAX_SESSION_KEY_BYTES,
+            )  # fmt: skip
+        if self._total + num_bytes - dropped > MAX_KEY_BYTES:
+            raise ResourceExhaustedError(
+                f"the extra keys of all sequences would have more than {MAX_KEY_BYTES} bytes", field=field
+            )
+        self._reserve(0 if shared else num_bytes, count)
+
+    def set(self, row: int, number: int, by_block: dict[int, bytes], like: int | None = None) -> None:
+        """Set the extra keys of a row of namespace `number`, by block number. Row `like` has the same ones."""
+        packed = pack_extra_keys(by_block) if like is None else self._kept[like]
+        self._kept[row] = packed
+        self.by_row[row] = by_block
+        self._count(row, number, len(packed))
+
+    def _count(self, row: int, number: int, num_bytes: int) -> None:
+        before, size = self._sizes.pop(row, (number, 0))
+        self._session_sizes[before] -= size
+        self._session_sizes[number] += num_bytes
+        self._total += num_bytes - size
+        if num_bytes:
+            self._sizes[row] = number, num_bytes
+
+    def move(self, rows: list[int], number: int) -> None:
+        """Count the extra keys of rows, of which some may have none, for namespace `number` from now on."""
+        for row in rows:
+            if row in self._sizes:
+                self._count(row, number, self._sizes[row][1])
+
+    def drop(self, rows: list[int]) -> None:
+        """Remove the extra keys of rows, of which some may have none."""
+        for row in rows:
+            if self.by_row.pop(row, None) is not None:
+                del self._kept[row]
+                self._count(row, 0, 0)
+
+    def recover(self, numbers: Sequence[int]) -> None:
+        """Read the extra keys that an earlier process kept, and drop those of free rows. `numbers` has for each row the
+        number of its namespace, or 0 if it is free."""
+        for row, data in list(self._kept.items()):
+            if numbers[row]:
+                self.by_row[row] = unpack_extra_keys(data)
+                self._count(row, numbers[row], len(data))
+            else:
+                del self._kept[row]
 
 
 # ---- Pins

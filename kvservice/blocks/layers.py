@@ -230,7 +230,7 @@ def _hash_blocks(state: BlockState, rows: Int64Array, context_lens: Int32Array) 
         return None
     of_rows, entries, blocks, before = found
     data, size = token_bytes(state.device.token_ids[blocks]), 4 * state.config.block_size
-    known, root, extra_keys = state.device.hashes, state.device.index.root, state.sequences.extra_keys
+    known, root, extra_keys = state.device.hashes, state.device.index.root, state.sequences.extra_keys.by_row
     hashes: list[bytes] = []
     start = 0
     for row, entry, block, previous in zip(of_rows, entries, blocks.tolist(), before, strict=True):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, cast
@@ -17,13 +16,7 @@ import numpy.typing as npt
 from kvservice._ext import StepTables, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
-from kvservice.blocks.kept import (
-    KeptMaps,
-    PinTable,
-    pack_extra_keys,
-    pack_ids,
-    unpack_extra_keys,
-)
+from kvservice.blocks.kept import ExtraKeyTable, KeptMaps, PinTable, pack_ids
 from kvservice.blocks.plans import (
     NO_STEP,
     ArrayMemory,
@@ -42,7 +35,6 @@ from kvservice.errors import (
     InvalidArgumentError,
     KVServiceError,
     QuotaExceededError,
-    ResourceExhaustedError,
     SequenceLostError,
     SequenceSwappedError,
     StaleStepError,
@@ -76,10 +68,6 @@ _KIND_BITS: Final = 2
 # takes over does not know of the first ones.
 NUM_FINISHED: Final = 64
 
-
-# Most bytes of the extra keys that the sequences of a session have together, and those of all sessions.
-MAX_SESSION_KEY_BYTES: Final = 64 << 20
-MAX_KEY_BYTES: Final = 512 << 20
 _ID_BYTES: Final = 8
 
 
@@ -322,12 +310,7 @@ class SequenceSlots:
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
         # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
-        self.extra_keys: dict[int, dict[int, bytes]] = {}
-        self._kept_extra_keys, self._reserve = kept.extra_keys, kept.reserve
-        # The namespace's number and the size of the extra keys of each row that has some, and their sums.
-        self._key_bytes: dict[int, tuple[int, int]] = {}
-        self._session_key_bytes: Counter[int] = Counter()
-        self._num_key_bytes = 0
+        self.extra_keys = ExtraKeyTable(kept)
         self._num_created = 0
         # That of the tenant of the current operation.
         self.quota: TenantQuota | None = None
@@ -387,56 +370,6 @@ class SequenceSlots:
         self._num_created += 1
         return self._num_created << _ORDER_BITS | flags
 
-    def key_bytes(self, rows: Iterable[int]) -> int:
-        """Return how many bytes the extra keys of these rows have, those of each row counted."""
-        sizes = self._key_bytes
-        return sum(sizes[row][1] for row in rows if row in sizes) if sizes else 0
-
-    def require_extra_keys(
-        self, number: int, count: int, num_bytes: int, field: str, *, shared: bool = False, dropped: int = 0
-    ) -> None:
-        """Make room for the extra keys of `count` rows of namespace `number`, of so many bytes together, before an
-        operation changes anything. `shared`: they are those of other rows. `dropped` bytes of others are replaced.
-        Raises QuotaExceededError if the session would have too many, and ResourceExhaustedError."""
-        if self._session_key_bytes[number] + num_bytes - dropped > MAX_SESSION_KEY_BYTES:
-            raise QuotaExceededError(
-                f"the extra keys of the session's sequences would have more than {MAX_SESSION_KEY_BYTES} bytes",
-                field=field, limit="extra_keys", value=MAX_SESSION_KEY_BYTES,
-            )  # fmt: skip
-        if self._num_key_bytes + num_bytes - dropped > MAX_KEY_BYTES:
-            raise ResourceExhaustedError(
-                f"the extra keys of all sequences would have more than {MAX_KEY_BYTES} bytes", field=field
-            )
-        self._reserve(0 if shared else num_bytes, count)
-
-    def set_extra_keys(self, row: int, number: int, by_block: dict[int, bytes], like: int | None = None) -> None:
-        """Set the extra keys of a row of namespace `number`, by block number. Row `like` has the same ones."""
-        packed = pack_extra_keys(by_block) if like is None else self._kept_extra_keys[like]
-        self._kept_extra_keys[row] = packed
-        self.extra_keys[row] = by_block
-        self._count_keys(row, number, len(packed))
-
-    def _count_keys(self, row: int, number: int, num_bytes: int) -> None:
-        before, size = self._key_bytes.pop(row, (number, 0))
-        self._session_key_bytes[before] -= size
-        self._session_key_bytes[number] += num_bytes
-        self._num_key_bytes += num_bytes - size
-        if num_bytes:
-            self._key_bytes[row] = number, num_bytes
-
-    def move_extra_keys(self, rows: list[int], number: int) -> None:
-        """Count the extra keys of rows, of which some may have none, for namespace `number` from now on."""
-        for row in rows:
-            if row in self._key_bytes:
-                self._count_keys(row, number, self._key_bytes[row][1])
-
-    def drop_extra_keys(self, rows: list[int]) -> None:
-        """Remove the extra keys of rows, of which some may have none."""
-        for row in rows:
-            if self.extra_keys.pop(row, None) is not None:
-                del self._kept_extra_keys[row]
-                self._count_keys(row, 0, 0)
-
     def recover(self) -> None:
         """Derive the totals, the free rows and the extra keys from valid states, in which free rows are zero."""
         used = self.states[:, NAMESPACE] != 0
@@ -444,11 +377,7 @@ class SequenceSlots:
         self.num_tokens = int(self.states[used, LENGTH].sum())
         self.num_swapped = int(self.states[used, SWAPPED].sum())
         self._num_created = int(self.states[:, FLAGS].max(initial=0)) >> _ORDER_BITS
-        for row in [row for row in self._kept_extra_keys if not used[row]]:
-            del self._kept_extra_keys[row]
-        self.extra_keys = {row: unpack_extra_keys(data) for row, data in self._kept_extra_keys.items()}
-        for row, data in self._kept_extra_keys.items():
-            self._count_keys(row, int(self.states[row, NAMESPACE]), len(data))
+        self.extra_keys.recover(self.states[:, NAMESPACE].tolist())
 
     def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
         """Make the newest steps of these rows stale."""

@@ -360,7 +360,7 @@ def _save(state: BlockState, namespace: SessionNamespace, sequence_id: int, row:
     blocks = state.sequences.block_tables[row, : (length + state.mask) >> state.shift].astype(np.int64)
     pool = state.swap if swapped else state.device
     tokens = pool.token_ids[blocks].reshape(-1)[:length]
-    extra = dict(state.sequences.extra_keys.get(row, {}))
+    extra = dict(state.sequences.extra_keys.by_row.get(row, {}))
     places = blocks + state.config.num_blocks if swapped else blocks
     return SavedSequence(sequence_id, tokens, extra, states[NUM_COMPUTED], swapped, places)
 
@@ -460,7 +460,7 @@ def _create(
     """Create a sequence. Blocks that another one has got before are shared."""
     state.sequences.require_places(1, "sequences", namespace)  # others may have got them between two slices
     if one.extra:
-        state.sequences.require_extra_keys(namespace.number, 1, extra_keys_bytes(one.extra), "sequences")
+        state.sequences.extra_keys.require(namespace.number, 1, extra_keys_bytes(one.extra), "sequences")
     new = one.blocks[made.block_ids[one.blocks] == _MISSING]
     shared = one.blocks[made.block_ids[one.blocks] != _MISSING]
     pool = state.swap if swapped else state.device
@@ -476,7 +476,7 @@ def _create(
     slots.block_tables[row, : len(blocks)] = blocks
     state.intents.begin_new([row])
     if one.extra:
-        slots.set_extra_keys(row, namespace.number, one.extra)
+        slots.extra_keys.set(row, namespace.number, one.extra)
     namespace.rows[one.sequence_id] = row
     length, made_as = len(one.token_ids), slots.new_flags(0)
     states = (length, one.num_computed, len(blocks), NO_STEP, int(swapped), namespace.number)
@@ -548,8 +548,8 @@ def adopt(state: BlockState, namespace: SessionNamespace, other: SessionNamespac
     namespace.rows.update(other.rows)
     other.rows.clear()
     state.sequences.states[rows, NAMESPACE] = namespace.number
-    if state.sequences.extra_keys:
-        state.sequences.move_extra_keys(rows.tolist(), namespace.number)
+    if state.sequences.extra_keys.by_row:
+        state.sequences.extra_keys.move(rows.tolist(), namespace.number)
     state.counters.swapped_in_sequences += len(names)
 
 

@@ -171,9 +171,10 @@ OF_RECOVERY = {
 +            pass
 """,
     "extra keys that are not kept": """
--        self._kept_extra_keys[row] = packed
+-        self._kept[row] = packed
 @@
--                del self._kept_extra_keys[row]
+-                del self._kept[row]
+                 self._count(row, 0, 0)
 """,
     "sequences that outlive their scheduler": """
 -    _execute(state, namespace, _plan_for(state, sequences), SCHEDULED)

@@ -27,7 +27,7 @@ def test_a_random_session_comes_back_byte_by_byte_after_a_reboot(reboot: Reboot)
         session = life.open("engine", tenant="acme")
         await random_session(life, session, seed)
         expected, tables = await found(life, session), sharing(life, session)
-        keys = {name: life.manager.sequences.extra_keys.get(row) for name, row in session.namespace.rows.items()}
+        keys = {name: life.manager.sequences.extra_keys.by_row.get(row) for name, row in session.namespace.rows.items()}
         response = await detach(life, session)
         assert response.num_sequences == len(expected)
         assert not len(life.sessions)
@@ -42,7 +42,9 @@ def test_a_random_session_comes_back_byte_by_byte_after_a_reboot(reboot: Reboot)
         now = sharing(life, again)
         flat = [(one, other) for a, b in zip(tables, now, strict=True) for one, other in zip(a, b, strict=True)]
         assert len({one for one, _ in flat}) == len(set(flat)), "what was shared is not shared any more"
-        assert keys == {name: life.manager.sequences.extra_keys.get(row) for name, row in again.namespace.rows.items()}
+        assert keys == {
+            name: life.manager.sequences.extra_keys.by_row.get(row) for name, row in again.namespace.rows.items()
+        }
         assert await found(life, again) == expected
         life.manager.check_integrity()
 

@@ -170,7 +170,7 @@ def view(manager: BlockManager, row: int) -> View:
     blocks = state.sequences.block_tables[row, :num_blocks]
     pool = state.swap if swapped else state.device
     num_full = computed // state.config.block_size if state.config.enable_prefix_caching else 0
-    extra = state.sequences.extra_keys.get(row, {})
+    extra = state.sequences.extra_keys.by_row.get(row, {})
     return View(
         tokens=tuple(pool.token_ids[blocks].reshape(-1)[:length].tolist()),
         num_computed=computed,

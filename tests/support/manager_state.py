@@ -36,7 +36,7 @@ def full_state(manager: BlockManager) -> dict[str, Any]:
         "tables": manager.sequences.block_tables.tolist(),
         "states": manager.sequences.states.tolist(),
         "free_rows": list(manager.sequences.free_rows),
-        "extra_keys": dict(manager.sequences.extra_keys),
+        "extra_keys": dict(manager.sequences.extra_keys.by_row),
         "pin_counts": manager.pins.counts.tolist(),
         "deadlines": len(manager.pins.deadlines),
         "spaces": [_space_state(space) for space in sorted(manager.namespaces, key=id)],

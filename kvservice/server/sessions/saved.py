@@ -421,9 +421,9 @@ class DiskSwaps:
                         num_blocks += await self._restore_from(files, name, hidden, wanted)
                 saving.check()
                 slots, keyed = self._manager.sequences, list(hidden.rows.values())
-                if num_bytes := slots.key_bytes(keyed):
+                if num_bytes := slots.extra_keys.num_bytes(keyed):
                     number = session.namespace.number
-                    slots.require_extra_keys(number, len(keyed), num_bytes, "sequence_ids", shared=True)
+                    slots.extra_keys.require(number, len(keyed), num_bytes, "sequence_ids", shared=True)
             except BaseException:
                 await self._give_up(hidden)
                 raise
