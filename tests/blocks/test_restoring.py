@@ -189,7 +189,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_made() -> None:
     assert space.sequence_ids() == [1, 2]
 
 
-def test_others_may_take_the_blocks_between_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "taken", "error"),
+    [
+        pytest.param({"num_blocks": 8}, [50, 51, 52, 53], OutOfBlocksError, id="blocks"),
+        pytest.param({"max_sequences": 4}, [50], QuotaExceededError, id="rows"),
+    ],
+)
+def test_others_may_take_blocks_and_rows_between_two_slices(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int], taken: list[int], error: type[Exception]
+) -> None:
     """Then the restoring fails, and closing the namespace frees what it has made."""
     set_constants(monkeypatch, "kvservice.blocks", SLICE_BLOCKS=2)
 
@@ -198,40 +207,18 @@ def test_others_may_take_the_blocks_between_two_slices(monkeypatch: pytest.Monke
             computed(made, space, name, [name, name + 1, name + 2, name + 3])
 
     tables = tables_of(build)
-    made, space = manager(num_blocks=8)
+    made, space = manager(**options)
     other = made.open_namespace(2)
     slices = made.restore_in_slices(space, tables.saved)
     while not len(space):
         next(slices)
-    made.allocate(other, [AllocationRequest(1, [50, 51, 52, 53])])
-    with pytest.raises(OutOfBlocksError):
+    made.allocate(other, [AllocationRequest(1, taken)])
+    with pytest.raises(error):
         finish(slices)
     made.check_integrity()
     made.close_namespace(space)
     made.check_integrity()
-    assert made.stats().active_blocks == 2
-
-
-def test_others_may_take_the_rows_between_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(monkeypatch, "kvservice.blocks", SLICE_BLOCKS=2)
-
-    def build(made: BlockManager, space: SessionNamespace) -> None:
-        for name in range(4):
-            computed(made, space, name, [name, name + 1, name + 2, name + 3])
-
-    tables = tables_of(build)
-    made, space = manager(max_sequences=4)
-    other = made.open_namespace(2)
-    slices = made.restore_in_slices(space, tables.saved)
-    while not len(space):
-        next(slices)
-    made.allocate(other, [AllocationRequest(1, [50])])
-    with pytest.raises(QuotaExceededError):
-        finish(slices)
-    made.check_integrity()
-    made.close_namespace(space)
-    made.check_integrity()
-    assert made.stats().active_blocks == 1
+    assert made.stats().active_blocks == -(-len(taken) // SIZE)
 
 
 def test_a_namespace_that_is_closed_between_two_slices_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
