@@ -1,4 +1,8 @@
-"""Truncate, free and closing a namespace: operations that give blocks back."""
+"""Truncate, free and closing a namespace: operations that give blocks back.
+
+A table names no block any more before the block's reference is dropped. So an exception in the middle, for example
+because memory is short, may lose blocks and rows until the next restart, but never gives a block to two sequences.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_blocks, counts_for, refuse
 from kvservice.blocks.plans import NO_STEP, Int64Array
+from kvservice.blocks.pool import BlockPool
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows, finish
 from kvservice.blocks.state import (
     DROP,
@@ -53,15 +58,16 @@ def truncate(
         refuse("lengths", kept > states[:, LENGTH], "must not be above the sequence's length")
     num_blocks = (kept + state.mask) >> state.shift
     check_request_blocks(state.config, int((states[:, NUM_BLOCKS] - num_blocks).sum()), "sequence_ids")
+    entries, blocks = state.sequences.table_entries(rows, num_blocks)
+    changed = np.stack((kept, np.minimum(kept, states[:, NUM_COMPUTED]), num_blocks), axis=1)
+    num_removed = int((states[:, LENGTH] - kept).sum())
     state.intents.begin(RESTORE, rows)
     state.sequences.end_steps(namespace, rows)
-    state.device.decref_entries(*state.sequences.table_entries(rows, num_blocks))
+    state.sequences.states[rows, LENGTH : NUM_BLOCKS + 1] = changed
+    state.sequences.num_tokens -= num_removed
+    state.device.decref_entries(entries, blocks)
     if unindex:
         _unindex_cut_blocks(state, rows, kept)
-    state.sequences.states[rows, LENGTH] = kept
-    state.sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
-    state.sequences.states[rows, NUM_BLOCKS] = num_blocks
-    state.sequences.num_tokens -= int((states[:, LENGTH] - kept).sum())
 
 
 def _unindex_cut_blocks(state: BlockState, rows: Int64Array, kept: Int64Array) -> None:
@@ -152,38 +158,39 @@ def _free_rows(state: BlockState, rows: Int64Array) -> None:
     if len(rows) == 1:
         _free_row(state, rows.item())
         return
-    state.sequences.num_tokens -= int(state.sequences.states[rows, LENGTH].sum())
-    resident = rows
-    if state.sequences.num_swapped:
-        swapped = state.sequences.states[rows, SWAPPED] != 0
+    sequences, free = state.sequences, rows.tolist()
+    num_tokens = int(sequences.states[rows, LENGTH].sum())
+    resident, gone = rows, rows[:0]
+    if sequences.num_swapped:
+        swapped = sequences.states[rows, SWAPPED] != 0
         resident, gone = rows[~swapped], rows[swapped]
-        state.sequences.num_swapped -= len(gone)
-        if len(gone):
-            state.swap.decref_entries(*state.sequences.table_entries(gone))
-    if len(resident):
-        state.device.decref_entries(*state.sequences.table_entries(resident))
-    state.sequences.states[rows] = 0
-    free = rows.tolist()
-    if state.sequences.extra_keys.by_row:
-        state.sequences.extra_keys.drop(free)
-    if state.sequences.ending:
-        state.sequences.ending.difference_update(free)
-    state.sequences.free_rows.extend(free)
+    tiers: tuple[tuple[BlockPool, Int64Array], ...] = (state.swap, gone), (state.device, resident)
+    held = [(pool, *sequences.table_entries(some)) for pool, some in tiers if len(some)]
+    sequences.num_tokens -= num_tokens
+    sequences.num_swapped -= len(gone)
+    sequences.states[rows] = 0
+    if sequences.extra_keys.by_row:
+        sequences.extra_keys.drop(free)
+    if sequences.ending:
+        sequences.ending.difference_update(free)
+    sequences.free_rows.extend(free)
+    for pool, entries, blocks in held:
+        pool.decref_entries(entries, blocks)
 
 
 def _free_row(state: BlockState, row: int) -> None:
     """Do as `_free_rows` for a single row, with few calls of NumPy."""
     sequences = state.sequences
     length, _, num_blocks, _, swapped, *_ = sequences.items[row * STATE_COLUMNS : (row + 1) * STATE_COLUMNS]
+    blocks = sequences.block_tables[row, :num_blocks].astype(np.int64)
     sequences.num_tokens -= length
     sequences.num_swapped -= swapped
-    blocks = sequences.block_tables[row, :num_blocks].astype(np.int64)
-    (state.swap if swapped else state.device).decref(blocks[::-1])
     sequences.states[row] = 0
     if row in sequences.extra_keys.by_row:
         sequences.extra_keys.drop([row])
     sequences.ending.discard(row)
     sequences.free_rows.append(row)
+    (state.swap if swapped else state.device).decref(blocks[::-1])
 
 
 def close_namespace(state: BlockState, namespace: SessionNamespace) -> int:

@@ -78,7 +78,8 @@ OF_MACHINE = {
 -    device.remove_from_index(copies.unindexed)
 """,
     "truncate that keeps what was computed": """
--    state.sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
+-    changed = np.stack((kept, np.minimum(kept, states[:, NUM_COMPUTED]), num_blocks), axis=1)
++    changed = np.stack((kept, states[:, NUM_COMPUTED], num_blocks), axis=1)
 """,
     "swap-in that takes any block for found": """
 -    found = np.array([find(hashes[block] or b"", _MISSING) for block in group.blocks.tolist()], np.int64)
