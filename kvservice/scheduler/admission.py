@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -360,7 +361,8 @@ class Admission:
         """Allocate the sequences of picked requests, and give them their first chunks."""
         shift = self._blocks_config.block_shift
         started = self._allocate(picked, draft)
-        for i, (state, new) in enumerate(started, start=1):
+        left = Counter(state.group for state, _ in started)
+        for state, new in started:
             num_cached = len(new.found) << shift
             self._queues.counters.count_admission(state, num_cached)
             state.preempted = False
@@ -368,8 +370,8 @@ class Admission:
             state.blocks = new.required
             draft.needed += new.required - new.num_blocks
             self._queues.start_prefill(state)
-            others = sum(other.group is state.group for other, _ in started[i:])  # each of the beams gets a token
-            draft.add_chunk(state, self._config.long_prefill_tokens, others)
+            left[state.group] -= 1  # each of the beams that follow gets a token
+            draft.add_chunk(state, self._config.long_prefill_tokens, left[state.group])
 
     def _allocate(
         self, picked: list[tuple[RequestState, FoundPrompt]], draft: Draft

@@ -91,15 +91,17 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that is in the queue."""
+        removed = self.discard(state)
+        assert removed, "every waiting request is at its rank"
+
+    def discard(self, state: RequestState) -> bool:
+        """Remove a request if it is in the queue. Of beams, only the first is. Returns whether it was."""
         found = self._find(state)
-        assert found is not None, "every waiting request is at its rank"
+        if found is None:
+            return False
         waiting, at = found
         self.num_samples -= waiting.pop(at).num_samples
-
-    def discard(self, state: RequestState) -> None:
-        """Remove a request if it is in the queue. Of beams, only the first is."""
-        if state in self:
-            self.remove(state)
+        return True
 
     def oldest_arrival_s(self) -> float:
         """Return the earliest arrival of the requests that are not refused, of which there is one."""
