@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvservice import _ext
 from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
 from kvservice.client.store.values import KEY_BYTES, Keys, key_bytes, num_keys, some_keys
 from kvservice.errors import InvalidArgumentError, KVServiceError
@@ -334,8 +333,7 @@ class EngineBlocks:
             if self._store.memory is not memory:  # that of another process of the daemon
                 memory, slab = self._store.memory, 0
             if memory is not None and memory.writable and slab < memory.num_slabs and memory.has_slab(slab):
-                failed = _ext.populate(memory.address + slab * memory.slab_bytes, memory.slab_bytes)
-                slab, pause_s = (memory.num_slabs, _LOOK_S) if failed else (slab + 1, 0.0)
+                slab, pause_s = (slab + 1, 0.0) if memory.map_slab(slab) else (memory.num_slabs, _LOOK_S)
 
     def _save_part(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
         stored: Flags = self._store.lookup(keys, counted=False, timeout_s=self._lookup_timeout_s).found

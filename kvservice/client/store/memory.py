@@ -187,6 +187,11 @@ class MappedStore:
         place = slab * self.slab_bytes + STRIDE_BYTE
         return not self._growing or bool(self._bytes[place : place + 4].any())
 
+    def map_slab(self, slab: int) -> bool:
+        """Let the kernel map a slab that is there, before it is first touched. Returns False if the kernel is too old.
+        The mapping is for writing. For any thread; it does not hold the interpreter lock."""
+        return not _ext.populate(self.address + slab * self.slab_bytes, self.slab_bytes)
+
     @property
     def tells_all(self) -> bool:
         """Whether a block that `find` does not find is nowhere: there are no tiers below this memory."""
