@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 #                 └▶ a token is set: bearer, cookie, or /?token= once ──▶ app
 #                 └▶ none, on loopback: Host names this machine ────────▶ app
 #                 └▶ none, off loopback ────────────────────────────────▶ 403
+#
+# The path is the scope's, by which the app routes, and never that of `request.url`: some versions of Starlette build
+# the URL from the Host header, so that a client chooses what it says.
 
 # DNS rebinding: a page of another site whose name resolves to 127.0.0.1 still sends that name as Host.
 _THIS_MACHINE: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
@@ -82,7 +85,7 @@ class Refusals:
         self._log = LogBudget(logger)
 
     def add(self, request: HTTPConnection, status: int) -> None:
-        target = "metrics" if request.url.path == _METRICS_PATH else "page"
+        target = "metrics" if request.scope["path"] == _METRICS_PATH else "page"
         self.counts[target] += 1
         peer = request.client.host if request.client else "a client"
         self._log.write(logging.WARNING, "HTTP: %s refused to %s with %d", target, peer, status)
@@ -120,7 +123,7 @@ class Guard:
         """Return the response that refuses or redirects a request, or None if the request has access."""
         if method != "GET":
             return refusal(405, "only GET is served", Allow="GET")
-        if request.url.path == _METRICS_PATH:
+        if request.scope["path"] == _METRICS_PATH:
             if not self._options.metrics_token or _presents(request, self._options.metrics_token):
                 return None
             return _unknown("send the header Authorization: Bearer TOKEN")
@@ -134,10 +137,10 @@ class Guard:
 
     def _token_answer(self, request: HTTPConnection) -> Response | None:
         name = _cookie_name(request)
-        presented = request.query_params.get("token", "") if request.url.path == "/" else ""
+        presented = request.query_params.get("token", "") if request.scope["path"] == "/" else ""
         if presented and _same(presented, self._options.token):
             answer = RedirectResponse("/", 303)
-            encrypted = request.url.scheme == "https"
+            encrypted = request.scope["scheme"] == "https"
             answer.set_cookie(
                 name, self._cookie, max_age=_COOKIE_AGE_S, httponly=True, samesite="strict", secure=encrypted
             )

@@ -11,6 +11,8 @@ import pytest
 from each_row import each_row
 from http_app import Answer, request, serving
 from page_pool import PagePool
+from starlette.datastructures import URL
+from starlette.requests import HTTPConnection
 
 from kvservice.observer.views import Views
 from kvservice.observer.web_api import HttpOptions, Refusals, make_app
@@ -92,6 +94,27 @@ def test_off_loopback_nothing_is_shown_without_a_token(views: Views) -> None:
                 answer = request(port, path)
                 assert answer.status == 403
                 assert b"http_token" in answer.body
+
+
+def test_the_host_header_does_not_say_what_the_path_is(views: Views, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of Starlette build `url` from the Host header. This is what they make of it."""
+    url = URL("https://x/metrics?/api/search")
+    monkeypatch.setattr(HTTPConnection, "url", property(lambda _: url))
+    before = REFUSALS.counts.copy()
+    with each_row() as row:
+        for loopback, token, status in ((False, "", 403), (True, "", 403), (False, TOKEN, 401), (True, TOKEN, 401)):
+            with row((loopback, token)), page(views, loopback=loopback, token=token) as port:
+                for path in GUARDED:
+                    assert request(port, path, Host="x/metrics?").status == status, path
+                assert request(port, "/metrics", Host="x/metrics?").status == 200
+    assert REFUSALS.counts == {"metrics": before["metrics"], "page": before["page"] + 4 * len(GUARDED)}
+
+
+def test_the_host_header_does_not_say_where_the_token_is(with_token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TOKEN.replace(";", "%3B").replace('"', "%22").replace("=", "%3D")
+    monkeypatch.setattr(HTTPConnection, "url", property(lambda _: URL("https://x/")))
+    assert request(with_token, f"/api/blocks?token={right}", Host="x/?").status == 401
+    assert "secure" not in request(with_token, f"/?token={right}").headers["set-cookie"].lower(), "it came unencrypted"
 
 
 def test_metrics_are_open(views: Views) -> None:
