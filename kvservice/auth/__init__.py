@@ -8,11 +8,12 @@ reloading     a value that is read again when its files change
 
 from kvservice.auth.certificates import CertificateFiles, Certificates
 from kvservice.auth.client import ClientCredentials, TLSConfig, is_loopback
-from kvservice.auth.reloading import Reloading, open_regular
+from kvservice.auth.reloading import NUM_LOOKS, Reloading, open_regular
 from kvservice.auth.tokens import CALLER, UNNAMED, Identity, Tokens, add_token, new_token, remove_token
 
 __all__ = [
     "CALLER",
+    "NUM_LOOKS",
     "UNNAMED",
     "CertificateFiles",
     "Certificates",

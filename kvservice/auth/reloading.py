@@ -8,13 +8,16 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import BinaryIO, Final, Generic, TypeVar
 
 from kvservice.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Changed files are used when so many reloads in a row have found the same version of them.
+NUM_LOOKS: Final = 3
 
 
 def open_regular(file: Path) -> BinaryIO:
@@ -33,6 +36,9 @@ class Reloading(Generic[T]):
 
     `read` raises InvalidArgumentError for files that are missing, incomplete, or inconsistent with each other. The
     constructor propagates that error; `reload` logs it and keeps the value.
+
+    A file that is written in place can be valid when half of it is there. So changed files are used when they have
+    stayed the same for NUM_LOOKS reloads in a row, and while they are read.
     """
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T], reader: str = "gRPC") -> None:
@@ -42,20 +48,27 @@ class Reloading(Generic[T]):
         self._read = read
         # Versions of the files that gave the value. They are taken before the files are read, so that the next reload
         # sees a change in between.
-        self._versions = self._current_versions()
+        self._versions = self._seen = self._current_versions()
+        # How many reloads in a row have found the versions `_seen`.
+        self._num_looks = 0
         self.value = read()
         # The last error that was logged, so that a repeated one is not logged again.
         self._logged = ""
 
     def reload(self) -> bool:
-        """Read the files again if one has changed since the last read. Returns whether there is a new value."""
+        """Read the files again if they have changed, and not lately. Returns whether there is a new value. Reloads are
+        a second or so apart."""
         versions = self._current_versions()
+        self._num_looks = self._num_looks + 1 if versions == self._seen else 1
+        self._seen = versions
         if versions == self._versions:
             self._logged = ""
             return False
+        if self._num_looks < NUM_LOOKS:
+            return False
         names = ", ".join(map(str, self._files))
         try:
-            self.value = self._read()
+            value = self._read()
         except InvalidArgumentError as error:
             # The next reload tries again, because the cause may be a temporary shortage of the system.
             if str(error) != self._logged:
@@ -67,7 +80,9 @@ class Reloading(Generic[T]):
                 )
             self._logged = str(error)
             return False
-        self._versions, self._logged = versions, ""
+        if self._current_versions() != versions:  # somebody began to write while they were read
+            return False
+        self.value, self._versions, self._logged = value, versions, ""
         logger.info("%s changed and is in use by %s", names, self._reader)
         return True
 

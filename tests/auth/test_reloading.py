@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import Authority, encrypted
 from each_row import each_row
 
-from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
+from kvservice.auth import NUM_LOOKS, CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.errors import InvalidArgumentError
 
 AUTHORITY = Authority()
@@ -31,6 +32,13 @@ def files(tmp_path: Path) -> CertificateFiles:
 @pytest.fixture
 def reloading(files: CertificateFiles) -> Reloading[Certificates]:
     return Reloading(files.paths, lambda: Certificates.read(files))
+
+
+def reloaded(*all_of: Reloading[Any]) -> bool:
+    """Reload until the change has been there for long enough to be used."""
+    for _ in range(NUM_LOOKS - 1):
+        assert [one.reload() for one in all_of] == [False] * len(all_of)
+    return [one.reload() for one in all_of] == [True] * len(all_of)
 
 
 def test_certificate_key_and_authority_are_read(files: CertificateFiles) -> None:
@@ -79,7 +87,7 @@ def test_what_cannot_be_used_is_refused_and_later_kept_out(tmp_path: Path, caplo
                 assert said in str(caught.value)
                 before = reloading.value
                 caplog.clear()
-                assert not reloading.reload()
+                assert not reloaded(reloading)
                 assert reloading.value is before
                 (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
                 assert str(file) in line.getMessage()
@@ -92,11 +100,11 @@ def test_a_new_certificate_is_taken_when_its_key_is_there(
 ) -> None:
     assert not reloading.reload()
     files.cert.write_bytes(SECOND.cert)
-    assert not reloading.reload()
+    assert not reloaded(reloading)
     assert reloading.value.cert == FIRST.cert
     files.key.write_bytes(SECOND.key)
     with caplog.at_level(logging.INFO):
-        assert reloading.reload()
+        assert reloaded(reloading)
     assert reloading.value == Certificates(SECOND.cert, SECOND.key, AUTHORITY.cert)
     assert "in use" in caplog.messages[-1]
     assert not reloading.reload()
@@ -114,7 +122,7 @@ def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
     reloading = Reloading(files.paths, lambda: Certificates.read(files))
     (tmp_path / "next").symlink_to("new")
     os.replace(tmp_path / "next", link)
-    assert reloading.reload()
+    assert reloaded(reloading)
     assert reloading.value.cert == SECOND.cert
 
 
@@ -131,7 +139,7 @@ def test_a_failure_that_passes_by_itself_is_tried_again(tmp_path: Path, caplog: 
     reloading = Reloading([file], read)
     file.write_text("the second")
     short = True
-    for _ in range(3):
+    for _ in range(NUM_LOOKS + 2):
         assert not reloading.reload()
     assert len(caplog.records) == 1
     short = False
@@ -145,7 +153,7 @@ def test_the_log_says_which_process_uses_the_files(tmp_path: Path, caplog: pytes
     file.write_text("first")
     both = [Reloading([file], file.read_text), Reloading([file], file.read_text, "HTTP")]
     file.write_text("the second")
-    assert all(reloading.reload() for reloading in both)
+    assert reloaded(*both)
     expected = [f"{file} changed and is in use by gRPC", f"{file} changed and is in use by HTTP"]
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -162,8 +170,60 @@ def test_a_change_while_the_files_are_read_is_seen_next_time(tmp_path: Path) -> 
 
     reloading = Reloading([file], read)
     assert reloading.value == "first"
-    assert reloading.reload()
+    assert reloaded(reloading)
     assert reloading.value.startswith("second")
+
+
+def test_a_file_that_is_being_written_is_not_used(tmp_path: Path) -> None:
+    """Each part would be valid. The file that stays the same for some reloads is used."""
+    file = tmp_path / "value"
+    file.write_text("one two three")
+    reloading = Reloading([file], file.read_text)
+    with file.open("w") as writer:
+        for part in ("", "four ", "five ", "six"):
+            writer.write(part)
+            writer.flush()
+            for _ in range(NUM_LOOKS - 1):
+                assert not reloading.reload()
+            assert reloading.value == "one two three"
+    assert reloading.reload()
+    assert reloading.value == "four five six"
+    assert not reloading.reload()
+
+
+def test_a_write_that_begins_while_the_file_is_read_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "value"
+    file.write_text("old")
+    begins = False
+
+    def read() -> str:
+        if begins:
+            file.write_text("half of")
+        return file.read_text()
+
+    reloading = Reloading([file], read)
+    file.write_text("what was new")
+    for _ in range(NUM_LOOKS - 1):
+        assert not reloading.reload()
+    begins = True
+    assert not reloading.reload()
+    begins = False
+    file.write_text("half of what is newest")
+    assert reloading.value == "old"
+    assert reloaded(reloading)
+    assert reloading.value == "half of what is newest"
+
+
+def test_what_was_there_before_the_write_is_no_change(tmp_path: Path) -> None:
+    file, kept = tmp_path / "value", tmp_path / "kept"
+    file.write_text("old")
+    reloading = Reloading([file], file.read_text)
+    file.rename(kept)
+    file.write_text("new")
+    assert not reloading.reload()
+    kept.replace(file)
+    assert not reloaded(reloading)
+    assert reloading.value == "old"
 
 
 def test_which_hosts_are_loopback() -> None:
