@@ -318,8 +318,10 @@ class Tenants:
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises InvalidArgumentError naming the file and the key that is wrong."""
         self._clock = clock
-        # The calls that each tenant may make now, and the time of its last one.
-        self._calls_left: dict[str, tuple[float, float]] = {}
+        # How many of the calls that may come at once each tenant has used, and the time of its last one; the same of
+        # the streams that attach.
+        self._calls_used: dict[str, tuple[float, float]] = {}
+        self._attaches_used: dict[str, tuple[float, float]] = {}
         # Open streams of events by tenant.
         self.event_streams: Counter[str] = Counter()
         # Calls over a quota, by tenant and by the quota's name without max_.
@@ -403,7 +405,18 @@ class Tenants:
         if caller is None or caller.roles.isdisjoint(roles) or tenant not in (None, caller.tenant.name):
             self.check(roles, tenant)
         elif (rate := caller.tenant.quotas.calls_per_s) is not None:
-            self._count_call(caller.tenant.name, rate)
+            self._count(self._calls_used, caller.tenant.name, rate, rate)
+
+    def admit_attach(self, num_sessions: Callable[[str], int]) -> None:
+        """Raise PermissionDeniedError unless the caller is an engine, and QuotaExceededError if streams of its tenant
+        attach more than calls_per_s times a second.
+
+        They count apart from calls, and as many as the tenant has sessions (`num_sessions`) may come at once. So all
+        sessions come back when the daemon has restarted, which their clients cannot spread over time."""
+        self.check(ENGINES)
+        tenant = self.caller().tenant
+        if (rate := tenant.quotas.calls_per_s) is not None:
+            self._count(self._attaches_used, tenant.name, rate, max(rate, num_sessions(tenant.name)))
 
     def check(self, roles: Roles, tenant: str | None = None) -> None:
         """Raise PermissionDeniedError unless the caller has one of these roles, and belongs to `tenant` if that is
@@ -415,25 +428,26 @@ class Tenants:
         if tenant is not None and tenant != caller.tenant.name:
             raise PermissionDeniedError("the session is another tenant's now", tenant=caller.tenant.name)
 
-    def _count_call(self, tenant: str, rate: float) -> None:
-        now, most = self._clock(), max(rate, 1.0)
-        left, before = self._calls_left.get(tenant, (most, now))
-        left = min(most, left + (now - before) * rate)
-        self._calls_left[tenant] = left - 1 if left >= 1 else left, now
-        if left < 1:
-            retry_ms = math.ceil((1 - left) / rate * 1000)
+    def _count(self, used: dict[str, tuple[float, float]], tenant: str, rate: float, most: float) -> None:
+        """Count one more in `used`, of which `most` may come at once, and `rate` in each second after."""
+        now = self._clock()
+        count = self._used_lately(used, tenant, rate) + 1
+        if count > most:
+            retry_ms = math.ceil((count - most) / rate * 1000)
             raise QuotaExceededError(
                 f"tenant {tenant} makes more than calls_per_s {rate:g}; the next one is in {retry_ms} ms",
                 tenant=tenant, limit="calls_per_s", value=f"{rate:g}", retry_ms=retry_ms,
             )  # fmt: skip
+        used[tenant] = count, now
+
+    def _used_lately(self, used: Mapping[str, tuple[float, float]], tenant: str, rate: float) -> float:
+        count, before = used.get(tenant, (0.0, 0.0))
+        return max(0.0, count - (self._clock() - before) * rate)
 
     def calls_lately(self, tenant: Tenant) -> float:
         """Return how many of the calls of a second the tenant has made, 0 if it may make any number."""
         rate = tenant.quotas.calls_per_s
-        if rate is None or (found := self._calls_left.get(tenant.name)) is None:
-            return 0.0
-        left, before = found
-        return max(0.0, max(rate, 1.0) - left - (self._clock() - before) * rate)
+        return 0.0 if rate is None else self._used_lately(self._calls_used, tenant.name, rate)
 
     def note_refusal(self, error: QuotaExceededError) -> None:
         """Count a call that was refused, if it was over a tenant's quota, or over that of tenants who share."""

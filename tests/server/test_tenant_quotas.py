@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import grpc
+import numpy as np
 import pytest
 from daemon_lives import Life, end_stream, finish
+from grpc_status import rpc_status
 from kept_files import HeldFiles
 from raw_store import identity, keys
+from raw_wire import refusal
+from scraping import scrape, value
+from secure_daemon import secured, with_token
 from sleeping import detach, resume, settle
 from tenant_rig import FILE, TOKENS, cached, calling, in_loop, tenant_options, written
 
+from kvservice.client import KVClient
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, PermissionDeniedError, QuotaExceededError
 from kvservice.server.tenants import EVERYONE, Tenants
-from kvservice.v1 import blocks_pb2, pool_pb2, regions_pb2, scheduler_pb2, session_pb2, store_pb2
+from kvservice.v1 import blocks_pb2, events_pb2, pool_pb2, regions_pb2, scheduler_pb2, session_pb2, store_pb2
 
 
 @pytest.fixture
@@ -330,6 +337,88 @@ def test_calls_a_second(tmp_path: Path, clock: Any) -> None:
     assert accepted("alice", 5) == 1
     clock.advance(60)
     assert accepted("alice", 9) == 8
+
+
+def test_streams_that_attach_count_apart_from_calls(tmp_path: Path, clock: Any) -> None:
+    """As many as the tenant has sessions may come at once, also right after these sessions were opened."""
+    tenants = Tenants(written(tmp_path, FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 8.0')), clock.time)
+    num_sessions = 2
+
+    def accepted(name: str, count: int) -> int:
+        done = 0
+        with calling(name), contextlib.suppress(QuotaExceededError):
+            for _ in range(count):
+                tenants.admit_attach({"red": num_sessions}.__getitem__)
+                done += 1
+        return done
+
+    assert accepted("alice", 20) == 8
+    with calling("alice"):
+        for _ in range(8):
+            tenants.admit(EVERYONE, None)
+    with calling("alice"), pytest.raises(QuotaExceededError) as caught:
+        tenants.admit_attach({"red": num_sessions}.__getitem__)
+    assert caught.value.metadata == {"tenant": "red", "limit": "calls_per_s", "value": "8", "retry_ms": "125"}
+    assert accepted("bob", 20) == 20, "it has no quota"
+    with calling("grafana"), pytest.raises(PermissionDeniedError):
+        tenants.admit_attach({"red": num_sessions}.__getitem__)
+    clock.advance(1)
+    num_sessions = 100
+    assert accepted("alice", 200) == 100
+    clock.advance(2)
+    assert accepted("alice", 200) == 16
+
+
+def test_attaches_and_event_streams_over_the_quota_of_calls(tmp_path: Path, raw: Any) -> None:
+    text = FILE.replace('["alice"]', '["alice"]\nshares_with = ["blue"]\ncalls_per_s = 8')
+    file = written(tmp_path, text.replace('admins = ["ops"]', 'shares_with = ["red"]'))
+    with (
+        secured(tmp_path, tls=False, tenants=file) as running,
+        grpc.insecure_channel(running.address) as plain,
+        KVClient(running.address, token=running.tokens["bob"]) as bob,
+        bob.session() as session,
+    ):
+        keys, values = np.ones((2, 2, len(TOKENS), 2, 32), np.float32)
+        session.open_step([session.allocate(TOKENS)]).write(keys, values)  # an event for subscribers
+        wire = raw.Wire(with_token(plain, running.tokens["alice"]))
+        token = wire.unary("open", session_pb2.OpenRequest()).session_token
+
+        def attach() -> str:
+            stream = wire.stream()
+            reply = stream.attach(token)
+            stream.cancel()
+            return str(refusal(reply.error).reason)
+
+        def subscribe() -> str:
+            events = wire.methods["subscribe"](events_pb2.SubscribeRequest(start_number=1), timeout=20)
+            try:
+                next(events)
+            except grpc.RpcError as error:
+                return str(refusal(rpc_status.from_call(cast(Any, error))).reason)
+            events.cancel()
+            return ""
+
+        for make in (attach, subscribe):
+            assert make() == ""
+            assert any(make() == "QUOTA_EXCEEDED" for _ in range(1000)), make  # in less than two minutes
+        refused = scrape(running.http_port)
+        assert value(refused, "kvservice_tenant_refused_calls_total", tenant="red", limit="calls_per_s") == 2
+
+
+def test_sessions_of_a_process_before_come_back_at_once(options: dict[str, Any], clock: Any) -> None:
+    """Their clients all come when the daemon has restarted, in which a second's calls would not be enough."""
+    held = HeldFiles()
+    Path(options["tenants"]).write_text(FILE.replace('["alice"]', '["alice"]\ncalls_per_s = 8'))
+    first = Life(held, clock, **options)
+    with calling("alice"):
+        tokens = [first.open().token for _ in range(30)]
+    first.end()
+    second = Life(held, clock, **options)
+    with calling("alice"):
+        for token in tokens:
+            second.dispatcher.admit_attach()
+            second.attach(token, reconnects=True)
+    second.kill()
 
 
 @in_loop

@@ -57,7 +57,7 @@ from kvservice.server.rpc.limits import (
 )
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
-from kvservice.server.tenants import ENGINES, EVERYONE, Roles, Tenants
+from kvservice.server.tenants import EVERYONE, Tenants
 from kvservice.telemetry.tables import CallTable
 from kvservice.v1 import host_pb2, regions_pb2, session_pb2, store_pb2, tensor_pb2
 from kvservice.wire.status import to_status
@@ -167,7 +167,7 @@ class Services:
                 with self._slots.of_peer("event stream", context.peer()):
                     self._callers.admit(context)
                     check_accepted(request)
-                    self._dispatcher.check_role(EVERYONE)
+                    self._dispatcher.admit_subscriber()
                     with self._dispatcher.noting_refusals(), self._sessions.event_stream():
                         domain = self._dispatcher.event_domain
                         async with contextlib.aclosing(self._events.subscribe(request, domain)) as messages:
@@ -350,8 +350,8 @@ class Stream:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._callers.check(CALLER.get())
-        self._dispatcher.check_role(ENGINES)
         self._dispatcher.refuse_new_work()
+        self._dispatcher.admit_attach()
         restoring = None if request.reconnects else self._sessions.restoring(request.session_token)
         if restoring is not None:
             self._expect_no_attach()
@@ -469,11 +469,17 @@ class Dispatcher:
         session = session or self._sessions.find(request.session_token)
         return session is not None and request.request_id in session.replies
 
-    def check_role(self, roles: Roles, session: ServerSession | None = None) -> None:
-        """Raise PermissionDeniedError unless the caller has one of these roles, and still belongs to the tenant of the
-        stream's session."""
+    def admit_subscriber(self) -> None:
+        """Count a stream of events as a call. Raises PermissionDeniedError, QuotaExceededError."""
         if self._tenants is not None:
-            self._tenants.check(roles, None if session is None else session.tenant)
+            with self.noting_refusals():
+                self._tenants.admit(EVERYONE, None)
+
+    def admit_attach(self) -> None:
+        """Count a stream that attaches. Raises PermissionDeniedError, QuotaExceededError."""
+        if self._tenants is not None:
+            with self.noting_refusals():
+                self._tenants.admit_attach(self._sessions.num_sessions)
 
     def event_domain(self) -> str | None:
         """Return the domain of tenants whose events the caller may see now, None for all. Raises

@@ -320,6 +320,10 @@ class SessionRegistry:
         name = caller.tenant.name
         return ShownPart(name, [one.session_id for one in self if one.tenant == name])
 
+    def num_sessions(self, tenant: str) -> int:
+        use = self._uses.get(tenant)
+        return 0 if use is None else use.sessions
+
     def tenant_uses(self) -> dict[str, list[QuotaUse]]:
         """Return what each tenant uses of its quotas, in the order of TENANT_LIMITS. Empty without tenants."""
         if self._tenants is None:
