@@ -214,6 +214,20 @@ def test_a_stranger_gets_nothing_and_is_named_once(
     ) == 1
 
 
+def test_a_user_of_too_many_groups_cannot_fill_the_log(
+    scenario: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def peer_of(_: socket.socket) -> Any:
+        raise OSError("Numerical result out of range")
+
+    async def body(_: FdServer, where: str) -> None:
+        for _attempt in range(50):
+            assert await is_closed(await connect(where))
+
+    scenario(body, peer_of=peer_of)
+    assert 0 < len([record for record in caplog.records if "out of range" in record.getMessage()]) <= 20
+
+
 def test_a_sessions_token_says_whose_it_is(scenario: Scenario) -> None:
     async def body(_: FdServer, where: str) -> None:
         assert await asyncio.to_thread(fd_socket.introduce, where, SESSION_TOKEN) == INTRODUCED

@@ -32,6 +32,7 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     StoreNotSharedError,
 )
+from kvservice.logs import LogBudget
 from kvservice.server.loop import Clock
 from kvservice.server.memory.budget import SpareDescriptor
 
@@ -118,6 +119,7 @@ class FdServer:
         # The connections that have not sent a token, by user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
         self._refused_uids: set[int] = set()
+        self._log = LogBudget(logger)
         self._spare = SpareDescriptor()
         # False after a failed accept, so that a series of failures is logged once.
         self._accepts = True
@@ -184,7 +186,7 @@ class FdServer:
         try:
             peer = self._peer_of(connection)
         except OSError as error:
-            logger.warning("a user is not handed anything: %s", error)
+            self._log.write(logging.WARNING, "a user is not handed anything: %s", error)
             connection.close()
             return
         if peer.uid not in self._uids:
