@@ -209,11 +209,13 @@ class ServeConfig(BaseModel):
     )
     http_token: str = Field(
         "",
+        repr=False,
         description="Token that a browser presents for the page, 16 to 256 characters. Off the loopback "
         "interface there is no page without it. Do not set it on the command line, where others can read it.",
     )
     metrics_token: str = Field(
         "",
+        repr=False,
         description="Bearer token that a scraper presents for /metrics, 16 to 256 characters. Empty: it needs none. Do "
         "not set it on the command line, where others can read it.",
     )

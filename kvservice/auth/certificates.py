@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvservice.auth.reloading import open_regular
@@ -34,7 +34,7 @@ class Certificates:
     """Contents of the files, in PEM. `key` matches `cert`. `client_ca` is b"" if there is none."""
 
     cert: bytes
-    key: bytes
+    key: bytes = field(repr=False)
     client_ca: bytes = b""
 
     @classmethod

@@ -215,7 +215,7 @@ class Past:
     `next_id` is above the ids of all its requests, also of those that are returned.
     """
 
-    token: bytes | None = None
+    token: bytes | None = field(default=None, repr=False)
     model: str = ""
     prompts: dict[int, Prompt] = field(default_factory=dict)
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class ConnectorOptions:
 
     address: str
     """The address of the daemon, the same for all processes of the engine."""
-    token: str = ""
+    token: str = dataclasses.field(default="", repr=False)
     """A file with the client's token."""
     tenant: str = ""
     """The tenant of the sessions. Tenants share no blocks."""

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,8 +73,8 @@ class HttpOptions:
     and Prometheus `metrics_token`; an empty token is not required."""
 
     loopback: bool
-    token: str = ""
-    metrics_token: str = ""
+    token: str = field(default="", repr=False)
+    metrics_token: str = field(default="", repr=False)
 
 
 class Refusals:

@@ -48,7 +48,7 @@ class SessionValues:
     name: str
     tenant: str
     owner: str
-    credential: str
+    credential: str = field(repr=False)
     wait_s: float
     hashed_with: str = ""
     on_disk: dict[str, dict[str, list[int]]] = field(default_factory=dict)

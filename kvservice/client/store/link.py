@@ -279,7 +279,7 @@ class StoreLink:
 
     info: PoolInfo
     connection: SessionConnection
-    token: bytes
+    token: bytes = field(repr=False)
     namespace_id: int
     block_bytes: int
     regions: RegionTable

@@ -37,11 +37,11 @@ class SessionRecord:
     """
 
     session_id: int
-    token: bytes
+    token: bytes = field(repr=False)
     name: str
     tenant: str
     owner: str
-    credential: bytes
+    credential: bytes = field(repr=False)
     wait_s: float
     holder: int | None
     waits_until: float | None
@@ -105,7 +105,7 @@ class SaveInProgress:
 @dataclass(eq=False)
 class ServerSession:
     session_id: int
-    token: bytes
+    token: bytes = field(repr=False)
     name: str
     tenant: str
     # The tenant as the daemon's configuration describes it now.
