@@ -134,6 +134,11 @@ class SessionFiles:
         """Return whether there is a file for the session with this token."""
         return self.files.find(name_of(token)) is not None
 
+    def tenant_of(self, token: bytes) -> str:
+        """Return the tenant of a session's file, or an empty string if it is unknown."""
+        entry = self.files.entry(name_of(token))
+        return "" if entry is None else entry.tenant
+
     async def open(self, token: bytes) -> OpenedSession | None:
         """Open the file of a session and read its manifest. Returns None if there is none. Raises
         SessionNotRestoredError and DiskFailedError."""

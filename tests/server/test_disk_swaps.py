@@ -13,7 +13,7 @@ import pytest
 from daemon_lives import Life, end_stream
 from each_row import each_row
 from kept_files import HeldFiles, at_every_line
-from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle
+from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle, swap_in, swap_out
 
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -58,18 +58,6 @@ def start(disk: Path) -> Iterator[Start]:
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
-
-
-async def swap_out(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
-    request = blocks_pb2.SwapOutRequest(sequence_ids=ids, tier=DISK, request_id=request_id)
-    return int((await life.call(session, "swap_out", request)).moved_blocks)
-
-
-async def swap_in(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
-    request = blocks_pb2.SwapInRequest(sequence_ids=ids, request_id=request_id)
-    moved = int((await life.call(session, "swap_in", request)).moved_blocks)
-    await asyncio.sleep(0)
-    return moved
 
 
 async def describe(life: Life, session: Any, *ids: int, first: int = 0) -> Any:

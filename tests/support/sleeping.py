@@ -53,6 +53,20 @@ async def resume(life: Life, token: bytes, holder: int = 2) -> Any:
     return life.attach(token, holder)
 
 
+async def swap_out(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
+    """Swap sequences out to the disk. Returns the number of blocks."""
+    request = blocks_pb2.SwapOutRequest(sequence_ids=ids, tier=blocks_pb2.SWAP_TIER_DISK, request_id=request_id)
+    return int((await life.call(session, "swap_out", request)).moved_blocks)
+
+
+async def swap_in(life: Life, session: Any, *ids: int, request_id: int = 0) -> int:
+    """Swap sequences in. Returns the number of blocks."""
+    request = blocks_pb2.SwapInRequest(sequence_ids=ids, request_id=request_id)
+    moved = int((await life.call(session, "swap_in", request)).moved_blocks)
+    await asyncio.sleep(0)
+    return moved
+
+
 async def found(life: Life, session: Any) -> dict[int, Found]:
     """Return what is in all sequences. Swapped ones are swapped in and out again."""
     described = life.manager.describe(session.namespace, include_tokens=True)
@@ -131,6 +145,38 @@ def sharing(life: Life, session: Any) -> list[list[tuple[bool, int]]]:
         [(bool(tables.in_swap[number]), int(tables.block_ids[number])) for number in one.blocks.tolist()]
         for one in tables.saved.sequences
     ]
+
+
+class HeldLoads:
+    """Lets the reads of blocks from the disk wait."""
+
+    def __init__(self, life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._loads: list[asyncio.Event] = []
+        self._all, self._more = False, asyncio.Condition()
+        load = life.core.device.load_blocks
+
+        async def held(*args: Any) -> Any:
+            go_on = asyncio.Event()
+            async with self._more:
+                self._loads.append(go_on)
+                self._more.notify_all()
+            if not self._all:
+                await go_on.wait()
+            return await load(*args)
+
+        monkeypatch.setattr(life.core.device, "load_blocks", held)
+
+    async def begun(self, count: int) -> None:
+        """Wait until so many have begun. No more than these have."""
+        async with self._more:
+            await self._more.wait_for(lambda: len(self._loads) >= count)
+        assert len(self._loads) == count
+
+    def go_on(self, *, others: bool = True) -> None:
+        """Let those that have begun go on, and those to come if `others`."""
+        self._all = others
+        for load in self._loads:
+            load.set()
 
 
 async def settle() -> None:

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -57,6 +58,49 @@ class SavedSize(NamedTuple):
     num_bytes: int
 
 
+class DiskPlaces:
+    """The places of transfers, each of which has the number of a namespace that no session has. Other transfers wait.
+
+    If the daemon has tenants, one of them has one place at a time, and its next transfer queues behind those of the
+    others.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        first = config.max_sessions + 1
+        self._numbers = list(range(first, first + NUM_HIDDEN_NAMESPACES))
+        self._free = asyncio.Semaphore(NUM_HIDDEN_NAMESPACES)
+        self._has_tenants = bool(config.tenants)
+        self._of_tenants: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
+
+    async def take(self, tenant: str) -> int:
+        """Wait for a place, until `leave`. Returns its number."""
+        if self._has_tenants:
+            await self._of_tenants[tenant].acquire()
+        try:
+            await self._free.acquire()
+        except BaseException:
+            if self._has_tenants:
+                self._of_tenants[tenant].release()
+            raise
+        return self._numbers.pop()
+
+    def leave(self, tenant: str, number: int) -> None:
+        """Let the next transfer have a place, whose namespace is closed by now."""
+        self._numbers.append(number)
+        self._free.release()
+        if self._has_tenants:
+            self._of_tenants[tenant].release()
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Have a place for a transfer without a namespace of its own."""
+        number = await self.take(tenant)
+        try:
+            yield
+        finally:
+            self.leave(tenant, number)
+
+
 class SavedSessions:
     """Writes sessions to the disk, and restores them."""
 
@@ -67,12 +111,10 @@ class SavedSessions:
         self.files = files
         self._counted = SavedStats()
         self._config, self._manager, self._sessions = config, manager, sessions
-        # Limits the sessions that are written or restored at one time; others wait.
-        self._transfers = asyncio.Semaphore(NUM_HIDDEN_NAMESPACES)
+        self._places = DiskPlaces(config)
         self._restoring: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._log = LogBudget(logger)
-        hidden = range(config.max_sessions + 1, config.max_sessions + 1 + NUM_HIDDEN_NAMESPACES)
-        self.swaps = DiskSwaps(manager, files, self._transfers, self._save_record, hidden)
+        self.swaps = DiskSwaps(manager, files, self._places, self._save_record)
         if files is not None:
             sessions.on_close = self._closed
             sessions.restoring = self.restoring
@@ -111,7 +153,7 @@ class SavedSessions:
     async def _write(
         self, files: SessionFiles, session: ServerSession, saving: SaveInProgress, ttl_s: float
     ) -> SavedSize:
-        async with self._transfers:
+        async with self._places.place(session.tenant):
             saving.check()
             await finished(self._manager.end_steps_in_slices(session.namespace))
             tables = await finished(self._manager.save_in_slices(session.namespace))
@@ -164,7 +206,7 @@ class SavedSessions:
 
     async def _restore(self, token: bytes) -> None:
         assert self.files is not None, "the token has a file"
-        async with self._transfers:
+        async with self._places.place(self.files.tenant_of(token)):
             if self._sessions.find(token) is not None:
                 return
             opened = await self.files.open(token)
@@ -309,15 +351,12 @@ class DiskSwaps:
         self,
         manager: BlockManager,
         files: SessionFiles | None,
-        transfers: asyncio.Semaphore,
+        places: DiskPlaces,
         save_record: Callable[[ServerSession], None],
-        hidden_numbers: Sequence[int],
     ) -> None:
-        """`transfers` limits the transfers in progress to the number of `hidden_numbers`, which are the numbers of
-        namespaces that no session has. `files` is None if there is no disk."""
-        self._manager, self._files, self._transfers = manager, files, transfers
+        """`files` is None if there is no disk."""
+        self._manager, self._files, self._places = manager, files, places
         self._save_record = save_record
-        self._hidden_numbers = list(hidden_numbers)
         self._log = LogBudget(logger)
 
     def swap_out(self, session: ServerSession, sequence_ids: Sequence[int]) -> Waits[int]:
@@ -356,7 +395,7 @@ class DiskSwaps:
         saving: SaveInProgress,
         ids: Int64Array,
     ) -> tuple[str, int, dict[int, DiskSequence]]:
-        async with self._transfers:
+        async with self._places.place(session.tenant):
             saving.check()
             await finished(self._manager.end_steps_in_slices(session.namespace, ids))
             tables = await finished(self._manager.save_in_slices(session.namespace, ids))
@@ -393,7 +432,7 @@ class DiskSwaps:
         with _busy(session) as saving:
             hidden, num_blocks = yield from waiting(self._restore(self._files, session, saving, sequence_ids))
         if saving.failure is not None:  # it was set after the blocks were read
-            to_the_end(self._give_up(hidden))
+            to_the_end(self._give_up(session, hidden))
             raise saving.failure
         # After the reply is kept: until then, a restart finds the sequences on the disk.
         asyncio.get_running_loop().call_soon(self._end_swap_in, session, hidden)
@@ -402,37 +441,40 @@ class DiskSwaps:
 
     def _end_swap_in(self, session: ServerSession, hidden: SessionNamespace) -> None:
         """End what a swap-in has left."""
-        self._manager.close_namespace(hidden)
-        self._hidden_numbers.append(hidden.number)
+        try:
+            self._manager.close_namespace(hidden)
+        finally:
+            self._places.leave(session.tenant, hidden.number)
         self.forget(session)
 
     async def _restore(
         self, files: SessionFiles, session: ServerSession, saving: SaveInProgress, sequence_ids: Sequence[int]
     ) -> tuple[SessionNamespace, int]:
-        """Restore sequences in a hidden namespace."""
-        async with self._transfers:
+        """Restore sequences in a hidden namespace, which keeps its place."""
+        hidden = self._manager.open_namespace(await self._places.take(session.tenant), [0] * NUM_COUNTERS)
+        hidden.quota, hidden.counts_elsewhere = session.namespace.quota, True
+        try:
             saving.check()
-            hidden = self._manager.open_namespace(self._hidden_numbers.pop(), [0] * NUM_COUNTERS)
-            hidden.quota, hidden.counts_elsewhere = session.namespace.quota, True
-            try:
-                num_blocks = 0
-                for name, on_disk in list(session.on_disk.items()):
-                    if wanted := {sequence_id for sequence_id in sequence_ids if sequence_id in on_disk}:
-                        num_blocks += await self._restore_from(files, name, hidden, wanted)
-                saving.check()
-                slots, keyed = self._manager.sequences, list(hidden.rows.values())
-                if num_bytes := slots.extra_keys.num_bytes(keyed):
-                    number = session.namespace.number
-                    slots.extra_keys.require(number, len(keyed), num_bytes, "sequence_ids", shared=True)
-            except BaseException:
-                await self._give_up(hidden)
-                raise
+            num_blocks = 0
+            for name, on_disk in list(session.on_disk.items()):
+                if wanted := {sequence_id for sequence_id in sequence_ids if sequence_id in on_disk}:
+                    num_blocks += await self._restore_from(files, name, hidden, wanted)
+            saving.check()
+            slots, keyed = self._manager.sequences, list(hidden.rows.values())
+            if num_bytes := slots.extra_keys.num_bytes(keyed):
+                number = session.namespace.number
+                slots.extra_keys.require(number, len(keyed), num_bytes, "sequence_ids", shared=True)
+        except BaseException:
+            await self._give_up(session, hidden)
+            raise
         return hidden, num_blocks
 
-    async def _give_up(self, hidden: SessionNamespace) -> None:
+    async def _give_up(self, session: ServerSession, hidden: SessionNamespace) -> None:
         """End a hidden namespace whose sequences nobody wants."""
-        await finished(self._manager.close_namespace_in_slices(hidden))
-        self._hidden_numbers.append(hidden.number)
+        try:
+            await finished(self._manager.close_namespace_in_slices(hidden))
+        finally:
+            self._places.leave(session.tenant, hidden.number)
 
     async def _restore_from(
         self, files: SessionFiles, name: str, hidden: SessionNamespace, sequence_ids: set[int]
