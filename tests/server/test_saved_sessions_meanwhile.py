@@ -16,10 +16,11 @@ from blocks_calls import mark_layer
 from daemon_lives import Life, end_stream
 from kept_files import HeldFiles, at_every_line
 from saved_rig import TOKENS, Reboot, WallClock, files, run
-from sleeping import FEW, FOLDERS, detach, found, inline_transfers, random_session, resume, settle
+from sleeping import FEW, FOLDERS, HeldLoads, detach, found, inline_transfers, random_session, resume, settle
 from waiting import PATIENCE_S
 
 from kvservice.errors import (
+    InvalidArgumentError,
     SessionBusyError,
     SessionTakenError,
     UnknownSessionError,
@@ -304,20 +305,12 @@ def test_sequences_of_a_session_that_is_restored_while_files_are_removed(
         await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[1], tier=tier))
         await detach(life, session, 1.0)
         life = reboot()
-        begun, go_on = asyncio.Event(), asyncio.Event()
-        load = life.core.device.load_blocks
-
-        async def held(*args: Any) -> Any:
-            begun.set()
-            await go_on.wait()
-            return await load(*args)
-
-        monkeypatch.setattr(life.core.device, "load_blocks", held)
+        loads = HeldLoads(life, monkeypatch)
         restoring = asyncio.create_task(resume(life, session.token))
-        await begun.wait()
+        await loads.begun(1)
         wall.now += 2
         await life.core.saved.expire()
-        go_on.set()
+        loads.go_on()
         again = await restoring
         await life.call(again, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=[1]))
         assert np.array_equal(await life.read(again, 1, len(TOKENS)), kv)
@@ -349,5 +342,68 @@ def test_sessions_that_are_saved_again_while_their_files_are_removed(
         life = reboot()
         for number, session in enumerate(sessions):
             assert list((await resume(life, session.token)).namespace.rows) == [number]
+
+    run(scenario())
+
+
+# ---- a token names one session
+
+
+async def open_with(life: Life, token: bytes) -> Any:
+    request = session_pb2.OpenRequest(name="second", session_token=token)
+    return await life.dispatcher.call("open", request, None, "unary", local=True)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_token_is_not_opened_anew_while_its_session_is_restored(
+    reboot: Reboot, wall: WallClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: int
+) -> None:
+    """The file expires meanwhile. The session reads its blocks, or still waits for those of two others."""
+
+    async def scenario() -> None:
+        life = reboot()
+        sessions = [life.open(str(number)) for number in range(place + 1)]
+        for number, session in enumerate(sessions):
+            await life.compute(session, 1, [number * 100 + token for token in TOKENS])
+            await detach(life, session, 1.0 if number == place else 100.0)
+        life = reboot()
+        token = sessions[place].token
+        loads = HeldLoads(life, monkeypatch)
+        restoring = [asyncio.create_task(resume(life, session.token)) for session in sessions]
+        await loads.begun(min(2, place + 1))
+        wall.now += 2
+        with pytest.raises(InvalidArgumentError, match="saved session"):
+            await open_with(life, token)
+        if place == 0:
+            with pytest.raises(InvalidArgumentError, match="another session"):
+                life.open(token=token)
+            again = asyncio.create_task(resume(life, token, holder=3))
+            await asyncio.sleep(0)
+            assert not again.done(), "it waits for the same restore"
+            restoring.append(again)
+        loads.go_on()
+        outcomes = await asyncio.gather(*restoring, return_exceptions=True)
+        if place:  # the file was gone when its turn came
+            assert isinstance(outcomes[place], UnknownSessionError)
+            assert (await open_with(life, token)).session_token == token
+        assert len(life.sessions) == place + 1
+        for session in list(life.sessions):
+            for _ in life.sessions.close_in_slices(session):
+                pass
+        await settle()
+        assert (len(life.sessions), life.manager.stats().active_blocks, life.manager.stats().sequences) == (0, 0, 0)
+        life.manager.check_integrity()
+        assert repr(token)[2:-1] not in caplog.text
+
+    run(scenario())
+
+
+def test_a_session_shows_no_secrets(reboot: Reboot) -> None:
+    async def scenario() -> None:
+        session = reboot().open()
+        for shown in (repr(session), repr(session.record())):
+            assert "session_id=" in shown
+            assert repr(session.token) not in shown
+            assert session.token.hex() not in shown
 
     run(scenario())

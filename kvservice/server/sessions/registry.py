@@ -107,8 +107,8 @@ class SessionRegistry:
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0
-        # Sessions that nobody finds yet.
-        self._hidden: set[ServerSession] = set()
+        # Sessions by token that nobody finds yet. A token is here or among the open sessions, and once.
+        self._hidden: dict[bytes, ServerSession] = {}
         # Called with a session that is closed and does not come back.
         self.on_close: Callable[[ServerSession], object] = lambda _: None
         # Returns what restores the session with this token, or None if it is not on the disk.
@@ -160,7 +160,9 @@ class SessionRegistry:
 
     def begin(self, token: bytes, name: str, tenant: str, owner: Identity, wait_s: float) -> ServerSession:
         """Make a session that nobody finds, and that a restart ends, until `show`. `close_in_slices` ends it, too.
-        Raises QuotaExceededError."""
+        Raises InvalidArgumentError if another session has the token, and QuotaExceededError."""
+        if token in self._sessions or token in self._hidden:
+            raise InvalidArgumentError("is that of another session", field="session_token")
         if len(self._sessions) + len(self._hidden) + self._num_closing >= self._config.max_sessions:
             value = self._config.max_sessions
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
@@ -185,7 +187,7 @@ class SessionRegistry:
         self._memory.replies.clear(row.number)
         session = self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
         self.num_opened += 1
-        self._hidden.add(session)
+        self._hidden[token] = session
         return session
 
     def show(self, session: ServerSession, event: str) -> None:
@@ -198,7 +200,7 @@ class SessionRegistry:
         except BaseException as error:
             in_slices(self.close_in_slices(session, f"refused: not kept, {type(error).__name__}"))
             raise
-        self._hidden.remove(session)
+        del self._hidden[session.token]
         self._sessions[session.token] = session
         self._lose_after(session, wait_s)
         self._opened_log.write(
@@ -225,7 +227,7 @@ class SessionRegistry:
         """Return how many sessions of each tenant wait for longer than the grace time, those included that are being
         saved or restored."""
         grace = self._config.session_grace_s
-        return Counter(one.tenant for one in (*self, *self._hidden) if one.longest_wait_s > grace)
+        return Counter(one.tenant for one in (*self, *self._hidden.values()) if one.longest_wait_s > grace)
 
     def check_disk_bytes(self, tenant: str, used: int, more: int) -> None:
         """Raise QuotaExceededError if a tenant with so many bytes on the disk may not have more."""
@@ -369,9 +371,9 @@ class SessionRegistry:
         for name, use in self._uses.items():
             if use.quota is not None:
                 use.quota.set_limits(*_limits(self._tenancy(name)))
-        for session in [*self, *self._hidden]:
+        for session in [*self, *self._hidden.values()]:
             if self.hashes_otherwise(session):
-                if session not in self._hidden:
+                if session.token not in self._hidden:
                     in_slices(self.close_in_slices(session, "ended: its tenant shares with others than before"))
                 continue
             session.tenancy = self._tenancy(session.tenant)
@@ -469,7 +471,7 @@ class SessionRegistry:
         """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the
         next one. Shared memory is closed after the grace time at the latest, because it is of no use without its
         client."""
-        if session.end_stream == end_stream and session.token in self._sessions:
+        if session.end_stream == end_stream and self._sessions.get(session.token) is session:
             session.end_stream = None
             session.row.set(ATTACHED, 0)
             try:
@@ -543,9 +545,11 @@ class SessionRegistry:
         """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
         first word is the reason, as in the metrics. Unless it is ASLEEP, the session's file goes too. `writers_done`:
         see SessionStore.close."""
-        if self._sessions.pop(session.token, None) is None:
-            self._hidden.remove(session)
-        elif end != ASLEEP:
+        is_hidden = session.token in self._hidden
+        sessions = self._hidden if is_hidden else self._sessions
+        assert sessions.get(session.token) is session, "it is closed already"
+        del sessions[session.token]
+        if not is_hidden and end != ASLEEP:
             self.on_close(session)
         self._num_closing += 1
         self.num_closed += 1

@@ -187,8 +187,9 @@ class SavedSessions:
         return self.restore(token) if self._sessions.find(token) is None and self.has(token) else None
 
     def has(self, token: bytes) -> bool:
-        """Return whether the session with this token is on the disk."""
-        return self.files is not None and self.files.has(token)
+        """Return whether the session with this token is on the disk, or is being restored: its file may expire
+        meanwhile."""
+        return self.files is not None and (self.files.has(token) or any(token == one for one, _ in self._restoring))
 
     async def restore(self, token: bytes) -> None:
         """Restore a session for the caller, who is about to attach to it. Several callers may wait for it; it goes on
