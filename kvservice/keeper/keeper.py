@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from kvservice.keeper.control import ControlSocket, Report, Upgrade, Upgraded, UpgradePhase
+from kvservice.keeper.control import ControlSocket, ControlSocketError, Report, Upgrade, Upgraded, UpgradePhase
 from kvservice.keeper.notify import (
     HANDOVER,
     READY,
@@ -542,7 +542,12 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._signals = _SignalPipe()
         self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
-        self._notifications = NotifySocket()
+        # A container may have no other folders that can be written to.
+        folder = os.path.dirname(settings.control_path) or "/dev/shm"
+        try:
+            self._notifications = NotifySocket(folder)
+        except OSError as error:
+            raise ControlSocketError(f"cannot make a socket in {folder}: {error.strerror}") from None
         self._selector.register(self._notifications, selectors.EVENT_READ, lambda: None)
         self._processes = Processes()
         environ = os.environ | {"NOTIFY_SOCKET": self._notifications.address, "FDSTORE": str(MAX_DESCRIPTORS)}

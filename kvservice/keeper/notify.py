@@ -201,16 +201,26 @@ class Notification:
 
 
 class NotifySocket:
-    """A datagram socket. The kernel says which process sent a message. Its name is in the abstract namespace, so that
-    a killed keeper leaves no file."""
+    """A datagram socket to which only the keeper's user and root can send. The kernel says which process sent a
+    message.
 
-    def __init__(self) -> None:
-        name = f"kvservice-keeper-{os.getpid()}-{os.urandom(8).hex()}"
-        self.address = f"@{name}"
+    Others must not be able to send at all: a message may carry descriptors that the keeper cannot close without
+    waiting, such as that of a TCP connection with SO_LINGER and unsent data. So the socket is no abstract one, which
+    every user reaches. It has a file, whose mode is 0600. The file loses its name at once, so that a killed keeper
+    leaves none. The address is that of the keeper's own descriptor of the file.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """The file is made in `folder`. Raises OSError."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind(f"\0{name}")
         self._socket.setblocking(False)
+        try:
+            self._file = _bound_without_name(self._socket, folder)
+        except OSError:
+            self._socket.close()
+            raise
+        self.address = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -237,6 +247,24 @@ class NotifySocket:
 
     def close(self) -> None:
         self._socket.close()
+        os.close(self._file)
+
+
+def _bound_without_name(unbound: socket.socket, folder: str) -> int:
+    """Bind the socket to a new file of mode 0600, and return a descriptor of the file, which has no name any more."""
+    directory = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    name = f".kvservice-{os.urandom(8).hex()}"
+    umask = os.umask(0o177)
+    try:
+        # The folder's own path may be too long for the address of a socket.
+        unbound.bind(f"/proc/self/fd/{directory}/{name}")
+        try:
+            return os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory)
+        finally:
+            os.unlink(name, dir_fd=directory)
+    finally:
+        os.umask(umask)
+        os.close(directory)
 
 
 def _read(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, tuple[int, ...]]:

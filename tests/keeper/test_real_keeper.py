@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import lingering
+import pytest
 import waiting
 from footprint import open_files
 from small_keeper import SmallKeeper
@@ -16,6 +20,7 @@ import kvservice
 
 # Descriptors that a keeper holds.
 MAX_DESCRIPTORS = 64
+STRANGER = 65534
 
 
 def test_descriptors_outlive_a_killed_daemon(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_garbage_and_floods_change_nothing(tmp_path: Path) -> None:
             "import os, socket, sys\n"
             "garbage = os.memfd_create('garbage')\n"
             "with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:\n"
-            "    other.connect('\\0' + sys.argv[1][1:])\n"
+            "    other.connect(sys.argv[1])\n"
             "    for number in range(500):\n"
             "        socket.send_fds(other, [b'FDSTORE=1\\nFDNAME=pool'], [garbage] * (1 + number % 40))\n"
             "        other.send(b'FDSTOREREMOVE=1\\nFDNAME=pool')\n"
@@ -110,6 +115,28 @@ def test_garbage_and_floods_change_nothing(tmp_path: Path) -> None:
         os.kill(first["pid"], signal.SIGKILL)
         assert keeper.started()["taken"] == {"pool": "values"}
         assert "ignored" in keeper.log
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_send_it_a_descriptor_that_is_slow_to_close(tmp_path: Path) -> None:
+    """Neither at the address that the daemon has, nor at one that the kernel lists. The daemon can."""
+    with SmallKeeper(tmp_path, {"0": ["store pool keys", "ready", "hang"]}) as keeper:
+        first = keeper.started()
+        address = environment_of(first["pid"])["NOTIFY_SOCKET"]
+        assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
+        assert not list(tmp_path.glob(".kvservice-*")), "a killed keeper would leave a file"
+        assert f"@kvservice-keeper-{keeper.process.pid}" not in Path("/proc/net/unix").read_text()
+        # The address is a link into the keeper's process. Here the other user gets the socket's file itself, as if it
+        # could follow that.
+        file = os.open(address, os.O_PATH)
+        with lingering.sent_as(STRANGER, f"/proc/self/fd/{file}", socket.SOCK_DGRAM, file) as outcome:
+            assert outcome == "PermissionError"
+            with lingering.sent_as(STRANGER, address, socket.SOCK_DGRAM) as outcome:
+                assert outcome == "PermissionError"
+            os.kill(first["pid"], signal.SIGKILL)
+            assert keeper.started()["taken"] == {"pool": "keys"}
+            assert keeper.stop() == 0
+        os.close(file)
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lingering
 import numpy as np
 import pytest
 import waiting
@@ -27,6 +30,7 @@ from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.cli import main
 from kvservice.client import KVClient
 from kvservice.health import ask, check
+from kvservice.keeper.private_paths import refuse_descriptors
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
 from kvservice.server.rpc.listening import (
@@ -40,6 +44,7 @@ from kvservice.server.rpc.listening import (
     reserve_port,
 )
 
+SO_PASSRIGHTS = 83
 # The variable is removed, because a daemon refuses unknown options.
 NUM_ENDS = int(os.environ.pop("KVSERVICE_KILLS", "12"))
 
@@ -227,6 +232,71 @@ def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper,
             with listening.accept()[0] as accepted:
                 client.sendall(b"b")
                 assert accepted.recv(1) == b"b"
+
+
+def kernel_refuses_descriptors() -> bool:
+    """Return whether a socket of this kernel has SO_PASSRIGHTS, as from Linux 6.16 on."""
+    with socket.socket(socket.AF_UNIX) as tried:
+        try:
+            return bool(tried.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS))
+        except OSError:
+            return False
+
+
+on_new_kernels = pytest.mark.skipif(not kernel_refuses_descriptors(), reason="Linux 6.16 or later")
+
+
+@on_new_kernels
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_descriptor_that_is_slow_to_close_does_not_reach_the_daemon() -> None:
+    """Neither the process that opened the sockets, nor the next one. A client beside it gets its region. The other
+    user is one to whom the fd-passing socket listens, which would close the connections of others at once."""
+    others = {"unix_socket_mode": "0666", "trusted_uids": "65534", "share_pool": "read"}
+    with (
+        Daemon(**SMALL_POOL | others, keeper=True) as daemon,
+        KVClient(daemon.address) as client,
+        client.session("neighbour") as kv,
+        contextlib.ExitStack() as lasting,
+    ):
+        path = daemon.address.removeprefix("unix://")
+        Path(path).parent.chmod(0o711)
+        for _ in range(2):
+            for each in (path, f"{path}.fds"):
+                for _ in range(4):
+                    outcome = lasting.enter_context(lingering.sent_as(65534, each, socket.SOCK_STREAM))
+                    assert outcome == "PermissionError", each
+            kv.create_region(4096)
+            os.kill(daemon.daemon_pid(), signal.SIGKILL)
+            kv.allocate([1, 2, 3])
+
+
+@on_new_kernels
+def test_the_fd_passing_socket_of_an_earlier_version_gets_no_descriptors_any_more(
+    keeper: FakeKeeper, tmp_path: Path
+) -> None:
+    path = tmp_path / "k.sock.fds"
+    with keeper.process() as (kept, cleanup):
+        listening = cleanup.enter_context(fd_listener(path, 0o600, kept))
+        listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
+    with keeper.process() as (kept, cleanup), socket.socket(socket.AF_UNIX) as client:
+        listening = cleanup.enter_context(fd_listener(path, 0o600, kept))
+        client.connect(str(path))
+        with listening.accept()[0] as accepted, pytest.raises(PermissionError):
+            socket.send_fds(client, [b"x"], [accepted.fileno()])
+
+
+def test_a_kernel_that_cannot_refuse_descriptors_is_no_error() -> None:
+    class Old(socket.socket):
+        error = errno.ENOPROTOOPT
+
+        def setsockopt(self, *_: Any) -> None:
+            raise OSError(self.error, os.strerror(self.error))
+
+    with Old(socket.AF_UNIX) as listening:
+        refuse_descriptors(listening)
+        listening.error = errno.EPERM
+        with pytest.raises(PermissionError):
+            refuse_descriptors(listening)
 
 
 # As another user, tries to bind a port in every way, again and again. Prints a way that has worked.

@@ -535,7 +535,7 @@ def test_the_oldest_connections_to_the_unix_socket_stay_whatever_their_inodes(
     """They are looked at once a second, because that reads all descriptors."""
     old, new = UnixConnection(), UnixConnection()
     opened = {30: old}
-    monkeypatch.setattr(peers, "_own_sockets", lambda: opened.items())
+    monkeypatch.setattr(peers, "own_sockets", lambda: opened.items())
     watching = Kernel(clock, unix_socket_mode="0666", max_connections_per_peer=1).peers
     watching.watch_unix("k.sock")
     watching.look()

@@ -59,7 +59,7 @@ for step in steps:
         os.kill(os.getpid(), int(arguments[0]))
     elif name == "flood":
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as garbage:
-            garbage.connect("\\0" + os.environ["NOTIFY_SOCKET"][1:])
+            garbage.connect(os.environ["NOTIFY_SOCKET"])
             for number in range(int(arguments[0])):
                 garbage.send([b"", b"\\xff", b"no equals", b"A=" + b"x" * 5000, b"FDSTORE=1\\nFDNAME=f"][number % 5])
     elif name == "orphan":

@@ -17,10 +17,18 @@ import grpc
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, reason_of
-from kvservice.keeper.private_paths import MAX_SOCKET_PATH_BYTES, beside, check_unused, listen_at, put_in_place
+from kvservice.keeper.private_paths import (
+    MAX_SOCKET_PATH_BYTES,
+    beside,
+    check_unused,
+    listen_at,
+    put_in_place,
+    refuse_descriptors,
+)
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
 from kvservice.server.rpc.limits import DOOR_CONNECTIONS
+from kvservice.server.rpc.peers import own_sockets
 from kvservice.server.tiering.store import MAX_WRITERS
 
 
@@ -216,6 +224,10 @@ def _bind_unix(server: grpc.aio.Server, path: str, mode: int) -> str:
     try:
         check_unused(path)
         _bind(server, f"unix:{made}", "unix_socket")
+        for _, opened in own_sockets():
+            with opened:
+                if opened.family == socket.AF_UNIX and opened.getsockname() == made:
+                    refuse_descriptors(opened)
         os.chmod(made, mode)
         put_in_place(made, path)
     except OSError as error:
@@ -243,6 +255,7 @@ def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
         if listening is None:
             listening = listen_at(str(path), BACKLOG, mode)
             kept.put(FD_PASSING, listening)
+        refuse_descriptors(listening)  # that of an earlier version may get some
         os.chmod(path, mode)
     except OSError as error:
         raise _no_path(str(path), error) from None

@@ -333,7 +333,7 @@ class Peers:
 
     def _close_tcp(self, over: dict[bytes, Cause]) -> None:
         wanted = {name_of(peer)[0]: peer for peer in over}
-        for _, opened in _own_sockets():
+        for _, opened in own_sockets():
             with opened, contextlib.suppress(OSError):
                 if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.getsockname()[1] != self._port:
                     continue
@@ -350,7 +350,7 @@ class Peers:
         """Close the newest connections of users who have more than their share. The daemon's own user and root may have
         all: they could stop the daemon, too."""
         users = {}
-        for inode, opened in _own_sockets():
+        for inode, opened in own_sockets():
             with opened, contextlib.suppress(OSError):
                 if opened.family == socket.AF_UNIX and opened.getsockname() == self._unix_path:
                     credentials = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -363,7 +363,7 @@ class Peers:
             of_user[uid] += 1
             if of_user[uid] > self._per_peer and uid not in (0, os.geteuid()):
                 over.add(inode)
-        for inode, opened in _own_sockets() if over else ():
+        for inode, opened in own_sockets() if over else ():
             with opened, contextlib.suppress(OSError):
                 if inode in over:
                     _end(opened)
@@ -386,7 +386,7 @@ def _note_address(addresses: OrderedDict[str, float], address: str, until: float
         addresses.popitem(last=False)
 
 
-def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+def own_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield the inodes and duplicates of the sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
