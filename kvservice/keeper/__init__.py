@@ -7,6 +7,7 @@ use the standard library only: a keeper is small, and has little that could cras
     become_keeper, control_path, door_path                      a process becomes a keeper; where its sockets are
     ask, ControlSocketError                                     a command for a keeper
     Notifier, Standby, taken_descriptors                        the daemon's side
+    refuse_descriptors                          a unix socket gets no descriptors
     why_unusable                                what to do about a path that cannot be used
     report_version, report_failure                              what a process that starts says of itself
 """
@@ -24,7 +25,13 @@ from kvservice.keeper.notify import (
     report_version,
     taken_descriptors,
 )
-from kvservice.keeper.private_paths import MAX_SOCKET_PATH_BYTES, control_path, door_path, why_unusable
+from kvservice.keeper.private_paths import (
+    MAX_SOCKET_PATH_BYTES,
+    control_path,
+    door_path,
+    refuse_descriptors,
+    why_unusable,
+)
 from kvservice.keeper.processes import Ending, Processes
 
 __all__ = [
@@ -45,6 +52,7 @@ __all__ = [
     "become_keeper",
     "control_path",
     "door_path",
+    "refuse_descriptors",
     "report_failure",
     "report_version",
     "taken_descriptors",

@@ -30,7 +30,7 @@ from kvservice.auth.client import NO_CREDENTIALS
 from kvservice.cli import main
 from kvservice.client import KVClient
 from kvservice.health import ask, check
-from kvservice.keeper.private_paths import refuse_descriptors
+from kvservice.keeper import refuse_descriptors
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
 from kvservice.server.rpc.listening import (
