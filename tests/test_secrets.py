@@ -1,4 +1,4 @@
-"""What holds a secret does not show it: a repr ends in logs and in the texts of errors."""
+"""The repr of an object with a secret does not show it, because it ends in logs and in the texts of errors."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ SCALES = {
         ),
     ),
 }
-# Of a single prompt whose tokens are compared.
+# So many tokens are generated of a single prompt whose tokens are compared.
 CHECKED_TOKENS = 16
 # To compare tokens, a smaller model is enough. The pool holds as many tokens.
 SCALES["check"] = replace(SCALES["cuda"], model=llama(16, 2048, 16, 8, 128, 5632, 32_000), pool_gib=2.875)

@@ -49,8 +49,8 @@ RANK = (0, 0)
 PARTS = ("admission", "building the step", "worker", "output", "ended requests")
 NO_SECONDS = bytes(2 * 8 * len(PARTS))
 Seconds = npt.NDArray[np.float64]
-"""Of each step and part, by the wall's clock and in CPU time; 0 of a part that a step does not have: `[steps, parts,
-2]`."""
+"""The times `[steps, parts, 2]` that each part of each step takes, by the wall's clock and in CPU time. A part that a
+step does not have takes 0."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Who runs: swapped and waiting requests join the batch while there are blocks, and give way when blocks are short.
+"""Admission and preemption decide who runs: swapped and waiting requests join the batch while there are blocks, and
+give way when blocks are short.
 
 When blocks are short, some decodes stall for a step, and the last request of the order is preempted. A stalled sequence
 keeps its blocks and misses a step. A preempted one loses them, but its computed blocks stay in the prefix cache, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from daemon_lives import Life
@@ -12,7 +13,7 @@ from saved_rig import TOKENS, Reboot, run
 from sleeping import HeldLoads, detach, resume, settle, swap_in, swap_out
 from tenant_rig import calling, tenant_options
 
-from kvservice.errors import SessionTakenError
+from kvservice.errors import InternalError, SessionTakenError
 
 
 async def swapped_sessions(life: Life, count: int) -> list[Any]:
@@ -34,6 +35,23 @@ def test_more_swap_ins_at_once_than_there_are_places(reboot: Reboot) -> None:
             assert moved == [3] * 5
             await asyncio.gather(*[swap_out(life, session, 1) for session in sessions])
             life.manager.reset_prefix_cache()
+        life.manager.check_integrity()
+
+    run(scenario())
+
+
+def test_swap_ins_for_which_there_is_no_memory_leave_their_places_to_others(
+    reboot: Reboot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        life = reboot()
+        sessions = await swapped_sessions(life, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(life.manager, "open_namespace", Mock(side_effect=MemoryError))
+            for session in sessions:
+                with pytest.raises(InternalError):
+                    await swap_in(life, session, 1)
+        assert await asyncio.gather(*[swap_in(life, session, 1) for session in sessions]) == [3] * 3
         life.manager.check_integrity()
 
     run(scenario())

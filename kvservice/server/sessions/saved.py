@@ -452,7 +452,12 @@ class DiskSwaps:
         self, files: SessionFiles, session: ServerSession, saving: SaveInProgress, sequence_ids: Sequence[int]
     ) -> tuple[SessionNamespace, int]:
         """Restore sequences in a hidden namespace, which keeps its place."""
-        hidden = self._manager.open_namespace(await self._places.take(session.tenant), [0] * NUM_COUNTERS)
+        place = await self._places.take(session.tenant)
+        try:
+            hidden = self._manager.open_namespace(place, [0] * NUM_COUNTERS)
+        except BaseException:
+            self._places.leave(session.tenant, place)
+            raise
         hidden.quota, hidden.counts_elsewhere = session.namespace.quota, True
         try:
             saving.check()
