@@ -313,17 +313,34 @@ def timed_numbers(numbers: Iterable[int]) -> list[int]:
     return every[1:] if len(every) > 1 else every
 
 
-def step_shares(turns: Turns) -> dict[str, dict[str, dict[str, float]]]:
+def step_shares(turns: Turns) -> dict[str, dict[str, dict[str, Any]]]:
     """Return for each workload and engine with a connector how many seconds of a step are the connector's calls: `p50`
-    and `p99` of all `steps` of the rounds that count."""
-    made: dict[str, dict[str, dict[str, float]]] = {}
+    and `p99` of all `steps` of the rounds that count. `calls` are the medians of those of the slowest hundredth: by the
+    wall's clock and in CPU time, of calls that take a twentieth of it or more."""
+    made: dict[str, dict[str, dict[str, Any]]] = {}
     for workload, by_name in turns.items():
         for name, by_number in by_name.items():
             steps = [each for number in timed_numbers(by_number) for each in by_number[number].get("step_s", ())]
             if name != BASELINE and len(steps) > 1:
-                quantiles = statistics.quantiles(steps, n=100, method="inclusive")
-                made.setdefault(workload, {})[name] = {"p50": quantiles[49], "p99": quantiles[98], "steps": len(steps)}
+                seconds = [sum(wall for wall, _ in step.values()) for step in steps]
+                quantiles = statistics.quantiles(seconds, n=100, method="inclusive")
+                slow = [step for step, all_s in zip(steps, seconds, strict=True) if all_s >= quantiles[98]]
+                made.setdefault(workload, {})[name] = {
+                    "p50": quantiles[49],
+                    "p99": quantiles[98],
+                    "steps": len(steps),
+                    "calls": slow_calls(slow, quantiles[98] / 20),
+                }
     return made
+
+
+def slow_calls(steps: list[dict[str, list[float]]], least_s: float) -> dict[str, list[float]]:
+    """Return the calls that take at least so long in the median of these steps, the slowest first."""
+    medians = {
+        name: [statistics.median(step.get(name, (0.0, 0.0))[clock] for step in steps) for clock in range(2)]
+        for name in sorted({name for step in steps for name in step})
+    }
+    return dict(sorted((one for one in medians.items() if one[1][0] >= least_s), key=lambda one: -one[1][0]))
 
 
 def differing(turns: Turns, workload: str, name: str, number: int) -> list[tuple[int, int]]:
@@ -554,5 +571,11 @@ def render(results: dict[str, Any], console: Console) -> None:
                 *("" if one is None else f"{1e3 * one['p50']:.2f}, {1e3 * one['p99']:.2f} ms" for one in cells),
             )
         console.print(shares)
+        slow = table("Calls of the slowest hundredth of steps, in ms", ("workload", "", "call"), ("wall", "CPU"))
+        for workload, by_name in results["steps"].items():
+            for name, one in by_name.items():
+                for call, clocks in one["calls"].items():
+                    slow.add_row(workload, TITLES.get(name, name), call, *(f"{1e3 * each:.2f}" for each in clocks))
+        console.print(slow)
     for name, reason in results["missing"].items():
         console.print(f"{TITLES.get(name, name)}: not measured. {reason}")

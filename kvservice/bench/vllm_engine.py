@@ -373,40 +373,47 @@ CALLS = (
 STEP_END = "build_connector_meta"
 
 
+# The seconds of a call in a step, by the wall's clock and in CPU time of the thread.
+CallTimes = dict[str, tuple[float, float]]
+
+
 class StepTimes:
-    """How long the connector's calls take together in each step. vLLM adds these methods to those of its worker, which
-    runs on the scheduler's thread if there is one worker."""
+    """How long the connector's calls take in each step. vLLM adds these methods to those of its worker, which runs on
+    the scheduler's thread if there is one worker."""
 
     def time_connector(self) -> None:
         """Take the times of all connectors of the class that this worker has, if it has one."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        self.step_times: list[float] = []
-        self._in_step_s, self._depth = 0.0, 0
+        self.step_times: list[CallTimes] = []
+        self._in_step: CallTimes = {}
+        self._depth = 0
         if has_kv_transfer_group():
             kind = type(get_kv_transfer_group())
             for name in CALLS:
                 if hasattr(kind, name):
-                    setattr(kind, name, self._timed(getattr(kind, name), ends=name == STEP_END))
+                    setattr(kind, name, self._timed(name, getattr(kind, name)))
 
-    def take_step_times(self) -> list[float]:
-        """Return the seconds of each step since the last call. A step ends with what its workers are told."""
+    def take_step_times(self) -> list[CallTimes]:
+        """Return the calls of each step since the last call. A step ends with what its workers are told."""
         taken, self.step_times = self.step_times, []
         return taken
 
-    def _timed(self, call: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
             self._depth += 1  # a call of another call's is part of it
-            began = time.perf_counter()
+            cpu, wall = time.thread_time(), time.perf_counter()
             try:
                 return call(*arguments, **named)
             finally:
+                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
                 self._depth -= 1
                 if not self._depth:
-                    self._in_step_s += time.perf_counter() - began
-                    if ends:
-                        self.step_times.append(self._in_step_s)
-                        self._in_step_s = 0.0
+                    before = self._in_step.get(name, (0.0, 0.0))
+                    self._in_step[name] = before[0] + wall, before[1] + cpu
+                    if name == STEP_END:
+                        self.step_times.append(self._in_step)
+                        self._in_step = {}
 
         return timed
 
@@ -456,9 +463,9 @@ class VLLMEngine:
             time.sleep(pause_s)
             serve(self, [prompt_of(self, self.block_size // 2, "wait")], 2)
 
-    def take_step_times(self) -> list[float]:
+    def take_step_times(self) -> list[CallTimes]:
         """See StepTimes."""
-        times: list[float] = self._llm.collective_rpc("take_step_times")[0]
+        times: list[CallTimes] = self._llm.collective_rpc("take_step_times")[0]
         return times
 
     def num_preemptions(self) -> int:

@@ -48,9 +48,12 @@ class LLM:
             self.seen.clear()
         return True
 
-    def collective_rpc(self, method: str) -> list[list[float]]:
+    def collective_rpc(self, method: str) -> list[list[dict[str, tuple[float, float]]]]:
         """Steps of a connector: four of a millisecond, and one of eleven."""
-        return [[0.001] * 4 + [0.011] if method == "take_step_times" and self.stores else []]
+        if method != "take_step_times" or not self.stores:
+            return [[]]
+        slow = {"wait_for_save": (0.01, 0.002), "get_finished": (0.001, 0.0), "take_events": (0.0001, 0.0)}
+        return [[{"get_finished": (0.001, 0.001)}] * 4 + [slow]]
 
     def get_metrics(self) -> list[Any]:
         return [SimpleNamespace(name="vllm:num_preemptions", value=3)]
