@@ -575,7 +575,7 @@ def test_blocks_that_a_request_uses_delay_nobody(engine: OpenEngine) -> None:
 
 
 class TightPool:
-    """An engine of whose 800 blocks four are held, and five times as many together with requests."""
+    """An engine of whose 800 blocks four are held, and eight times as many together with requests."""
 
     def __init__(self, engine: OpenEngine) -> None:
         self.store = FakeStore()
@@ -614,13 +614,13 @@ def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> 
     # The blocks of the first request are held for its save alone now.
     assert saves(tight.offered("b", 8, range(6, 8))) == []
     tight.save_first()
-    # The blocks of the others are in use: the first 20 are held, and the last ones wait.
-    many = tight.offered("c", 9, range(10, 35))
-    assert saves(many)[0][1] == [6, 7, *range(10, 28)]
-    tight.end("c", 9, range(10, 35))
+    # The blocks of the others are in use: the first ones are held, eight times as many, and the last ones wait.
+    many = tight.offered("c", 9, range(10, 47))
+    assert saves(many)[0][1] == [6, 7, *range(10, 40)]
+    tight.end("c", 9, range(10, 47))
     tight.made.compute(many)
     tight.made.settle()
-    assert len(tight.store.values) == 4 + 2 + 25
+    assert len(tight.store.values) == 4 + 2 + 37
     assert tight.skipped() == 0
     assert tight.pool.used == {6, 7}
 

@@ -16,8 +16,10 @@ import numpy.typing as npt
 from kvservice.client.store.values import KEY_BYTES
 from kvservice.integrations.vllm.steps import BlockIds
 
-# How many times as many blocks may be held while requests use them, too.
-SHARED = 5
+# How many times as many blocks may be held while requests use them, too. vLLM schedules a step while another computes,
+# and hears of a save one step later: the blocks of three steps are held, each of which fills a fifth of a small pool.
+# Blocks for which there is no room cost the scheduler three times as much.
+SHARED = 8
 # The most blocks that waited for room and are saved by one step: vLLM is asked for each.
 AT_ONCE = 256
 # How long vLLM waits for held blocks instead of preempting.
