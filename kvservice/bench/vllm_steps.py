@@ -150,6 +150,9 @@ class StandInRequest:
     block_ids: list[int] = field(default_factory=list)
     lora_request: None = None
 
+    def list_blocks(self) -> tuple[list[int]]:
+        return (list(self.block_ids),)
+
 
 class PartTimes:
     """The seconds of the connector in each step and part, by the wall's clock and in CPU time of the thread, and the
@@ -256,7 +259,7 @@ class StandInEngine:
                     found, is_async = scheduler.num_matched_tokens(request, 0)
                     assert found is not None
                     assert not is_async, "loads are part of the step"
-                    scheduler.allocated(request, (request.block_ids,), found)
+                    scheduler.allocated(request, request.list_blocks, found)
                     num_found.append(found)
         for request, found in zip(admitted, num_found, strict=True):
             self.num_found += found

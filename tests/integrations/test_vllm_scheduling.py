@@ -690,7 +690,7 @@ def test_workers_that_do_not_report_hold_no_blocks_for_ever() -> None:
     scheduler, pool = ConnectorScheduler(options, clock=lambda: times[0]), FakePool(20)
     scheduler.bind(pool, name_of_block)
     request = FakeRequest("a", TOKENS)
-    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    scheduler.allocated(request, lambda: [[1, 2, 3, 4, 5]], 0)
     (save,) = scheduler.step(FakeOutput({"a": 18}, new=[(request, [1, 2, 3, 4, 5], 0)])).saves
     times[0] = HOLD_S - 1
     assert not scheduler.step(FakeOutput({})).abandoned

@@ -279,7 +279,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         return self._scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(self._scheduler.step(scheduler_output))

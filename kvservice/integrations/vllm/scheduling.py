@@ -205,10 +205,16 @@ class ConnectorScheduler:
             num_tokens -= 1
         return num_tokens, num_tokens > 0 and not in_step
 
-    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """Note the blocks of a request, for each group, and load those of `num_external_tokens` tokens."""
+    def allocated(
+        self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
+    ) -> None:
+        """A request has blocks. Load those of `num_external_tokens` tokens. `list_blocks` returns the numbers of the
+        blocks for each group; it asks vLLM for each, so it is not called if nobody needs them now."""
         request_id = request.request_id
         answer = self._answers.pop(request_id, _Answer(0))
+        first = answer.num_local
+        needs_blocks = num_external_tokens > 0 or self._watches_taken or (first > 0 and self._loading)
+        block_ids = list_blocks() if needs_blocks else ()
         if request_id not in self._requests:
             self._figures["prompt_tokens"] += request.num_tokens - answer.num_local * self._block_size
             self._figures["found_tokens"] += num_external_tokens
@@ -222,7 +228,6 @@ class ConnectorScheduler:
         self._taken(block_ids)
         if self._lookup is None:
             return
-        first = answer.num_local
         if first:
             # The workers do not read these from the store. It must not take them for unused.
             self._lookup.touch(self._needed_keys(tracked, 0, first * self._block_size))
@@ -463,9 +468,14 @@ class ConnectorScheduler:
         """Set the blocks of a request that starts or continues."""
         self._requests[request_id].block_ids = [list(ids) for ids in block_ids]
 
+    @property
+    def _watches_taken(self) -> bool:
+        """Whether it matters which blocks requests get."""
+        return bool(self._unsure) or (self._pool is not None and self._pool.waits)
+
     def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
         """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
-        if not self._unsure and (self._pool is None or not self._pool.waits):
+        if not self._watches_taken:
             return
         taken = np.fromiter(itertools.chain.from_iterable(block_ids), np.int64)
         self._unsure = [(numbers, blocks[~np.isin(blocks["block_id"], taken)]) for numbers, blocks in self._unsure]
