@@ -120,6 +120,25 @@ class TaskWaiting:
             raise
 
 
+class _TaskCall:
+    """See BegunCall in connection.py. `forget` takes the call from those whose replies the stream hands out."""
+
+    def __init__(self, name: str, reply: asyncio.Future[Any], forget: Callable[[], object]) -> None:
+        self._name, self._reply, self._forget = name, reply, forget
+
+    async def answer(self, deadline: float | None) -> Any:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return messages.take_reply(await self._reply)
+        except TimeoutError:
+            raise CallTimeoutError(f"{self._name}: no answer in time") from None
+
+    def drop(self) -> None:
+        self._forget()
+        if not self._reply.cancel() and not self._reply.cancelled():
+            self._reply.exception()  # which asyncio would log if nobody looked at it
+
+
 class TaskStream:
     """See SessionStream in connection.py. Calls run concurrently. A call that reaches its deadline does not affect the
     others. Calls that wait while gRPC writes another one go as one message, and may be answered as one."""
@@ -160,6 +179,15 @@ class TaskStream:
             raise CallTimeoutError(f"{name}: no answer in time") from None
         finally:
             del self._waiting[call_id]
+
+    def begin(self, name: str, request: Any) -> _TaskCall:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        call_id = next(self._call_ids)
+        reply = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        self._outbox.append(messages.make_call(call_id, name, request))
+        self._filled.set()
+        return _TaskCall(name, reply, lambda: self._waiting.pop(call_id, None))
 
     def post(self, name: str, request: Any) -> None:
         self._outbox.append(messages.make_call(next(self._call_ids), name, request))

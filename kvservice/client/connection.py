@@ -98,6 +98,16 @@ class Waiting(Protocol):
 END_S: Final = 0.5
 
 
+class BegunCall(Protocol):
+    """A call that was sent ahead of others, and whose answer is waited for later."""
+
+    async def answer(self, deadline: float | None) -> Any:
+        """Return the response, or raise the error, see SessionStream.exchange. Called once."""
+
+    def drop(self) -> None:
+        """Do not keep the answer: nobody waits for it any more."""
+
+
 class SessionStream(Protocol):
     """One gRPC stream of a session."""
 
@@ -112,6 +122,10 @@ class SessionStream(Protocol):
         Raises `error` if the stream ends before the response arrives: ConnectionLostError, unless the daemon gave a
         reason. Raises CallTimeoutError at the deadline, a time of `Waiting.clock`.
         """
+
+    def begin(self, name: str, request: Any) -> BegunCall:
+        """Send one call. Others may be sent before it is answered; they are executed in order. Raises `error` if the
+        stream has ended."""
 
     def post(self, name: str, request: Any) -> None:
         """Send one call without waiting for its response, which is dropped. Calls are executed in order."""
@@ -366,11 +380,7 @@ class SessionConnection:
             if guard is not None and guard.pending:
                 await guard.settled(deadline)
             if not self._turns.take_now():
-                left_s = None if deadline is None else deadline - self.waiting.clock()
-                if not await self._turns.take(left_s):
-                    raise CallTimeoutError(
-                        f"{name}: it was not its turn in time, other calls of the session are under way"
-                    )
+                await self._take_turn(name, deadline)
             if guard is None or not guard.pending:
                 break
             self._turns.give_back()
@@ -409,6 +419,24 @@ class SessionConnection:
                 if guard.pending:
                     guard.idle.set()
             self._turns.give_back()
+
+    async def begin(self, name: str, request: Any, timeout_s: float | None = None) -> BegunCall:
+        """Send one call without waiting for its response, so that the caller can make the next one meanwhile. It is
+        never sent again. `timeout_s` limits the wait for its turn. Raises the errors of a call that is not sent, see
+        `call_until`."""
+        self.process.check()
+        deadline = self.deadline(timeout_s)
+        if not self._turns.take_now():
+            await self._take_turn(name, deadline)
+        try:
+            return (await self._connected(deadline)).begin(name, request)
+        finally:
+            self._turns.give_back()
+
+    async def _take_turn(self, name: str, deadline: float | None) -> None:
+        """Wait for the session's turn. Raises CallTimeoutError."""
+        if not await self._turns.take(None if deadline is None else deadline - self.waiting.clock()):
+            raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
 
     async def _pause(self, begun_at: float, deadline: float | None) -> bool:
         """Wait before a call is sent again that was refused first at `begun_at`. Returns False if it has waited as long

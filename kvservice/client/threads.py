@@ -124,14 +124,37 @@ _NO_CALL: Final = 0  # a read for it lasts until the stream ends
 
 
 class _Reading:
-    """The read of a call's reply, which may still be under way. `outcome` is the reply, or the error. It is a latch of
-    one lock, because an interrupt cannot damage that."""
+    """The read of a call's reply, which may still be under way. Who wants the reply waits for `done`, and the next call
+    for `passed`. They are latches of one lock each, for one waiter, because an interrupt cannot damage that."""
 
     def __init__(self, call_id: int) -> None:
         self.call_id = call_id
-        self.done = threading.Lock()
+        self.done, self.passed = threading.Lock(), threading.Lock()
         self.done.acquire()
-        self.outcome: messages.ReceivedReply | BaseException | None = None
+        self.passed.acquire()
+        self.is_done = False
+        self._outcome: messages.ReceivedReply | BaseException | None = None
+
+    def finish(self, outcome: messages.ReceivedReply | BaseException) -> None:
+        """Set the reply, or the error."""
+        self._outcome, self.is_done = outcome, True
+        self.done.release()
+        self.passed.release()
+
+    def wait(self, latch: threading.Lock, name: str, deadline: float | None) -> None:
+        """Wait for a latch on behalf of a call. Raises CallTimeoutError."""
+        if not self.is_done:
+            latch.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0))
+        if not self.is_done:
+            raise CallTimeoutError(f"{name}: no answer in time")
+
+    def response(self) -> Any:
+        """Return the response of a read that is done, or raise the error. Called once: it does not keep the reply."""
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome is not None, "it was waited for"
+        return messages.take_reply(outcome)
 
 
 class _Reader:
@@ -169,14 +192,27 @@ class _Reader:
 
     def _finish(self, reading: _Reading) -> None:
         try:
-            reading.outcome = self._read(reading.call_id)
+            reading.finish(self._read(reading.call_id))
         except BaseException as error:
-            reading.outcome = error
-        reading.done.release()
+            reading.finish(error)
+
+
+class _ThreadCall:
+    """See BegunCall in connection.py. The thread reads its reply, also if nobody waits."""
+
+    def __init__(self, name: str, reading: _Reading) -> None:
+        self._name, self._reading = name, reading
+
+    async def answer(self, deadline: float | None) -> Any:
+        self._reading.wait(self._reading.done, self._name, deadline)
+        return self._reading.response()
+
+    def drop(self) -> None:
+        """The thread drops the reply."""
 
 
 class BlockingStream:
-    """See SessionStream in connection.py. It runs one call at a time.
+    """See SessionStream in connection.py. It runs one call at a time, after those that were begun.
 
     A caller without a deadline reads the replies itself. For others a thread reads, because gRPC's blocking read has no
     timeout; and for the main thread, because an interrupt (KeyboardInterrupt) in gRPC's read can leave the locks of its
@@ -196,7 +232,7 @@ class BlockingStream:
         self.max_calls = 1  # no call waits for another
         self._on_end = on_end
         self._reader = _Reader(self._read_until)
-        # The latest read in the thread, until its call or the next has waited for its end.
+        # The latest read in the thread, until its call or the next has waited for its end. Others have ended before.
         self._reading: _Reading | None = None
         self._exchanging = False
         self._call_ids = itertools.count(1)
@@ -207,7 +243,8 @@ class BlockingStream:
 
     async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
         if self._reading is not None:
-            self._await_reading(name, self._reading, deadline)
+            self._reading.wait(self._reading.passed, name, deadline)
+            self._reading = None
         if self.error is not None:
             raise self.error.with_traceback(None)
         self._exchanging = True
@@ -216,26 +253,28 @@ class BlockingStream:
             self._requests.put(messages.make_call(call_id, name, request))
             if deadline is None and threading.current_thread() is not threading.main_thread():
                 return messages.take_reply(self._read_until(call_id))
-            try:
-                reading = self._reading = self._reader.start(call_id)
-            except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
-                self._replies.cancel()
-                raise
-            self._await_reading(name, reading, deadline)
-            if isinstance(reading.outcome, BaseException):
-                raise reading.outcome
-            assert reading.outcome is not None, "it was waited for"
-            return messages.take_reply(reading.outcome)
+            reading = self._start_reading(call_id)
+            reading.wait(reading.done, name, deadline)
+            self._reading = None
+            return reading.response()
         finally:
             self._exchanging = False
 
-    def _await_reading(self, name: str, reading: _Reading, deadline: float | None) -> None:
-        """Wait until the thread has read a reply, or failed. One caller waits at a time. Raises CallTimeoutError."""
-        if reading.outcome is None:
-            reading.done.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0))
-        if reading.outcome is None:
-            raise CallTimeoutError(f"{name}: no answer in time")
-        self._reading = None
+    def begin(self, name: str, request: Any) -> _ThreadCall:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        call_id = next(self._call_ids)
+        self._requests.put(messages.make_call(call_id, name, request))
+        return _ThreadCall(name, self._start_reading(call_id))
+
+    def _start_reading(self, call_id: int) -> _Reading:
+        """Read in the thread, after what it reads now."""
+        try:
+            reading = self._reading = self._reader.start(call_id)
+        except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
+            self._replies.cancel()
+            raise
+        return reading
 
     def _read_until(self, call_id: int) -> messages.ReceivedReply:
         """Read until the reply of this call. The replies of posted calls, and of calls that were interrupted before
@@ -253,7 +292,7 @@ class BlockingStream:
 
     async def end(self) -> None:
         try:
-            if not self._exchanging and self._reading is None:
+            if not self._exchanging and (self._reading is None or self._reading.is_done):
                 self._requests.put(None)
                 with contextlib.suppress(RuntimeError):  # the system has no more threads
                     self._reader.start(_NO_CALL).done.acquire(timeout=END_S)

@@ -109,12 +109,14 @@ def _find_packed(data: bytes, number: int) -> int:
 # runs out of memory. This code copies them once.
 
 _VARINT: Final = 0
+_FIXED_BYTES: Final = {1: 8, 5: 4}
 _LENGTH_DELIMITED: Final = 2
 
 
 @dataclass(slots=True)
 class Encoded:
-    """Serialized fields of a message, in pieces. Arrays among them must not change before `to_bytes`."""
+    """Serialized fields of a message, in pieces. Arrays among them must not change before `to_bytes`. In a response of
+    the daemon they may be views of its memory, so it is serialized before anything else runs on the event loop."""
 
     pieces: tuple[Any, ...] = ()
 
@@ -170,6 +172,26 @@ def fields_of(data: memoryview) -> dict[int, Any]:
     if at > len(data):
         raise IndexError("a field ends after the message")
     return fields
+
+
+def split_last_field(message: memoryview, number: int) -> tuple[memoryview, memoryview] | None:
+    """Return what precedes the last field of a valid message, and the bytes of that field; None unless the message ends
+    with a field of this number, which is a message or bytes. None, too, if there are groups in it."""
+    tag = begin = start = at = 0
+    while at < len(message):
+        begin = at
+        tag, at = _parse_varint(message, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _parse_varint(message, at)
+        elif kind == _LENGTH_DELIMITED:
+            size, start = _parse_varint(message, at)
+            at = start + size
+        elif kind in _FIXED_BYTES:
+            at += _FIXED_BYTES[kind]
+        else:
+            return None
+    return (message[:begin], message[start:]) if tag == number << 3 | _LENGTH_DELIMITED else None
 
 
 def join_elements(messages: Iterable[bytes], number: int) -> bytes:

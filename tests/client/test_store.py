@@ -167,8 +167,7 @@ def test_pieces_lie_anywhere(store_daemon: OpenStore, way: tuple[str, str]) -> N
 
 def regions_of(seen: list[tuple[str, Any]]) -> set[str]:
     """Return the names of the regions from which blocks were put."""
-    puts = [request.to_bytes() for name, request in seen if name == "store_batch_put"]
-    return {store_pb2.BatchPutRequest.FromString(put).region.region for put in puts}
+    return {request.region.region for _, request in seen if isinstance(request, store_pb2.BatchPutRequest)}
 
 
 def test_values_in_a_region_are_copied_by_the_daemon(store_daemon: OpenStore) -> None:

@@ -25,8 +25,24 @@ def around_calls(around: Around) -> Iterator[None]:
 
         return await around(name, request, send)
 
-    with patch.object(SessionConnection, "call_until", call):
+    async def begin(connection: SessionConnection, name: str, request: Any, _: float | None = None) -> LateCall:
+        return LateCall(lambda deadline: call(connection, deadline, name, request))
+
+    with patch.object(SessionConnection, "call_until", call), patch.object(SessionConnection, "begin", begin):
         yield
+
+
+class LateCall:
+    """See BegunCall in connection.py. It is made when its answer is waited for."""
+
+    def __init__(self, call: Callable[[float | None], Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def answer(self, deadline: float | None) -> Any:
+        return await self._call(deadline)
+
+    def drop(self) -> None:
+        """It was not made."""
 
 
 @contextlib.contextmanager

@@ -116,6 +116,19 @@ class FakeBackground:
         self._waiting.work()
 
 
+class FakeBegunCall:
+    """See BegunCall in connection.py. The call is made when its answer is waited for."""
+
+    def __init__(self, stream: FakeStream, name: str, request: Any) -> None:
+        self._stream, self._name, self._request = stream, name, request
+
+    async def answer(self, deadline: float | None) -> Any:
+        return await self._stream.exchange(self._name, self._request, deadline)
+
+    def drop(self) -> None:
+        """Nothing was sent."""
+
+
 class FakeStream:
     """See SessionStream in connection.py. `answers` are the answers to calls, in order. An error is raised, and a
     connection error also ends the stream. None: the call gets no answer. When there are no more answers, a call is
@@ -144,6 +157,9 @@ class FakeStream:
                 self.breaks(answer)
             raise answer
         return answer
+
+    def begin(self, name: str, request: Any) -> FakeBegunCall:
+        return FakeBegunCall(self, name, request)
 
     def post(self, name: str, _request: Any) -> None:
         self.calls.append(name)

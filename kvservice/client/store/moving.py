@@ -14,17 +14,26 @@ with another checksum, are left to messages.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from kvservice import _ext
+from kvservice.client.connection import BegunCall
 from kvservice.client.regions import HostRegion
 from kvservice.client.remote import REFUSED, RemoteRegion
-from kvservice.client.store.link import Patience, StoreLink, blocks_in_message, blocks_in_request, parts
+from kvservice.client.store.link import (
+    IN_FLIGHT_BYTES,
+    Patience,
+    StoreLink,
+    blocks_in_message,
+    blocks_in_request,
+    parts,
+)
 from kvservice.client.store.memory import MappedStore, copy_in, copy_out, packed
 from kvservice.client.store.values import (
     DAMAGED,
@@ -186,6 +195,45 @@ def is_worth_it(link: StoreLink, count: int) -> bool:
     return link.remote.is_worth_it(count * link.block_bytes)
 
 
+# ---- messages
+
+
+async def exchange_messages(
+    link: StoreLink,
+    name: str,
+    done: Flags,
+    request: Callable[[slice], Awaitable[Any]],
+    take: Callable[[slice, Any], Awaitable[None]],
+    timeout_s: float | None,
+) -> None:
+    """Make a call for each part of the blocks that is not `done`, bool `[num_keys]`, and `take` its response. While the
+    daemon works on one, the next is made and sent, or the response before is taken. If one fails, those that were sent
+    may be executed. `timeout_s` is the time limit of each, from the response before on."""
+    connection, num_blocks = link.connection, blocks_in_message(link)
+    most_begun = max(1, IN_FLIGHT_BYTES // (num_blocks * link.block_bytes))
+    begun: deque[tuple[slice, BegunCall]] = deque()
+
+    async def finish_first() -> None:
+        part, call = begun.popleft()
+        try:
+            response = await call.answer(connection.deadline(timeout_s))
+        finally:
+            call.drop()
+        await take(part, response)
+
+    try:
+        for part in parts(len(done), num_blocks):
+            if not done[part].all():
+                begun.append((part, await connection.begin(name, await request(part), timeout_s)))
+                if len(begun) == most_begun:
+                    await finish_first()
+        while begun:
+            await finish_first()
+    finally:
+        for _, call in begun:
+            call.drop()
+
+
 # ---- reads
 
 
@@ -277,16 +325,18 @@ class BlockReader:
         return transfer.done
 
     async def _by_messages(self, done: Flags) -> None:
-        for part in parts(num_keys(self._keys), blocks_in_message(self._link)):
-            if done[part].all():
-                continue
-            response = await self._batch_get(part, None)
+        async def request(part: slice) -> store_pb2.BatchGetRequest:
+            return self._request(part, None)
+
+        async def take(part: slice, response: Any) -> None:
             found = flags_of(response.found, part.stop - part.start)
             data = np.frombuffer(response.data, np.uint8)
             places = packed(int(found.sum()), self._link.block_bytes)
             if data.size != len(places) * self._link.block_bytes:
                 raise InternalError(f"the daemon has sent {data.size} bytes for {len(places)} blocks")
             await self._unpack(int(data.ctypes.data), places, part, found)
+
+        await exchange_messages(self._link, "store_batch_get", done, request, take, self._timeout_s)
 
     async def _unpack(self, address: int, places: Numbers, part: slice, found: Flags) -> None:
         """Copy received blocks to their pieces."""
@@ -296,9 +346,16 @@ class BlockReader:
         self._found[part] = found
 
     async def _batch_get(
-        self, part: slice, region: store_pb2.Scatter | None, *, return_checksums: bool = False
+        self, part: slice, region: store_pb2.Scatter, *, return_checksums: bool = False
     ) -> store_pb2.BatchGetResponse:
-        request = store_pb2.BatchGetRequest(
+        request = self._request(part, region, return_checksums=return_checksums)
+        response: store_pb2.BatchGetResponse = await self._link.call("store_batch_get", request, self._timeout_s)
+        return response
+
+    def _request(
+        self, part: slice, region: store_pb2.Scatter | None, *, return_checksums: bool = False
+    ) -> store_pb2.BatchGetRequest:
+        return store_pb2.BatchGetRequest(
             namespace_id=self._link.namespace_id,
             keys=some_keys(self._keys, part),
             region=region,
@@ -306,8 +363,6 @@ class BlockReader:
             return_checksums=return_checksums,
             max_wait_s=self._patience.left_s(self._link),
         )
-        response: store_pb2.BatchGetResponse = await self._link.call("store_batch_get", request, self._timeout_s)
-        return response
 
 
 # ---- writes
@@ -368,7 +423,7 @@ class BlockWriter:
         for part in parts(num_keys(self._keys), blocks_in_request(self._link, len(sizes))):
             scatter = store_pb2.Scatter(region=region.name, piece_bytes=sizes, offsets=offsets[part].tobytes())
             try:
-                await self._batch_put(part, region=scatter)
+                self._take(part, await self._send(part, scatter))
             except BaseException as error:
                 if not isinstance(error, KVServiceError) or isinstance(error, (ConnectionLostError, CallTimeoutError)):
                     self._link.regions.give_up(region)
@@ -387,7 +442,7 @@ class BlockWriter:
                 await self._pack(region.address, places, part)
                 try:
                     scatter = store_pb2.Scatter(region=region.name, offsets=places.tobytes())
-                    await self._batch_put(part, region=scatter)
+                    self._take(part, await self._send(part, scatter))
                 except BaseException:
                     link.staging.drop()
                     raise
@@ -403,16 +458,20 @@ class BlockWriter:
         return transfer.done
 
     async def _by_messages(self, done: Flags) -> None:
-        for part in parts(num_keys(self._keys), blocks_in_message(self._link)):
-            if done[part].all():
-                continue
+        async def request(part: slice) -> Encoded:
             source = self._source.part(part)
             if (data := source.view()) is None:
                 places = packed(len(source.addresses), self._link.block_bytes)
                 joined = np.empty(len(places) * self._link.block_bytes, np.uint8)
                 await self._pack(int(joined.ctypes.data), places, part)
                 data = joined.data
-            await self._batch_put(part, data=data)
+            blocks = Encoded((data,)).inside(store_pb2.BatchPutRequest.DATA_FIELD_NUMBER)
+            return Encoded((self._request(part, None).SerializeToString(),)) + blocks
+
+        async def take(part: slice, response: store_pb2.BatchPutResponse) -> None:
+            self._take(part, response)
+
+        await exchange_messages(self._link, "store_batch_put", done, request, take, self._timeout_s)
 
     async def _pack(self, address: int, places: Numbers, part: slice) -> None:
         """Copy blocks from their pieces one after the other to `address`."""
@@ -421,27 +480,24 @@ class BlockWriter:
             copy_in, address, places.tobytes(), link.block_bytes, self._source.part(part), link.copy_threads
         )
 
-    async def _batch_put(
-        self, part: slice, region: store_pb2.Scatter | None = None, data: memoryview | None = None
-    ) -> None:
-        """Store the blocks at their places in the region, or those in `data`."""
-        response = await self._send(part, region, b"", data)
+    def _take(self, part: slice, response: store_pb2.BatchPutResponse) -> None:
         statuses = statuses_of(response.statuses, part.stop - part.start)
         # A block that was stored before, in this call, is there now.
         stored = (self._statuses[part] == PutStatus.DONE) & (statuses == PutStatus.PRESENT)
         self._statuses[part] = np.where(stored, self._statuses[part], statuses)
 
-    async def _send(
-        self, part: slice, region: store_pb2.Scatter | None, checksums: bytes, data: memoryview | None = None
-    ) -> store_pb2.BatchPutResponse:
-        request = store_pb2.BatchPutRequest(
+    async def _send(self, part: slice, region: store_pb2.Scatter, checksums: bytes = b"") -> store_pb2.BatchPutResponse:
+        """Store the blocks at their places in the region."""
+        request = self._request(part, region, checksums)
+        response: store_pb2.BatchPutResponse = await self._link.call("store_batch_put", request, self._timeout_s)
+        return response
+
+    def _request(
+        self, part: slice, region: store_pb2.Scatter | None, checksums: bytes = b""
+    ) -> store_pb2.BatchPutRequest:
+        return store_pb2.BatchPutRequest(
             namespace_id=self._link.namespace_id,
             keys=some_keys(self._keys, part),
             region=region,
             checksums=checksums,
         )
-        encoded = Encoded((request.SerializeToString(),))
-        if data is not None:
-            encoded += Encoded((data,)).inside(store_pb2.BatchPutRequest.DATA_FIELD_NUMBER)
-        response: store_pb2.BatchPutResponse = await self._link.call("store_batch_put", encoded, self._timeout_s)
-        return response

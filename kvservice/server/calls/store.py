@@ -34,7 +34,7 @@ from kvservice.server.loop import Caller, despite_leaving, finished, to_the_end,
 from kvservice.server.memory.region import Places
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import ADMINS
-from kvservice.server.tiering.store import ServerStore
+from kvservice.server.tiering.store import SHORT_IN_MESSAGE_BYTES, ServerStore
 from kvservice.store import BlockStore, EngineFigures, NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES, WORD_BYTES
 from kvservice.store.namespaces import POOL_KEYS
@@ -395,10 +395,14 @@ class StoreCopyCalls:
     # ---- put
 
     async def batch_put(self, session: ServerSession, request: store_pb2.BatchPutRequest) -> store_pb2.BatchPutResponse:
-        return await despite_leaving(functools.partial(self._put, session, request))
+        data = request.data  # each look at the field of a message copies it
+        put = functools.partial(self._put, session, request, data)
+        if not request.HasField("region") and len(data) <= SHORT_IN_MESSAGE_BYTES:
+            return await put(Caller())  # it waits for nothing
+        return await despite_leaving(put)
 
     async def _put(
-        self, session: ServerSession, request: store_pb2.BatchPutRequest, caller: Caller
+        self, session: ServerSession, request: store_pb2.BatchPutRequest, message: bytes, caller: Caller
     ) -> store_pb2.BatchPutResponse:
         namespace = namespace_of(session, request)
         num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
@@ -406,7 +410,7 @@ class StoreCopyCalls:
             raise InvalidArgumentError(f"{len(request.checksums)} bytes for {num_keys} keys", field="checksums")
         copies = self._store.copies
         if request.HasField("region"):
-            if request.data:
+            if message:
                 raise InvalidArgumentError("there is a region, too", field="data")
             with session.regions.host_region(request.region.region, "region.region") as region:
                 places = places_of(request.region, num_keys, block_bytes, region.reach)
@@ -418,7 +422,7 @@ class StoreCopyCalls:
                 if region.is_remote:
                     session.shared.transfers.arrived_damaged(room.statuses.count(store_pb2.PUT_STATUS_DAMAGED))
         else:
-            data = np.frombuffer(request.data, np.uint8)  # each look at the field copies it
+            data = np.frombuffer(message, np.uint8)
             session.shared.transfers.travelled_in_messages(len(data))
             if len(data) != num_keys * block_bytes:
                 raise InvalidArgumentError(
@@ -426,7 +430,7 @@ class StoreCopyCalls:
                 )
             with self._reserved(session, namespace, request, caller) as room:
                 chosen = Places.packed(num_keys, block_bytes).of(room.chosen)
-                room.checksums = await copies.write(room.offsets, block_bytes, data, chosen)
+                room.checksums = await copies.write(room.offsets, block_bytes, data, chosen, SHORT_IN_MESSAGE_BYTES)
         return store_pb2.BatchPutResponse(statuses=room.statuses)
 
     @contextlib.contextmanager
@@ -459,7 +463,30 @@ class StoreCopyCalls:
     async def batch_get(
         self, session: ServerSession, request: store_pb2.BatchGetRequest
     ) -> store_pb2.BatchGetResponse | Encoded:
+        if not (request.HasField("region") or request.verify or request.return_checksums):
+            namespace = namespace_of(session, request)
+            check_max_wait(request)
+            if self._store.chain is None or self._store.blocks.has_all(namespace, request.keys):
+                return self._get_in_place(session, namespace, request)
         return await asyncio.shield(to_the_end(self._get(session, request)))
+
+    def _get_in_place(
+        self, session: ServerSession, namespace: StoredNamespace, request: store_pb2.BatchGetRequest
+    ) -> Encoded:
+        """Return a response with views of the blocks in the memory of the store, which are copied when it is
+        serialized. That is before anything else runs on the event loop, so nobody takes their room before."""
+        self._check_response(namespace, request)
+        pinned = self._store.blocks.acquire(namespace, request.keys)
+        blocks = Encoded(self._store.copies.views(pinned.offsets, namespace.block_bytes))
+        self._store.blocks.release(pinned.slots)
+        session.shared.transfers.travelled_in_messages(pinned.num_blocks * namespace.block_bytes)
+        return Encoded((pinned.found,)).inside(_FOUND) + blocks.inside(_DATA)
+
+    def _check_response(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> None:
+        """Raises InvalidArgumentError naming keys if their blocks do not fit into a message."""
+        num_bytes = len(request.keys) // KEY_BYTES * (namespace.block_bytes + 1)
+        if num_bytes > self._max_response_bytes:
+            raise response_too_large(num_bytes, self._max_response_bytes, "keys")
 
     async def _get(
         self, session: ServerSession, request: store_pb2.BatchGetRequest
@@ -483,9 +510,8 @@ class StoreCopyCalls:
     async def _get_inline(
         self, session: ServerSession, namespace: StoredNamespace, request: store_pb2.BatchGetRequest
     ) -> Encoded:
-        num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
-        if (num_bytes := num_keys * (block_bytes + 1)) > self._max_response_bytes:
-            raise response_too_large(num_bytes, self._max_response_bytes, "keys")
+        block_bytes = namespace.block_bytes
+        self._check_response(namespace, request)
         async with self._pinned(namespace, request) as (pinned, checksums):
             data = np.empty((pinned.num_blocks, block_bytes), np.uint8)
             places = Places.packed(pinned.num_blocks, block_bytes)

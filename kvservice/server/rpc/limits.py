@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
@@ -38,10 +38,10 @@ from kvservice.errors import (
 from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES, is_of_session
 from kvservice.transfer import MAX_ENGINES
-from kvservice.v1 import session_pb2
+from kvservice.v1 import session_pb2, store_pb2
 from kvservice.wire.channels import MIN_PING_INTERVAL_MS, keepalive_options
 from kvservice.wire.status import to_status
-from kvservice.wire.tensors import split_elements
+from kvservice.wire.tensors import split_elements, split_last_field, with_field
 
 MAX_TEXT_BYTES: Final = 4096
 MAX_PING_BYTES: Final = 1 << 20
@@ -119,6 +119,12 @@ _CALLS: Final = session_pb2.Call.CALLS_FIELD_NUMBER
 _CALLS_TAG: Final = bytes((_CALLS << 3 | 2,))
 
 
+# The fields of the blocks in a call, and the size from which on protobuf does not parse them.
+_BATCH_PUT: Final = session_pb2.Call.STORE_BATCH_PUT_FIELD_NUMBER
+_DATA: Final = store_pb2.BatchPutRequest.DATA_FIELD_NUMBER
+LARGE_BYTES: Final = 64 << 10
+
+
 @dataclass(frozen=True)
 class Refused:
     """Replaces a request that is malformed or exceeds a limit. An exception raised in the deserializer would make gRPC
@@ -136,6 +142,31 @@ class Calls:
     parse: Callable[[bytes], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksRequest:
+    """A BatchPutRequest without its blocks, which are in `data`, a view of the received message: protobuf would copy
+    them twice."""
+
+    message: store_pb2.BatchPutRequest
+    data: memoryview
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.message, name)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCall:
+    """A call with a BlocksRequest."""
+
+    call: session_pb2.Call
+    request: BlocksRequest
+
+
+def moves_blocks(call: session_pb2.Call | BlocksCall | Refused) -> TypeGuard[session_pb2.Call | BlocksCall]:
+    """Return whether a call takes blocks of the store in its message, or may return some in its reply."""
+    return isinstance(call, BlocksCall) or (isinstance(call, session_pb2.Call) and call.HasField("store_batch_get"))
+
+
 def check_accepted(request: object) -> None:
     """Raise the error of a request that was refused."""
     if isinstance(request, Refused):
@@ -143,24 +174,26 @@ def check_accepted(request: object) -> None:
 
 
 @functools.cache
-def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused | Calls]:
+def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused | Calls | BlocksCall]:
     """Return a gRPC deserializer for requests of this type, the same one for all ports. Only a message of calls becomes
-    `Calls`."""
+    `Calls`, and only a call with many bytes of blocks a `BlocksCall`."""
     rules = _Rules(limits)
     rules.add(kind.DESCRIPTOR, "")
     scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
     is_call = kind is session_pb2.Call
 
-    def parse(data: bytes) -> Message | Refused:
+    def parse(data: bytes) -> Message | Refused | BlocksCall:
         found = scanner.scan(data)
         if found == _ext.WIRE_WITHIN_LIMITS:
             try:
+                if is_call and len(data) >= LARGE_BYTES and (call := _blocks_call(memoryview(data))) is not None:
+                    return call
                 return kind.FromString(data)
             except DecodeError:  # a string that is not UTF-8
                 found = _ext.WIRE_MALFORMED
         return Refused(rules.error(found), _call_id(data) if is_call else None)
 
-    def parse_calls(data: bytes) -> Message | Refused | Calls:
+    def parse_calls(data: bytes) -> Message | Refused | Calls | BlocksCall:
         if data[:1] != _CALLS_TAG:
             return parse(data)
         try:
@@ -169,6 +202,17 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
             return Refused(InvalidArgumentError(f"must be up to {MAX_CALLS} calls and nothing else", field="calls"))
 
     return parse_calls if is_call else parse
+
+
+def _blocks_call(data: memoryview) -> BlocksCall | None:
+    """Parse a call that was counted without its last field, which are blocks, or return None if it ends otherwise.
+    Raises DecodeError."""
+    if (of_call := split_last_field(data, _BATCH_PUT)) is None:
+        return None
+    if (of_request := split_last_field(of_call[1], _DATA)) is None:
+        return None
+    call = session_pb2.Call.FromString(with_field(bytes(of_call[0]), _BATCH_PUT, bytes(of_request[0])))
+    return BlocksCall(call, BlocksRequest(call.store_batch_put, of_request[1]))
 
 
 @dataclass(frozen=True)
@@ -336,6 +380,8 @@ STALL_S: Final = 60.0
 SWEEP_S: Final = 5.0
 # The time that session streams have to attach.
 UNATTACHED_S: Final = 30.0
+# Most bytes of messages, beside those of the calls that are executed, which streams have read already or still send.
+AHEAD_BYTES: Final = 128 << 20
 # One address may use 1/_PEERS of the slots of a kind, and half of the unattached streams and of the streams of events.
 _PEERS: Final = 4
 # Extra RPCs beyond the limits, so that they can be refused with a status.
@@ -452,6 +498,8 @@ class Slots(grpc.GenericRpcHandler):
         self._rpcs: set[Rpc] = set()
         self._max_unattached = max_unattached(config)
         self._num_unattached = 0
+        self._max_ahead = AHEAD_BYTES // (2 * config.max_message_bytes)
+        self._num_ahead = 0
         self._unattached_of: Counter[str] = Counter()
         self._shares = {kind: max(1, limit // _PEERS) for kind, limit in self._limits.items()}
         self._shares["event stream"] = max(1, config.max_event_streams // 2)
@@ -520,6 +568,18 @@ class Slots(grpc.GenericRpcHandler):
         self._unattached_of[address] -= 1
         if not self._unattached_of[address]:
             del self._unattached_of[address]
+
+    def begin_ahead(self) -> bool:
+        """Count a call while whose execution its stream reads the next message, and while whose reply is sent it
+        executes the next call. Returns False if there are too many."""
+        if self._num_ahead >= self._max_ahead:
+            return False
+        self._num_ahead += 1
+        return True
+
+    def end_ahead(self) -> None:
+        """The reply to a call that was counted has been sent, or will not be."""
+        self._num_ahead -= 1
 
     async def end_stalled(self) -> None:
         """Cancel RPCs that their clients stall. Runs until cancelled."""

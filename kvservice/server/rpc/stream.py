@@ -46,6 +46,7 @@ from kvservice.server.rpc.limits import (
     MAX_CALLS,
     RPC,
     UNATTACHED_S,
+    BlocksCall,
     Calls,
     Handler,
     Refused,
@@ -53,6 +54,7 @@ from kvservice.server.rpc.limits import (
     Slots,
     answering,
     check_accepted,
+    moves_blocks,
     parser,
 )
 from kvservice.server.sessions.registry import SessionRegistry
@@ -123,9 +125,9 @@ class Services:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
         answer = self._unary(call_name(method))
         if self._callers.local:
-            return grpc.unary_unary_rpc_method_handler(answer, parse, _serialize)
+            return grpc.unary_unary_rpc_method_handler(answer, parse, None)
         # gRPC runs the handler of a unary RPC when the message is there, that of a stream when the RPC begins.
-        return grpc.stream_unary_rpc_method_handler(answer, parse, _serialize)
+        return grpc.stream_unary_rpc_method_handler(answer, parse, None)
 
     def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:
@@ -138,7 +140,9 @@ class Services:
                 rpc.stalled_since = None
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
-                return await self._dispatcher.call(name, request, None, "unary", self._callers.local, traceparent)
+                local = self._callers.local
+                # Serialized here, because nothing else may run between the handler and that, see Encoded.
+                return _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
             finally:
@@ -208,6 +212,9 @@ class Stream:
         self._rpc = rpc
         self._session: ServerSession | None = None
         self._ending: asyncio.Task[None] | None = None
+        # A read that has begun before the call is answered, and a reply that is sent while the next call is answered.
+        self._next: asyncio.Task[Any] | None = None
+        self._reply: asyncio.Task[None] | None = None
         # Whether a call is being executed or answered, and the error that ends the stream after that.
         self._answering = False
         self._restarting: RestartingError | None = None
@@ -231,6 +238,8 @@ class Stream:
         self._ending = asyncio.create_task(self._abort(rpc_status.to_status(status)))
 
     async def _abort(self, status: grpc.Status) -> None:
+        if self._reply is not None:  # it may not have begun
+            await asyncio.wait((self._reply,))
         async with self._sending:
             self._ended = True
             # The call always raises: AbortError, or another one of these if the client has already ended the RPC.
@@ -240,7 +249,7 @@ class Stream:
     async def serve(self) -> None:
         self._expect_attach()
         try:
-            while not self._ended and (call := await self._context.read()) is not grpc.aio.EOF:
+            while not self._ended and (call := await self._read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 self._answering = True
@@ -248,18 +257,49 @@ class Stream:
                     self._callers.called_again(self._context)
                 if isinstance(call, Calls):
                     await self._answer_all(call)
+                elif moves_blocks(call) and self._slots.begin_ahead():
+                    await self._answer_ahead(call)
                 else:
                     await self._send(await self._answer(call))
                 self._answering = False
                 if self._restarting is not None:
                     raise self._restarting
+            await self._sent()
         except KVServiceError as error:
+            await self._sent()
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:
+            for beside in (self._next, self._reply):
+                if beside is not None:
+                    beside.cancel()
             if self._session is not None:
                 self._detach(self._session)
             else:
                 self._expect_no_attach()
+
+    async def _read(self) -> Any:
+        """Return the next message."""
+        begun, self._next = self._next, None
+        return await (self._context.read() if begun is None else begun)
+
+    async def _answer_ahead(self, call: session_pb2.Call | BlocksCall) -> None:
+        """Answer a call that moves blocks. Clients send the next one before they have the reply: it is read while this
+        one is executed, and executed while the reply is sent."""
+        self._next = to_the_end(self._context.read())
+        try:
+            reply = await self._answer(call)
+            await self._sent()
+            self._reply = to_the_end(self._write(reply))
+        except BaseException:
+            self._slots.end_ahead()
+            raise
+        self._reply.add_done_callback(lambda _: self._slots.end_ahead())
+
+    async def _sent(self) -> None:
+        """Wait for the reply that is sent beside the next call."""
+        if self._reply is not None:
+            await self._reply
+            self._reply = None
 
     def _detach(self, session: ServerSession) -> None:
         """Release the lease. The client has gone, so that only the log can say what fails."""
@@ -280,7 +320,11 @@ class Stream:
         self._slots.remove_unattached(self._context.peer())
 
     async def _send(self, reply: bytes) -> None:
-        """Send a message, unless the stream has ended."""
+        """Send a message after those before, unless the stream has ended."""
+        await self._sent()
+        await self._write(reply)
+
+    async def _write(self, reply: bytes) -> None:
         async with self._sending:
             if not self._ended:
                 self._rpc.stalled_since = time.monotonic()
@@ -318,18 +362,21 @@ class Stream:
         elif replies:
             await self._send(replies[0])
 
-    async def _answer(self, call: session_pb2.Call | Refused) -> bytes:
+    async def _answer(self, call: session_pb2.Call | BlocksCall | Refused) -> bytes:
         """Return the serialized reply to a call. Raises the error of a refused call whose id is not known, because the
         client could not match the reply to a call."""
         if isinstance(call, Refused):
             if call.call_id is None:
                 raise call.error
             return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error)).SerializeToString()
+        blocks: Any = None
+        if isinstance(call, BlocksCall):
+            blocks, call = call.request, call.call
         name = call.WhichOneof("call")
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
-            request = getattr(call, name)
+            request: Any = blocks or getattr(call, name)
             if name == "attach":
                 return session_pb2.Reply(call_id=call.call_id, attach=await self._attach(request)).SerializeToString()
             if self._session is None and name != "ping":

@@ -4,6 +4,7 @@ tiers below it."""
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import functools
 import logging
@@ -165,7 +166,7 @@ def open_store(
     index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, seed, index_memory.address)
     records = StoreRecords(_sections(kept))
     blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
-    copies = StoreCopies(memory.address, config.store_copy_threads)
+    copies = StoreCopies(memory, config.store_copy_threads)
     growth = StoreGrowth(memory, blocks, kept.facts)
     chain = open_chain(config, blocks, memory, children, clock)
     return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, growth, chain)
@@ -302,6 +303,8 @@ T = TypeVar("T")
 
 # Copies of at most so many bytes run on the event loop: a thread would take longer to start.
 SHORT_BYTES: Final = 256 << 10
+# Of blocks in a message: gRPC takes longer to receive them, on the event loop, too.
+SHORT_IN_MESSAGE_BYTES: Final = 4 << 20
 # The size of the buffer for a region whose memory is not mapped, unless one block is larger.
 BUFFER_BYTES: Final = 8 << 20
 
@@ -313,10 +316,15 @@ class StoreCopies:
     has all threads if no other one runs.
     """
 
-    def __init__(self, memory: int, num_threads: int) -> None:
-        self._memory, self._num_threads = memory, num_threads
+    def __init__(self, memory: SealedMemory, num_threads: int) -> None:
+        self._memory, self._num_threads = memory.address, num_threads
+        self._view = memoryview((ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)).cast("B")
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvservice-store")
         self._num_running = 0
+
+    def views(self, offsets: bytes, block_bytes: int) -> tuple[memoryview, ...]:
+        """Return views of blocks in the store."""
+        return tuple(self._view[at : at + block_bytes] for at in np.frombuffer(offsets, np.uint64).tolist())
 
     async def checksums(self, offsets: bytes, block_bytes: int) -> bytes:
         """Return the checksums of blocks in the store."""
@@ -326,13 +334,15 @@ class StoreCopies:
 
         return await self._run(len(offsets) // 8 * block_bytes, compute)
 
-    async def write(self, offsets: bytes, block_bytes: int, source: Array, places: Places) -> bytes:
+    async def write(
+        self, offsets: bytes, block_bytes: int, source: Array, places: Places, short_bytes: int = SHORT_BYTES
+    ) -> bytes:
         """Copy blocks from `source`, uint8, into the store. Returns their checksums."""
 
         def copy(num_threads: int) -> bytes:
             return self._copy_in(offsets, block_bytes, source, places, num_threads)
 
-        return await self._run(len(offsets) // 8 * block_bytes, copy)
+        return await self._run(len(offsets) // 8 * block_bytes, copy, short_bytes)
 
     async def read(self, offsets: bytes, block_bytes: int, target: Array, places: Places, checksums: bytes) -> bytes:
         """Copy blocks of the store into `target`, uint8. Returns a bitmap of those with the expected checksum, or of
@@ -437,9 +447,9 @@ class StoreCopies:
             num_threads,
         )
 
-    async def _run(self, num_bytes: int, copy: Callable[[int], T]) -> T:
+    async def _run(self, num_bytes: int, copy: Callable[[int], T], short_bytes: int = SHORT_BYTES) -> T:
         """Run `copy` with a number of threads. The caller must not be cancelled meanwhile."""
-        if num_bytes <= SHORT_BYTES:
+        if num_bytes <= short_bytes:
             return copy(1)
         self._num_running += 1
         try:
