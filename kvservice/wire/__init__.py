@@ -16,6 +16,7 @@ from kvservice.wire.tensors import (
     fields_of,
     put_tensor,
     put_type,
+    split_last_field,
     to_array,
     token_array,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "from_status",
     "put_tensor",
     "put_type",
+    "split_last_field",
     "to_array",
     "to_status",
     "token_array",

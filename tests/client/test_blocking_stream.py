@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -19,6 +20,7 @@ from scripted_daemon import ScriptedDaemon, serving
 from waiting import PATIENCE_S, until
 
 from kvservice.client import AsyncKVClient, KVClient, Session
+from kvservice.client.connection import BegunCall
 from kvservice.client.messages import open_stub
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
 from kvservice.errors import (
@@ -30,7 +32,7 @@ from kvservice.errors import (
     SessionTakenError,
     TLSHandshakeError,
 )
-from kvservice.v1 import pool_pb2, session_pb2
+from kvservice.v1 import blocks_pb2, pool_pb2, session_pb2
 from kvservice.wire import to_status
 
 SHORT_S = 0.01
@@ -155,6 +157,38 @@ def test_a_stream_that_ends_after_a_limit_is_noticed(server: Held, kv: Session) 
         server.release.set()
         assert answer.result(PATIENCE_S) == 7
     assert server.calls == ["attach", "describe", "attach", "match_prefix"]
+
+
+def test_calls_that_were_begun_get_their_own_answers(server: Held, kv: Session) -> None:
+    """So do calls behind them, also if nobody waits for those that were begun, or not for long."""
+    connection = kv._core.context.connection
+
+    def begun(number: int) -> BegunCall:
+        return finish(connection.begin("match_prefix", blocks_pb2.MatchPrefixRequest(token_ids=[1] * number)))
+
+    held = finish(connection.begin("describe", blocks_pb2.DescribeRequest()))
+    first, second, dropped = begun(1), begun(2), begun(3)
+    with pytest.raises(CallTimeoutError):
+        finish(first.answer(time.monotonic() + SHORT_S))
+    with pytest.raises(CallTimeoutError):
+        ask(kv, 4, SHORT_S)
+    server.release.set()
+    dropped.drop()
+    assert ask(kv, 5) == 5
+    assert finish(second.answer(None)).num_cached_tokens == 2
+    assert finish(held.answer(None)) is not None
+    assert server.calls == ["attach", "describe", *["match_prefix"] * 4], "the one with 4 tokens was not sent"
+
+
+def test_calls_that_were_begun_fail_with_their_stream(server: Held, kv: Session) -> None:
+    connection = kv._core.context.connection
+    begun = [finish(connection.begin("describe", blocks_pb2.DescribeRequest())) for _ in range(2)]
+    server.ends = True
+    server.release.set()
+    for call in begun:
+        with pytest.raises(ConnectionLostError):
+            finish(call.answer(time.monotonic() + PATIENCE_S))
+    assert ask(kv, 6) == 6, "over another stream"
 
 
 @pytest.mark.usefixtures("server")

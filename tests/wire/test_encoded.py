@@ -8,7 +8,7 @@ import pytest
 from each_row import each_row
 
 from kvservice.v1 import attention_pb2, session_pb2, store_pb2, tensor_pb2
-from kvservice.wire import Encoded, encode_tensor, fields_of, put_tensor
+from kvservice.wire import Encoded, encode_tensor, fields_of, put_tensor, split_last_field
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 SHAPES: tuple[tuple[int, ...], ...] = ((1,), (3, 4), (2, 3, 4), (0, 5), (40, 8, 64), ())
@@ -63,6 +63,32 @@ def test_fields_are_those_that_protobuf_has_written() -> None:
                 message = store_pb2.BatchPutRequest(session_token=b"token", namespace_id=1 << 31, data=data)
                 fields = fields_of(memoryview(message.SerializeToString()))
                 assert fields == {1: b"token", 2: 1 << 31} | ({5: data} if num_bytes else {})
+
+
+def test_the_last_field_is_split_from_those_before() -> None:
+    """Fields of all kinds come before it: a varint, bytes, 64 and 32 bits."""
+    before = store_pb2.BatchGetRequest(session_token=b"token", namespace_id=300, max_wait_s=0.5).SerializeToString()
+    before += b"\xfd\x3f" + bytes(4)  # field 1023 of 32 bits
+    with each_row() as row:
+        for num_bytes in (0, 1, 127, 128, 3_000_000):
+            with row(num_bytes):
+                data = np.random.default_rng(0).bytes(num_bytes)
+                message = memoryview(before + Encoded((data,)).inside(5).to_bytes())
+                assert list(map(bytes, split_last_field(message, 5) or ())) == [before, data]
+                assert split_last_field(message, 4) is None
+
+
+def test_messages_that_end_otherwise_are_not_split() -> None:
+    data = Encoded((b"data",)).inside(5).to_bytes()
+    with each_row() as row:
+        for name, message in {
+            "no field": b"",
+            "another field behind it": data + b"\x08\x07",
+            "a number with the same field number": b"\x28\x07",
+            "a group before it": b"\x0b\x0c" + data,
+        }.items():
+            with row(name):
+                assert split_last_field(memoryview(message), 5) is None
 
 
 def test_what_is_no_such_message_is_refused() -> None:

@@ -455,7 +455,8 @@ REQUEST_BYTES = 256 << 20
 # Most bytes of blocks in a message, unless one block is larger. Larger messages are slower: each of their copies is
 # made in new memory.
 MESSAGE_BYTES = 4 << 20
-# Most bytes of blocks in the messages that wait for an answer, unless one message has more.
+# Most messages of a call that wait for an answer, and most bytes of blocks in them, unless one message has more.
+MESSAGES_IN_FLIGHT = 3
 IN_FLIGHT_BYTES = 12 << 20
 # Bytes of a piece of a block in a request: an offset.
 OFFSET_BYTES = 8

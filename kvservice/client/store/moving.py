@@ -28,6 +28,7 @@ from kvservice.client.regions import HostRegion
 from kvservice.client.remote import REFUSED, RemoteRegion
 from kvservice.client.store.link import (
     IN_FLIGHT_BYTES,
+    MESSAGES_IN_FLIGHT,
     Patience,
     StoreLink,
     blocks_in_message,
@@ -210,7 +211,7 @@ async def exchange_messages(
     daemon works on one, the next is made and sent, or the response before is taken. If one fails, those that were sent
     may be executed. `timeout_s` is the time limit of each, from the response before on."""
     connection, num_blocks = link.connection, blocks_in_message(link)
-    most_begun = max(1, IN_FLIGHT_BYTES // (num_blocks * link.block_bytes))
+    most_begun = max(1, min(MESSAGES_IN_FLIGHT, IN_FLIGHT_BYTES // (num_blocks * link.block_bytes)))
     begun: deque[tuple[slice, BegunCall]] = deque()
 
     async def finish_first() -> None:
