@@ -372,6 +372,8 @@ async def clear_below(
 #     put: reserve       ─▶ copy, in threads ─▶ commit, or abort if the caller has gone; reply
 #
 # The blocks and the region stay in use until the copy has ended, even if the call or the session ends before that.
+# Blocks in messages take the event loop at any rate, where gRPC copies them. So they are copied there, once: those of a
+# put of usual size, and those of a get that are in memory and are not verified.
 
 _FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
 _CHECKSUMS = store_pb2.BatchGetResponse.CHECKSUMS_FIELD_NUMBER

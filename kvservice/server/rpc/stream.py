@@ -287,6 +287,7 @@ class Stream:
         one is executed, and executed while the reply is sent."""
         self._next = to_the_end(self._context.read())
         try:
+            await asyncio.sleep(0)  # gRPC receives no more than the beginning of a message that nobody reads
             reply = await self._answer(call)
             await self._sent()
             self._reply = to_the_end(self._write(reply))
