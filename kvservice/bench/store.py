@@ -66,8 +66,8 @@ class BlockWay(Protocol):
 
 # ---- a store of nothing but messages: the least that messages over gRPC for Python can take
 #
-# Each message has as many blocks as the client of the block store puts into one, and is answered before the next. The
-# server: `python -m kvservice.bench.store ADDRESS`.
+# Each message has as many blocks as the client of the block store puts into one, and is answered before the next is
+# sent. The server: `python -m kvservice.bench.store ADDRESS`.
 
 PATH: Final = "/bare/Exchange"
 
