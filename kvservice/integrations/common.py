@@ -200,8 +200,10 @@ logger = logging.getLogger(__name__)
 
 Flags = npt.NDArray[np.bool_]
 Addresses = npt.NDArray[np.int64]
-# The most bytes of blocks in one call, to which the time limit of a transfer applies.
-CALL_BYTES = 16 << 20
+# The most bytes of blocks in one call, to which the time limit of a transfer applies. In mapped memory that is the time
+# of the daemon's answers alone, and each call costs as much as copying a block or two: where a thread of the engine
+# holds the interpreter lock, a call waits several times for the lock, up to 5 ms each time.
+CALL_BYTES, MAPPED_CALL_BYTES = 16 << 20, 1 << 30
 # A load whose time has passed gets this limit, because 0 would stand for no limit.
 _OVER_S = 1e-6
 
@@ -244,7 +246,6 @@ class EngineBlocks:
         except BaseException:
             self._client.close()
             raise
-        self._blocks_per_call = max(1, CALL_BYTES // namespace.block_bytes)
         self._closed = threading.Event()
         self._mapping = threading.Thread(target=self._map_all, name="kvservice-maps", daemon=True)
         self._mapping.start()
@@ -265,13 +266,13 @@ class EngineBlocks:
             return 0
 
     def load(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
-        """Copy blocks to their addresses, up to the first missing one or little further. It waits for blocks below the
+        """Copy blocks to their addresses, up to the first missing one or further. It waits for blocks below the
         daemon's memory as long as computing them all would take. Returns which are right; the memory of the others is
         undefined."""
         self._check(piece_bytes)
         found: Flags = np.zeros(len(keys), np.bool_)
         until = time.monotonic() + self._compute.wait_s(len(keys))
-        for part in self._parts(len(keys)):
+        for part in self._parts(len(keys), writes=False):
             wait_s = max(until - time.monotonic(), _OVER_S)
             try:
                 found[part] = self._store.get(
@@ -292,7 +293,7 @@ class EngineBlocks:
         writing them."""
         self._check(piece_bytes)
         stored: Flags = np.zeros(len(keys), np.bool_)
-        for part in self._parts(len(keys)):
+        for part in self._parts(len(keys), writes=True):
             try:
                 stored[part] = self._save_part(keys[part], addresses[part], piece_bytes)
             except KVServiceError as error:
@@ -344,8 +345,11 @@ class EngineBlocks:
             stored[missing] = ~np.isin(statuses, (PutStatus.NO_ROOM, PutStatus.UNREACHABLE))
         return stored
 
-    def _parts(self, count: int) -> list[slice]:
-        return [slice(n, n + self._blocks_per_call) for n in range(0, count, self._blocks_per_call)]
+    def _parts(self, count: int, *, writes: bool) -> list[slice]:
+        memory = self._store.memory
+        is_mapped = memory is not None and (memory.writable or not writes)
+        most = max(1, (MAPPED_CALL_BYTES if is_mapped else CALL_BYTES) // self._block_bytes)
+        return [slice(n, n + most) for n in range(0, count, most)]
 
     def _check(self, piece_bytes: Sequence[int]) -> None:
         assert sum(piece_bytes) == self._block_bytes, f"{sum(piece_bytes)} bytes are not a block"

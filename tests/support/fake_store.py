@@ -20,6 +20,7 @@ class FakeMemory:
     """The memory of a fake store, mapped for reading only. The offset of a block is the number of its key."""
 
     tells_all = writable = False
+    num_slabs = 0
 
     def __init__(self, store: FakeStore) -> None:
         self._store = store
