@@ -17,19 +17,19 @@ from typing import Any, ClassVar
 import pytest
 from bench_command import cells, invoke, measured, shown
 
-from kvservice.bench import PeerMissingError, vllm
-from kvservice.bench.vllm_engine import from_cache
+from kvservice.bench import PeerMissingError, engine_turns, vllm
+from kvservice.bench.engine_workloads import WORKLOADS, Output, RequestBatch, Sizes, from_cache
 
 BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.
 COMPUTE_S, LOAD_S = 1e-3, 1e-4
-SIZES = vllm.Sizes(
-    chat=vllm.RequestBatch(3, 50, 5),
-    prompts=vllm.RequestBatch(2, 100, 2),
+SIZES = Sizes(
+    chat=RequestBatch(3, 50, 5),
+    prompts=RequestBatch(2, 100, 2),
     lengths=(64,),
-    documents=vllm.RequestBatch(4, 64, 8),
-    beside=vllm.RequestBatch(2, 128, 1),
-    small=vllm.RequestBatch(3, 20, 2),
+    documents=RequestBatch(4, 64, 8),
+    beside=RequestBatch(2, 128, 1),
+    small=RequestBatch(3, 20, 2),
 )
 
 
@@ -66,7 +66,7 @@ class FakeEngine:
         self.most_running = max(self.most_running, len(self.running))
         return self.running[-1].name
 
-    def step(self) -> list[vllm.Output]:
+    def step(self) -> list[Output]:
         for request in self.running:
             if request.num_cached < 0:
                 self._read(request)
@@ -78,7 +78,7 @@ class FakeEngine:
             ended = len(request.tokens) == request.max_tokens
             new = request.tokens[-1:] if request.streamed else request.tokens
             if request.streamed or ended:
-                outputs.append(vllm.Output(request.name, new, request.num_cached, ended))
+                outputs.append(Output(request.name, new, request.num_cached, ended))
             running += [] if ended else [request]
         self.running = running
         return outputs
@@ -100,6 +100,9 @@ class FakeEngine:
     def forget(self) -> None:
         self._cache.clear()
 
+    def take_counts(self) -> dict[str, Any]:
+        return {}
+
     def wait_for_saves(self) -> None:
         self._unsaved = {block: left - 1 for block, left in self._unsaved.items()}
         self._store |= {block for block, left in self._unsaved.items() if left <= 0}
@@ -115,7 +118,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
 
 def turn(workload: str, engine: FakeEngine, number: int = 1) -> dict[str, Any]:
     """Return value and share found by row."""
-    figures = vllm.WORKLOADS[workload](engine, SIZES, number).figures
+    figures = WORKLOADS[workload](engine, SIZES, number).figures
     return {one.row: (pytest.approx(one.value), pytest.approx(one.found)) for one in figures}
 
 
@@ -126,7 +129,7 @@ def test_new_prompts_are_computed(engine: EngineFactory) -> None:
 
 
 def test_engines_get_the_same_prompts_and_each_round_others(engine: EngineFactory) -> None:
-    for workload in vllm.WORKLOADS:
+    for workload in WORKLOADS:
         asked: list[set[tuple[int, ...]]] = []
         for stores, number in ((False, 1), (True, 1), (True, 2)):
             one = engine(stores=stores)
@@ -163,13 +166,13 @@ def test_what_is_never_saved_is_no_hit(engine: EngineFactory) -> None:
 def test_prompts_are_asked_again_from_the_engines_own_cache(engine: EngineFactory) -> None:
     """As far as it can have as many tokens of them there: of 64 it computes the last block."""
     asked = engine(stores=False)
-    asked_first = vllm.WORKLOADS["prompts"](asked, SIZES, 1)
+    asked_first = WORKLOADS["prompts"](asked, SIZES, 1)
     asked.prompts.clear()
     first, second = asked_first.prompts
     again = from_cache(asked, asked_first, [(1, 48), (0, 95), (0, 0), (1, 100)])
     assert again == [(number, asked_first.answers[number]) for number in (1, 0, 0, 1)]
     assert asked.prompts == [second[:49], second, first[:81], first, first, second[:97], second]
-    whole = vllm.WORKLOADS["found"](asked, SIZES, 1)
+    whole = WORKLOADS["found"](asked, SIZES, 1)
     assert len(whole.prompts[0]) == 64
     assert from_cache(asked, whole, [(0, 64)]) == []
 
@@ -202,7 +205,7 @@ def test_small_requests_beside_loads(engine: EngineFactory) -> None:
 
 def test_sizes_survive_the_way_to_the_process() -> None:
     for scale in vllm.SCALES.values():
-        assert vllm.Sizes.of(json.loads(json.dumps(asdict(scale.sizes)))) == scale.sizes
+        assert Sizes.of(json.loads(json.dumps(asdict(scale.sizes)))) == scale.sizes
         assert scale.sizes.longest <= scale.model["max_position_embeddings"]
 
 
@@ -234,8 +237,9 @@ class FakeProcess:
     fails: ClassVar[tuple[str, int]] = ("nobody", 0)
     from_cache_answers: ClassVar[list[tuple[int, list[int]]]] = []
 
-    def __init__(self, name: str, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, name: str, program: str, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self._name = name
+        assert importlib.util.find_spec(program) is not None
         assert log.parent.is_dir()
         self.setups[name] = setup, environment
 
@@ -282,7 +286,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(engine_turns, "EngineProcess", FakeProcess)
     monkeypatch.setattr(vllm, "Daemon", FakeDaemon)
     monkeypatch.setattr(FakeProcess, "asked", [])
     monkeypatch.setattr(FakeProcess, "setups", {})
@@ -447,7 +451,7 @@ def test_tokens_may_be_those_of_the_same_engine_before(monkeypatch: pytest.Monke
 
 
 def test_earlier_answers_to_the_same_prompt(engine: EngineFactory) -> None:
-    values = vllm.WORKLOADS["found"](engine(), SIZES, 1).as_values()
+    values = WORKLOADS["found"](engine(), SIZES, 1).as_values()
     # Four prompts are computed, in the engine's own cache, and in the store; then three longer ones.
     first = [None] * 4 + list(range(8))
     assert values["earlier"] == first + [None] * 3 + list(range(12, 18))
