@@ -174,12 +174,17 @@ class EngineProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Let the process end, without waiting for it."""
         assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdout is not None
+        self.end()
         try:
-            with suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
         finally:
             with suppress(ProcessLookupError):
@@ -244,6 +249,8 @@ def compare(
             except PeerMissingError as error:
                 leave_out(options, name, error, missing)
         turns = measure(options, {name: engines[name] for name in ready}, missing)
+        for engine in engines.values():
+            engine.end()  # they end side by side: each unpins much memory
     return Compared(ready, turns, missing)
 
 

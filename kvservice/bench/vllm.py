@@ -38,11 +38,22 @@ from kvservice.bench.engine_turns import (
     speeds,
     timed_numbers,
 )
-from kvservice.bench.engine_workloads import WORKLOADS, RequestBatch, Sizes
+from kvservice.bench.engine_workloads import WORKLOADS, Output, RequestBatch, Sizes, from_cache
 from kvservice.launch import Daemon
 from kvservice.owned import OwnedFolder
 
-__all__ = ["SCALES", "VLLMBenchOptions", "failures", "render", "run"]
+__all__ = [
+    "SCALES",
+    "WORKLOADS",
+    "Output",
+    "RequestBatch",
+    "Sizes",
+    "VLLMBenchOptions",
+    "failures",
+    "from_cache",
+    "render",
+    "run",
+]
 
 PROGRAM = "kvservice.bench.vllm_engine"
 # The engines that are compared with the one without a connector.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, stores, restarts, limits, attention, vLLM."""
+    """Benchmarks: bookkeeping, scheduling, serving, clusters, calls, stores, restarts, limits, attention, engines."""
 
 
 def _report(
@@ -42,6 +42,16 @@ def _report(
         render(results, Console())
     if failed := failures(results):
         raise click.ClickException("; ".join(failed))
+
+
+def _json_object(text: str | None, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+    if not isinstance(value, dict):
+        raise click.BadParameter("a JSON object", param_hint=option)
+    return value
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -292,14 +302,40 @@ def bench_vllm(engine: str | None, no_engine: bool, as_json: bool, **options: An
         return
     from kvservice.bench import vllm
 
-    try:
-        more = json.loads(engine or "{}")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--engine") from None
-    if not isinstance(more, dict):
-        raise click.BadParameter("a JSON object", param_hint="--engine")
     chosen = {name: value for name, value in options.items() if value != ()}
-    _report(lambda: vllm.run(vllm.VLLMBenchOptions(engine=more, **chosen)), vllm.render, as_json, vllm.failures)
+    settings = vllm.VLLMBenchOptions(engine=_json_object(engine, "--engine"), **chosen)
+    _report(lambda: vllm.run(settings), vllm.render, as_json, vllm.failures)
+
+
+@bench.command("sglang")
+@click.option("--cache", "caches", type=click.Choice(["hicache", "kvservice"]), multiple=True)
+@click.option("--workload", "workloads", type=click.Choice(["found", "prompts", "cycle"]), multiple=True)
+@click.option(
+    "--host-gb", type=click.IntRange(1, 65_536), default=8, show_default=True, help="Of HiCache over kvservice."
+)
+@click.option("--store-gb", type=click.IntRange(2, 65_536), default=24, show_default=True, help="Of each store.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="The median one counts.")
+@click.option("--check", is_flag=True, help="Compare tokens instead of times.")
+@click.option("--engine", metavar="JSON", help="More options of SGLang's Engine, for all engines.")
+@click.option("--logs", type=click.Path(file_okay=False), metavar="DIR", help="Keep the logs of the engines here.")
+@_quick_option
+@_json_option
+def bench_sglang(engine: str | None, as_json: bool, **options: Any) -> None:
+    """Measure SGLang on a GPU without a host cache, with its own (HiCache), and with kvservice below a small host pool
+    of HiCache, on the same bytes of host memory.
+
+    It needs SGLang in the environment, and starts its own daemon. The engines live at the same time and take turns.
+    Workloads: found (the first token of one prompt), prompts (nothing is found), cycle (documents that do not fit into
+    the pool). Without --cache or --workload all are measured.
+    """
+    prepare_grpc()
+    from kvservice.bench import sglang
+
+    if options["host_gb"] >= options["store_gb"]:
+        raise click.BadParameter("must be below --store-gb", param_hint="--host-gb")
+    chosen = {name: value for name, value in options.items() if value != ()}
+    settings = sglang.SGLangBenchOptions(engine=_json_object(engine, "--engine"), **chosen)
+    _report(lambda: sglang.run(settings), sglang.render, as_json, sglang.failures)
 
 
 @bench.command("limits")

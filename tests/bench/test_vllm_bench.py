@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pytest
 from bench_command import cells, invoke, measured, shown
 
-from kvservice.bench import PeerMissingError, engine_turns, vllm
-from kvservice.bench.engine_workloads import WORKLOADS, Output, RequestBatch, Sizes, from_cache
+from kvservice.bench import PeerMissingError, vllm
+from kvservice.bench.vllm import WORKLOADS, Output, RequestBatch, Sizes, from_cache
 
 BLOCK_SIZE = 16
 # Seconds of the fake engine for a token that it computes, and for one that it loads.
@@ -248,6 +248,8 @@ class FakeProcess:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def end(self) -> None: ...
+
     def answer(self, timeout_s: float) -> dict[str, Any]:
         assert timeout_s > 0
         if self._name == "offloading":
@@ -286,7 +288,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_turns, "EngineProcess", FakeProcess)
+    monkeypatch.setattr("kvservice.bench.engine_turns.EngineProcess", FakeProcess)
     monkeypatch.setattr(vllm, "Daemon", FakeDaemon)
     monkeypatch.setattr(FakeProcess, "asked", [])
     monkeypatch.setattr(FakeProcess, "setups", {})
