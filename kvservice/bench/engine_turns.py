@@ -193,9 +193,11 @@ class EngineProcess:
             self._process.stdout.close()
 
     def _failure(self, what: str) -> PeerMissingError:
-        lines = self._log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line]
-        return PeerMissingError(f"{what}: {(errors or lines or ['it says nothing'])[-1].strip()[-300:]}")
+        """Return an error with the last line of the log that names one, and the end of the log."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if "Error" in line][-1:] or ["it says nothing"] * (not lines)
+        told += [line for line in lines[-1:] if line not in told]
+        return PeerMissingError(f"{what}: {' ... '.join(line[-300:] for line in told)}")
 
 
 # ---- turns
