@@ -29,7 +29,7 @@ from kvservice.owned import OwnedProcess
 
 # The engine that the others are compared with. It has no store.
 BASELINE = "none"
-START_S, TURN_S, END_S = 600.0, 600.0, 30.0
+END_S = 30.0
 GIB = 1 << 30
 # The daemon's pool is not used.
 POOL = {"num_layers": 1, "num_kv_heads": 1, "head_size": 32, "num_blocks": 64}
@@ -141,24 +141,24 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def turn(self, workload: str, number: int) -> dict[str, Any]:
-        """Run a workload. Returns the values of its turn, and the number of `preemptions`."""
-        return self._ask({"workload": workload, "number": number})
+    def turn(self, workload: str, number: int, timeout_s: float) -> dict[str, Any]:
+        """Run a workload. Returns the values of its turn, and what the engine counts."""
+        return self._ask({"workload": workload, "number": number}, timeout_s)
 
-    def from_cache(self, workload: str, wanted: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    def from_cache(self, workload: str, wanted: list[tuple[int, int]], timeout_s: float) -> list[tuple[int, list[int]]]:
         """Ask for prompts of the last turn again, with so many tokens of each in the engine's own cache. Returns
         numbers and answers of those of which it had these."""
-        answers = self._ask({"workload": workload, "cached": wanted})["answers"] if wanted else []
+        answers = self._ask({"workload": workload, "cached": wanted}, timeout_s)["answers"] if wanted else []
         return [(number, tokens) for number, tokens in answers]
 
-    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, command: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(plain_json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("It has ended") from None
-        return self.answer(TURN_S)
+        return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -204,8 +204,9 @@ class EngineProcess:
 
 
 class Comparison(Protocol):
-    """What is compared: the `workloads`, the numbers of the rounds in `turns`, of which the first `warm_ups` do not
-    count unless there are no others. `check` compares tokens. `baseline_title` is the baseline in words."""
+    """What is compared: the `workloads`, in `turns` the numbers of the rounds, and with `check` tokens instead of
+    times. `baseline_title` is the baseline in words. An engine is left out if it is not ready within `start_s` seconds,
+    or has no answer to a turn within `turn_s`."""
 
     @property
     def workloads(self) -> tuple[str, ...]: ...
@@ -218,6 +219,12 @@ class Comparison(Protocol):
 
     @property
     def baseline_title(self) -> str: ...
+
+    @property
+    def start_s(self) -> float: ...
+
+    @property
+    def turn_s(self) -> float: ...
 
 
 # The answers of engines to turns, by workload, engine and number of the round.
@@ -247,7 +254,7 @@ def compare(
         }
         for name, engine in engines.items():
             try:
-                ready[name] = engine.answer(START_S)
+                ready[name] = engine.answer(options.start_s)
             except PeerMissingError as error:
                 leave_out(options, name, error, missing)
         turns = measure(options, {name: engines[name] for name in ready}, missing)
@@ -270,13 +277,13 @@ def measure(options: Comparison, engines: dict[str, EngineProcess], missing: dic
         for number in options.turns:
             for name in [name for name in engines if name not in missing]:
                 try:
-                    turn = turns[workload][name][number] = engines[name].turn(workload, number)
+                    turn = turns[workload][name][number] = engines[name].turn(workload, number, options.turn_s)
                 except PeerMissingError as error:
                     leave_out(options, name, error, missing)
                     continue
                 if options.check and name != BASELINE:
                     turn["from_cache"] = engines[BASELINE].from_cache(
-                        workload, differing(turns, workload, name, number)
+                        workload, differing(turns, workload, name, number), options.turn_s
                     )
                 said = (f"{one['row']} {one['value']:.4g} {one['unit']}" for one in turn["figures"])
                 # A run takes minutes. Whoever watches it or stops it has these figures.

@@ -24,7 +24,6 @@ from kvservice.bench.engine_turns import (
     LLAMA_CHECK,
     POOL,
     SIZES_3B,
-    START_S,
     Turns,
     compare,
     equal_answers,
@@ -106,6 +105,8 @@ class SGLangBenchOptions:
     check: bool = False
     engine: dict[str, Any] | None = None
     logs: str | None = None
+    start_s: float = 150.0
+    turn_s: float = 100.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workloads", self.workloads or (("found",) if self.check else WORKLOADS))
@@ -137,7 +138,7 @@ def run(options: SGLangBenchOptions) -> dict[str, Any]:
         address = ""
         if "kvservice" in names:
             store_gib = (options.store_gb - options.host_gb) * GB / (1 << 30)
-            daemon = Daemon(start_timeout_s=START_S, store_gib=store_gib, **POOL)
+            daemon = Daemon(start_timeout_s=options.start_s, store_gib=store_gib, **POOL)
             address = stack.enter_context(daemon).address
         setups = {
             name: {

@@ -70,7 +70,7 @@ class SGLangEngine:
     def forget(self) -> None:
         if self._cache == "hicache":
             self.wait_for_saves()
-            num = self.pool_tokens // PUSHING_TOKENS + 1
+            num = self.pool_tokens // PUSHING_TOKENS + 2
             serve(self, [prompt_of(self, PUSHING_TOKENS, "pushing", each) for each in range(num)], 1)
             self.wait_for_saves()
         elif not (answer := self._run(self._manager.flush_cache(timeout_s=SAVE_S))).success:

@@ -26,7 +26,6 @@ from kvservice.bench.engine_turns import (
     LLAMA_CHECK,
     POOL,
     SIZES_3B,
-    START_S,
     Turns,
     compare,
     equal_answers,
@@ -169,6 +168,8 @@ class VLLMBenchOptions:
     lengths: tuple[int, ...] = ()
     engine: dict[str, Any] | None = None
     logs: str | None = None
+    start_s: float = 600.0
+    turn_s: float = 600.0
 
     @property
     def scale(self) -> Scale:
@@ -204,7 +205,7 @@ def run(options: VLLMBenchOptions) -> dict[str, Any]:
         address = ""
         if "kvservice" in names:
             store = {"store_gib": scale.store_gib, "share_store": options.share_store}
-            address = stack.enter_context(Daemon(start_timeout_s=START_S, **store, **POOL)).address
+            address = stack.enter_context(Daemon(start_timeout_s=options.start_s, **store, **POOL)).address
         setups = {
             name: {
                 "llm": llm_options(name, model, address, scale, patient=options.check),

@@ -256,7 +256,7 @@ class FakeProcess:
             raise PeerMissingError("It has ended: no GPU")
         return {"vllm": "0.0", "pool_tokens": 1000, "block_size": 16}
 
-    def turn(self, workload: str, number: int) -> dict[str, Any]:
+    def turn(self, workload: str, number: int, _timeout_s: float) -> dict[str, Any]:
         self.asked.append((workload, self._name, number))
         if self.fails == (self._name, number):
             raise PeerMissingError("It has ended: out of memory")
@@ -271,7 +271,9 @@ class FakeProcess:
         counts = {"num_cached": num_cached, "earlier": [None, None], "preemptions": number}
         return {"figures": figures, "answers": answers} | counts
 
-    def from_cache(self, workload: str, wanted: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    def from_cache(
+        self, workload: str, wanted: list[tuple[int, int]], _timeout_s: float
+    ) -> list[tuple[int, list[int]]]:
         assert (self._name, workload) == ("none", "cycle")
         assert wanted in ([], [(1, 16)])
         return self.from_cache_answers if wanted else []
@@ -436,8 +438,10 @@ def test_tokens_may_be_those_of_the_same_engine_before(monkeypatch: pytest.Monke
     turn = FakeProcess.turn
     for cached, is_right in ((16, True), (15, False)):
 
-        def twice(self: FakeProcess, workload: str, number: int, cached: int = cached) -> dict[str, Any]:
-            made = turn(self, workload, number)
+        def twice(
+            self: FakeProcess, workload: str, number: int, timeout_s: float, cached: int = cached
+        ) -> dict[str, Any]:
+            made = turn(self, workload, number, timeout_s)
             answers = [[1, 2], [3], [4]] if self._name == "simple" else [[1, 2], [3], [3]]
             if self._name == "simple":
                 answers[1] = [4]
