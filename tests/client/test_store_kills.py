@@ -227,7 +227,8 @@ DAEMON_STAGES = (
     ("after publish", "put", "inline"),
     ("half of copy_in", "put", "region"),
     ("after acquire", "get", "mapped"),
-    ("half of copy_out", "get", "inline"),
+    ("after acquire", "get", "inline"),
+    ("half of copy_out", "get", "region"),
 )
 
 
