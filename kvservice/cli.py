@@ -34,7 +34,7 @@ from kvservice.commands import (
 from kvservice.commands.bench import bench
 from kvservice.commands.generate import generate
 from kvservice.config import ENV_PREFIX, ServeConfig, home_folder
-from kvservice.environment import missing_environment, prepare_grpc
+from kvservice.environment import missing_of_daemon, prepare_grpc
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.keeper.control import ControlSocketError
 from kvservice.keeper.control import ask as ask_keeper
@@ -115,7 +115,7 @@ def _served(config: str | None, options: dict[str, Any]) -> int:
     settings = configuration({name: value for name, value in options.items() if value is not None}, config)
     if settings.unix_socket and os.path.dirname(settings.unix_socket) == home_folder():
         _make_private(settings.unix_socket)
-    missing = missing_environment(os.environ)
+    missing = missing_of_daemon(os.environ)
     if settings.keeper and not os.environ.get("NOTIFY_SOCKET"):
         become_keeper(_keeper_settings(settings), os.environ | missing)
     reexec_with_environment()

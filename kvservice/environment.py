@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 GRPC_ENVIRONMENT = {
     # gRPC's old poller answers in about half the time of the event engine. Both ends of a connection should use it.
@@ -24,6 +26,16 @@ MALLOC_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
 
+# Limits how often one process can connect to the daemon's unix sockets (csrc/listen/accept.cpp).
+PRELOADED = "_ext_accept.so"
+
+
+def library(name: str) -> Path:
+    """Return the path of a library for LD_PRELOAD. It lies beside the extension, which in a development install is not
+    beside this package. The extension is not imported: NumPy, which it needs, starts threads."""
+    extension = importlib.util.find_spec("kvservice._ext")
+    return Path((extension and extension.origin) or __file__).with_name(name)
+
 
 def prepare_grpc() -> None:
     """Set the variables that gRPC reads when it is imported, unless the user has set them."""
@@ -36,3 +48,13 @@ def missing_environment(environ: Mapping[str, str]) -> dict[str, str]:
     because malloc reads them only then."""
     wanted = GRPC_ENVIRONMENT | GRPC_SILENCE | MALLOC_ENVIRONMENT
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def missing_of_daemon(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are to be set before a daemon is executed: it has a preloaded library besides."""
+    missing, path = missing_environment(environ), library(PRELOADED)
+    preloaded = [name for name in environ.get("LD_PRELOAD", "").split(":") if name]
+    # The dynamic linker splits the variable at these characters.
+    if path.exists() and not {" ", ":"}.intersection(str(path)) and str(path) not in preloaded:
+        missing["LD_PRELOAD"] = ":".join((*preloaded, str(path)))
+    return missing

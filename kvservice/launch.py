@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.config import ENV_PREFIX
-from kvservice.environment import missing_environment
+from kvservice.environment import missing_of_daemon
 from kvservice.errors import KVServiceError
 from kvservice.keeper.control import ask
 from kvservice.keeper.notify import MANAGER_VARIABLES
@@ -107,5 +107,5 @@ def _parent() -> str:
 
 def _environment_without_manager() -> dict[str, str]:
     """Return the environment of this process, but for what it says about a manager such as systemd."""
-    environ = os.environ | missing_environment(os.environ)
+    environ = os.environ | missing_of_daemon(os.environ)
     return {name: value for name, value in environ.items() if name not in MANAGER_VARIABLES}

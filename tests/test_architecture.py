@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},
     # Processes with Mooncake's library, and the messages that the daemon exchanges with them.
-    "mooncake": {"_ext"},
+    "mooncake": {"_ext", "environment"},
     # Tiers below the block store. They read and write its memory.
     "tiers": {"_ext", "errors", "logs", "mooncake", "owned", "store"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},

@@ -18,7 +18,7 @@ import click
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig, target_of
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
-from kvservice.environment import missing_environment
+from kvservice.environment import missing_of_daemon
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError, reason_of
 
 
@@ -48,7 +48,7 @@ def usual_configuration() -> ServeConfig:
 def reexec_with_environment() -> None:
     """Execute this process again if its environment lacks what a daemon needs, because malloc reads its environment
     only at exec."""
-    if missing := missing_environment(os.environ):
+    if missing := missing_of_daemon(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | missing)
 
 

@@ -7,7 +7,6 @@ know. kvservice.tiers.mooncake is the daemon's side.
 from __future__ import annotations
 
 import enum
-import importlib.util
 import ipaddress
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvservice import plain_json
+from kvservice.environment import library
 
 # ---- how a process joins a Mooncake Store
 
@@ -51,10 +51,7 @@ class MooncakeOptions:
 # write all registered memory. So a preloaded library (csrc/listen) binds them to one address, or to none, and each
 # process checks the result before it registers memory.
 
-# Beside the extension, which in a development install is not beside this package. It is not imported: NumPy, which it
-# needs, starts threads, and a node blocks signals before there are any.
-_EXTENSION: Final = importlib.util.find_spec("kvservice._ext")
-PRELOADED: Final = Path((_EXTENSION and _EXTENSION.origin) or __file__).with_name("_ext_listen.so")
+PRELOADED: Final = library("_ext_listen.so")
 VARIABLE: Final = "KVSERVICE_LISTEN_ADDRESS"
 NOWHERE: Final = "none"
 _LISTENING = "0A"

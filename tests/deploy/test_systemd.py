@@ -42,7 +42,7 @@ def test_systemd_keeps_what_the_keeper_would(settings: dict[str, list[str]]) -> 
     assert one(settings, "RestartPreventExitStatus") == str(USAGE_ERROR)
 
 
-def test_the_daemon_needs_no_second_exec(settings: dict[str, list[str]]) -> None:
+def test_it_sets_what_grpc_and_malloc_read(settings: dict[str, list[str]]) -> None:
     assert missing_environment(dict(line.split("=", 1) for line in settings["Environment"])) == {}
 
 

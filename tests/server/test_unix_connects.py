@@ -1,0 +1,67 @@
+"""A process that connects to the unix socket on and on loses its connections before gRPC has them. Others do not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from http2_requests import PREFACE
+from small_pool import SMALL_POOL
+
+from kvservice.client import KVClient
+from kvservice.environment import PRELOADED, library, missing_environment, missing_of_daemon
+from kvservice.launch import Daemon
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+# A process connects faster than it is allowed to in the long run, so that it is refused long before.
+MAX_CONNECTS = 10_000
+
+
+def is_served(path: str) -> bool:
+    """Connect as a client of gRPC. Returns whether gRPC answers with its settings."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        try:
+            connection.sendall(PREFACE + SETTINGS)
+            return len(connection.recv(9)) > 0
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+
+
+def test_a_flood_of_connections_is_closed_and_other_processes_connect() -> None:
+    with Daemon(**SMALL_POOL) as daemon:
+        path = daemon.address.removeprefix("unix://")
+        num_served = next((i for i in range(MAX_CONNECTS) if not is_served(path)), MAX_CONNECTS)
+        assert 64 <= num_served < MAX_CONNECTS
+        code = "import sys; from kvservice.client import KVClient; KVClient(sys.argv[1]).ping()"
+        subprocess.run([sys.executable, "-P", "-c", code, daemon.address], timeout=60, check=True)
+        # This process can connect again, too, when it does so more rarely.
+        with KVClient(daemon.address) as client:
+            client.ping()
+
+
+def test_connections_over_tcp_are_not_counted() -> None:
+    """It is a kernel's connection, of which nobody tells the process."""
+    code = (
+        "import socket\n"
+        "with socket.create_server(('127.0.0.1', 0)) as listening:\n"
+        f"    for _ in range({MAX_CONNECTS // 10}):\n"
+        "        with socket.create_connection(listening.getsockname()) as connection:\n"
+        "            accepted, address = listening.accept()\n"
+        "            with accepted:\n"
+        "                assert address == connection.getsockname()\n"
+    )
+    environ = os.environ | missing_of_daemon(os.environ)
+    subprocess.run([sys.executable, "-P", "-c", code], env=environ, timeout=60, check=True)
+
+
+def test_the_daemon_has_the_library_beside_others() -> None:
+    path = str(library(PRELOADED))
+    assert Path(path).exists()
+    environ = missing_environment({})
+    assert missing_of_daemon(environ) == {"LD_PRELOAD": path}
+    assert missing_of_daemon(environ | {"LD_PRELOAD": "libother.so"}) == {"LD_PRELOAD": f"libother.so:{path}"}
+    assert missing_of_daemon(environ | {"LD_PRELOAD": f"{path}:libother.so"}) == {}
