@@ -453,8 +453,8 @@ class StepTables:
         it replaces."""
 
     def fork(self, parent: int, child: int) -> int:
-        """Give the row `child` the table and the state of the row `parent`, and each block in it one reference more.
-        Returns how many of the blocks got their second one."""
+        """Give the row `child` the table of the row `parent` and the first columns of its state, which steps use, and
+        each block in the table one reference more. Returns how many of the blocks got their second one."""
 
     def full_blocks(self, rows: Any, context_lens: Any) -> tuple[list[int], list[int], Any, list[int]] | None:
         """Return the blocks that become full when the sequences have context_lens int32[n] computed tokens, one

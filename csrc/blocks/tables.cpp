@@ -215,7 +215,7 @@ int64_t fork_row(const StepTables& pool, int64_t parent, int64_t child) {
   int64_t num_shared = 0;
   for (int64_t i = 0; i < size; ++i) num_shared += pool.ref_count[table[i]]++ == 1 ? 1 : 0;
   std::copy_n(table, size, pool.tables + child * pool.width);
-  std::copy_n(state, pool.num_columns, pool.states + child * pool.num_columns);
+  std::copy_n(state, int64_t{kStepColumns}, pool.states + child * pool.num_columns);
   return num_shared;
 }
 

@@ -127,9 +127,9 @@ void append_tokens(const StepTables& pool, const int64_t* rows, int64_t* slots, 
 std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, const int64_t* lengths, int64_t size,
                                 int64_t step);
 
-// Gives the row `child` the table and the state of the row `parent`, whose blocks get one reference more. Returns how
-// many of them got their second reference. Throws ArgumentError, before anything is written, for a row or a block that
-// is out of range.
+// Gives the row `child` the table of the row `parent`, whose blocks get one reference more, and the state that steps
+// read and write. What says whose sequence it is, it does not get. Returns how many of the blocks got their second
+// reference. Throws ArgumentError, before anything is written, for a row or a block that is out of range.
 int64_t fork_row(const StepTables& pool, int64_t parent, int64_t child);
 
 // Blocks of sequences, in the order of the sequences and of their tables: the row, the entry in its table, the block,

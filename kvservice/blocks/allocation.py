@@ -22,6 +22,7 @@ from kvservice.blocks.state import (
     FLAGS,
     HIT_TOKENS,
     LENGTH,
+    NAMESPACE,
     NUM_BLOCKS,
     NUM_COMPUTED,
     QUERY_TOKENS,
@@ -334,14 +335,13 @@ def fork(state: BlockState, namespace: SessionNamespace, parent_ids: npt.ArrayLi
     state.intents.begin_new(state.sequences.free_rows[-len(rows) :])
     if namespace.lost:
         state.create_lost(namespace, children)
-    if len(rows) == 1:
-        namespace.rows[children[0]] = _fork_row(state, namespace, rows[0], children)[0]
-        return
     made: dict[int, int] = {}
     for row, child_ids in by_parent.items():
         made.update(zip(child_ids, _fork_row(state, namespace, row, child_ids), strict=True))
     for child_id in children:  # `describe` lists sequences in creation order
         namespace.rows[child_id] = made[child_id]
+        # Last, because a sequence that is kept without being known here could be made a second time.
+        state.sequences.items[made[child_id] * STATE_COLUMNS + NAMESPACE] = namespace.number
 
 
 def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[int]) -> list[int]:
@@ -356,7 +356,7 @@ def _parent_rows(state: BlockState, namespace: SessionNamespace, parents: list[i
 
 
 def _fork_row(state: BlockState, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
-    """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
+    """Fork one row. Returns the rows of the children, which no namespace has yet."""
     sequences, items, at = state.sequences, state.sequences.items, parent * STATE_COLUMNS
     step_id = items[at + STEP]
     if step_id != NO_STEP:
@@ -393,7 +393,7 @@ def rearrange(
     state.sequences.resident_states(parents, parent_rows, "parent_ids")
     moved = rows != parent_rows
     if np.count_nonzero(moved):
-        _continue(state, namespace, rows[moved], parent_rows[moved])
+        _continue(state, namespace, ids[moved], rows[moved], parent_rows[moved])
 
 
 def _parents(namespace: SessionNamespace, parent_ids: npt.ArrayLike, count: int) -> tuple[Int64Array, Int64Array]:
@@ -408,7 +408,9 @@ def _parents(namespace: SessionNamespace, parent_ids: npt.ArrayLike, count: int)
         raise namespace.unknown_sequence(names, "parent_ids") from None
 
 
-def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, parent_rows: Int64Array) -> None:
+def _continue(
+    state: BlockState, namespace: SessionNamespace, ids: Int64Array, rows: Int64Array, parent_rows: Int64Array
+) -> None:
     """Replace the content of rows with that of their parents. All of it is read before anything changes."""
     device, sequences = state.device, state.sequences
     states = sequences.states[parent_rows]
@@ -420,12 +422,14 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
     if num_bytes := sequences.extra_keys.num_bytes(parent_rows.tolist()):
         dropped_bytes = sequences.extra_keys.num_bytes(rows.tolist())
         sequences.extra_keys.require(namespace.number, len(rows), num_bytes, "sequence_ids", dropped=dropped_bytes)
-    state.intents.begin(DROP, rows)
-    sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
     dropped = sequences.table_entries(rows)
+    num_tokens = int((states[:, LENGTH] - sequences.lengths[rows]).sum())
+    state.intents.begin(DROP, rows)
+    listed = state.hide(namespace, ids, rows)
+    sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
     device.incref(blocks)
     device.decref_entries(*dropped)
-    sequences.num_tokens += int((states[:, LENGTH] - sequences.lengths[rows]).sum())
+    sequences.num_tokens += num_tokens
     sequences.block_tables[rows[which], entries] = blocks
     sequences.lengths[rows], sequences.num_computed[rows] = states[:, LENGTH], states[:, NUM_COMPUTED]
     sequences.states[rows, NUM_BLOCKS] = counts
@@ -434,3 +438,4 @@ def _continue(state: BlockState, namespace: SessionNamespace, rows: Int64Array, 
             sequences.extra_keys.drop([row])
         elif keys != sequences.extra_keys.by_row.get(row):  # beams have the same
             sequences.extra_keys.set(row, namespace.number, keys)
+    state.show(namespace, listed, rows)

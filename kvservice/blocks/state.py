@@ -586,6 +586,23 @@ class BlockState:
         self.namespaces.add(namespace)
         return namespace
 
+    def hide(self, namespace: SessionNamespace, ids: Int64Array, rows: Int64Array) -> dict[int, int]:
+        """Take sequences out of their namespace while they are changed in several steps, after the intent is written.
+        Returns all sequences of the namespace, for `show`. If an exception comes between, because memory is short for
+        example, these sequences are gone, and their blocks and rows are lost until the next restart. Nobody can use a
+        sequence of which only a part was changed, or a block that others got meanwhile."""
+        listed = namespace.rows
+        self.sequences.states[rows, NAMESPACE] = 0
+        namespace.rows = listed.copy()
+        for name in ids.tolist():
+            namespace.remove(name)
+        return listed
+
+    def show(self, namespace: SessionNamespace, listed: dict[int, int], rows: Int64Array) -> None:
+        """End `hide`. The order of the sequences stays."""
+        namespace.rows = listed
+        self.sequences.states[rows, NAMESPACE] = namespace.number
+
     def enter(self, namespace: SessionNamespace | None) -> None:
         """Start an operation, of the daemon itself if there is no namespace: check that the namespace is open, and
         expire pins. The operation before counts from now on. Raises UnknownSessionError."""

@@ -322,8 +322,7 @@ def reopen(
     growth = plan_growth(state, batch, lookahead)
     state.device.require_available(growth.num_new)
 
-    copies = apply_growth(state, batch, growth)
-    state.sequences.num_computed[rows] = first
+    copies = apply_growth(state, batch, growth, reopened=True)
     slots = state.sequences.slots(rows, first, query_lens)
     context_lens = (first + query_lens).astype(np.int32)
     return start_step(
@@ -421,9 +420,12 @@ def _plan_copies(state: BlockState, blocks: Int64Array) -> tuple[BoolArray, Int6
     return copied, distinct[kept & state.device.indexed[distinct]]
 
 
-def apply_growth(state: BlockState, batch: WriteBatch, growth: Growth) -> BlockCopies:
-    """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change."""
+def apply_growth(state: BlockState, batch: WriteBatch, growth: Growth, *, reopened: bool = False) -> BlockCopies:
+    """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change. `reopened`: the
+    numbers of computed tokens become those of the batch, before a computed block is replaced."""
     state.intents.begin(DROP if growth.num_copied else RESTORE, batch.rows)
+    if reopened:
+        state.sequences.num_computed[batch.rows] = batch.states[:, NUM_COMPUTED]
     new = state.device.allocate(growth.num_new) if growth.num_new else np.zeros(0, np.int64)
     if growth.num_grown:
         state.sequences.append_blocks(batch.rows, batch.states[:, NUM_BLOCKS], growth.grown, new[: growth.num_grown])

@@ -56,6 +56,7 @@ class _Group:
     block, the tables of the group that hold it.
     """
 
+    ids: Int64Array
     rows: Int64Array
     states: Int64Array
     which: Int64Array
@@ -103,6 +104,7 @@ def swap_out(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.A
             never=len(src) > state.swap.num_blocks,
         )  # fmt: skip
     state.intents.begin(DROP, group.rows)
+    listed = state.hide(namespace, group.ids, group.rows)
     dst = state.swap.allocate_shared(group.holders)
     state.swap.token_ids[dst] = state.device.token_ids[src]
     _take_hashes(state, group, dst)
@@ -113,7 +115,9 @@ def swap_out(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.A
     state.sequences.num_swapped += len(group.rows)
     state.counters.swapped_out_sequences += len(group.rows)
     state.counters.swapped_out_blocks += len(src)
-    return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+    plan = SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+    state.show(namespace, listed, group.rows)
+    return plan
 
 
 def can_swap_in(
@@ -143,6 +147,7 @@ def swap_in(
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
     group, to = plan.group, plan.found.copy()
     state.intents.begin(DROP, group.rows)
+    listed = state.hide(namespace, group.ids, group.rows)
     copied = to == _MISSING
     # Swap blocks with the same content may find the same block.
     state.device.incref(to[~copied].repeat(group.holders[~copied]))
@@ -162,7 +167,9 @@ def swap_in(
     state.sequences.num_swapped -= len(group.rows)
     state.counters.swapped_in_sequences += len(group.rows)
     state.counters.swapped_in_blocks += len(src)
-    return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+    swapped_in = SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+    state.show(namespace, listed, group.rows)
+    return swapped_in
 
 
 def submitted(state: BlockState, plan: SwapPlan) -> None:
@@ -194,15 +201,15 @@ def _record_stored(
 def _swap_out_group(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> _Group:
     ids, rows = namespace.lookup(sequence_ids)
     states = state.sequences.resident_states(ids, rows)
-    return _group(state, rows, states)
+    return _group(state, ids, rows, states)
 
 
-def _group(state: BlockState, rows: Int64Array, states: Int64Array) -> _Group:
+def _group(state: BlockState, ids: Int64Array, rows: Int64Array, states: Int64Array) -> _Group:
     check_request_blocks(state.config, int(np.add.reduce(states[:, NUM_BLOCKS])), "sequence_ids")
     which, entries = ragged(np.zeros(len(rows), np.int64), states[:, NUM_BLOCKS])
     held = state.sequences.block_tables[rows[which], entries].astype(np.int64)
     blocks, inverse, holders = distinct_blocks(held)
-    return _Group(rows, states, which, entries, blocks, inverse, holders)
+    return _Group(ids, rows, states, which, entries, blocks, inverse, holders)
 
 
 def _take_hashes(state: BlockState, group: _Group, dst: Int64Array) -> None:
@@ -251,7 +258,7 @@ def _plan_swap_in(
             f"sequence {ids[i]} is not swapped out", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
         )
     check_sequence_lengths(state.config, states[:, LENGTH], lookahead)
-    group = _group(state, rows, states)
+    group = _group(state, ids, rows, states)
     reach = (states[:, LENGTH] + (lookahead + state.mask)) >> state.shift
     grown = np.maximum(reach - states[:, NUM_BLOCKS], 0)
     num_grown = int(np.add.reduce(grown))

@@ -140,7 +140,7 @@ def test_forks_and_full_blocks() -> None:
                 parent, child = rng.permutation(9)[:2].tolist()
                 held = tables[parent, : states[parent, 2]].tolist()
                 after, more, forked = tables.copy(), ref_count.copy(), states.copy()
-                after[child, : len(held)], forked[child] = held, states[parent]
+                after[child, : len(held)], forked[child, :5] = held, states[parent, :5]
                 more[held] += 1
                 assert steps.fork(parent, child) == sum(ref_count[block] == 2 for block in held)
                 assert np.array_equal(tables, after)
