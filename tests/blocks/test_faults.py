@@ -147,6 +147,7 @@ def test_an_exception_gives_no_block_to_two_sequences_and_a_restart_repairs_the_
 
 @pytest.mark.parametrize("operation", COPYING.values(), ids=COPYING)
 def test_an_exception_while_blocks_are_replaced_gives_none_to_two_sequences(operation: Operation) -> None:
+    """Otherwise a table names a free block, or the next process refuses the state."""
     for manager in faults(operation):
         check_tables(manager)
         recovered(manager.kept_state())

@@ -44,7 +44,7 @@ def test_a_flood_of_connections_is_closed_and_other_processes_connect() -> None:
 
 
 def test_connections_over_tcp_are_not_counted() -> None:
-    """It is a kernel's connection, of which nobody tells the process."""
+    """Otherwise the process with the library accepts less than it connects to, and waits."""
     code = (
         "import socket\n"
         "with socket.create_server(('127.0.0.1', 0)) as listening:\n"
