@@ -168,7 +168,8 @@ def _hash_of(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A whole file, of a session of `tenant`, which is empty if that is unknown. `expires_at` is in seconds since 1970.
+    """A whole file, of a session of `tenant`, which is empty if that is unknown. `expires_at` is a time of
+    SavedFiles.now.
     `swapped` are the names of the files with swapped sequences that the session in it needs; it is None until they are
     known."""
 
@@ -207,14 +208,21 @@ class NewFile:
 class SavedFiles:
     """The files of one daemon's saved sessions. One thread uses it."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, wall: Callable[[], float] = time.time) -> None:
-        """Create the folder if there is none, and find the files in it. `wall` returns seconds since 1970. Raises
-        OSError, and BlockingIOError if another daemon uses the folder."""
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the folder if there is none, and find the files in it. `wall` returns seconds since 1970, which jump
+        when the system's clock is set, and `clock` seconds that do not. Raises OSError, and BlockingIOError if another
+        daemon uses the folder."""
         self.folder, self.capacity_bytes = folder, capacity_bytes
         self.num_damaged = self.num_errors = 0
         # Whether the last use of the disk failed.
         self.fails = False
-        self._wall = wall
+        self._clock, self._clock_zero = clock, wall() - clock()
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._found = os.stat(folder)
@@ -236,6 +244,11 @@ class SavedFiles:
                 os.unlink(entry.path)
             else:
                 self._find(Path(entry.path))
+
+    def now(self) -> float:
+        """Return the seconds since 1970, counted from what the system's clock said when this object was made. So a
+        clock that is set ahead, perhaps wrongly, removes no file."""
+        return self._clock_zero + self._clock()
 
     @property
     def num_sessions(self) -> int:
@@ -280,7 +293,7 @@ class SavedFiles:
                 header = read_header(file)
         except DamagedFileError as error:
             self.report_damaged(path.name, error)
-            expires_at = NEVER if path.name.endswith(_SWAPPED) else self._wall() + DAMAGED_S
+            expires_at = NEVER if path.name.endswith(_SWAPPED) else self.now() + DAMAGED_S
             self._entries[path.name] = FileEntry(path.stat().st_size, expires_at, frozenset())
             return
         except OSError as error:
@@ -350,7 +363,7 @@ class SavedFiles:
     def entry(self, name: str) -> FileEntry | None:
         """Return a file that has not expired."""
         entry = self._entries.get(name)
-        return None if entry is None or entry.expires_at <= self._wall() else entry
+        return None if entry is None or entry.expires_at <= self.now() else entry
 
     def find(self, name: str) -> Path | None:
         """Return the path of a file that has not expired."""
@@ -380,7 +393,7 @@ class SavedFiles:
 
     def expired(self) -> list[str]:
         """Return the names of the files whose time is over."""
-        now = self._wall()
+        now = self.now()
         return [name for name, entry in self._entries.items() if entry.expires_at <= now]
 
 

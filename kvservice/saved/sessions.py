@@ -83,12 +83,13 @@ class SessionFiles:
         self, token: bytes, session: SessionValues, tables: SavedTables, ttl_s: float, check: Callable[[], None]
     ) -> int:
         """Write the file of a session, in place of an older one, as `write_as`. It expires after `ttl_s` seconds."""
-        return await self.write_as(name_of(token), session, tables, self._wall() + ttl_s, check)
+        return await self.write_as(name_of(token), session, tables, ttl_s, check)
 
     async def write_as(
-        self, name: str, session: SessionValues, tables: SavedTables, expires_at: float, check: Callable[[], None]
+        self, name: str, session: SessionValues, tables: SavedTables, ttl_s: float, check: Callable[[], None]
     ) -> int:
-        """Write a file, in place of an older one. Returns its size in bytes when it is on the disk.
+        """Write a file, in place of an older one. Returns its size in bytes when it is on the disk. It expires after
+        `ttl_s` seconds, or NEVER.
 
         `check` raises an error if others may use the blocks of `tables` by now. Must not be cancelled. Raises
         QuotaExceededError, DiskFullError, DiskFailedError, and the errors of `check`; an older file stays then.
@@ -107,10 +108,13 @@ class SessionFiles:
                 try:
                     checksums = await self._transfers.save(file.file, places, check)
                     manifest = self._manifest(name, session, tables, checksums)
-                    header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest), session.tenant)
+                    header = FileHeader(
+                        self._wall() + ttl_s, offset, len(manifest), digest_of(manifest), session.tenant
+                    )
                     async with self._lock_of(name):
                         await self._transfers.run(_commit, file, manifest, header)
-                        entry = FileEntry(num_bytes, expires_at, frozenset(session.on_disk), session.tenant)
+                        ends_at = self.files.now() + ttl_s
+                        entry = FileEntry(num_bytes, ends_at, frozenset(session.on_disk), session.tenant)
                         self.files.add(name, entry)
                 except BaseException:
                     await self._transfers.run(file.discard)

@@ -190,7 +190,7 @@ def _open(
     device = open_device(config, kept)
     files = None
     try:
-        files = _open_saved_files(config, device, wall)
+        files = _open_saved_files(config, device, wall, time.monotonic if clock is None else clock.time)
         engine = CacheEngine(config, device, kept.arrays, _block_maps(kept))
         store = open_store(config, engine.journal, kept, clock)
         memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
@@ -226,14 +226,16 @@ def _open(
     return Core(kept, device, engine, store, sessions, saved, report)
 
 
-def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], float]) -> SessionFiles | None:
+def _open_saved_files(
+    config: ServeConfig, device: Device, wall: Callable[[], float], clock: Callable[[], float]
+) -> SessionFiles | None:
     """Open the folder of saved sessions, if there is one. Raises InvalidArgumentError."""
     if not config.disk or not config.disk_sessions_gib:
         return None
     folder = Path(config.disk) / "sessions"
     began_s = time.monotonic()
     try:
-        files = SavedFiles(private_folder(folder), int(config.disk_sessions_gib * GIB), wall)
+        files = SavedFiles(private_folder(folder), int(config.disk_sessions_gib * GIB), wall, clock)
     except BlockingIOError:
         raise InvalidArgumentError(f"{folder} is in use by another daemon", field="disk") from None
     except OSError as error:

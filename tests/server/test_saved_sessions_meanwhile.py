@@ -263,7 +263,7 @@ async def expired(life: Life, wall: WallClock, count: int) -> list[Any]:
     for session in sessions:
         await detach(life, session, 1.0)
         await resume(life, session.token)
-    wall.now += 2
+    wall.advance(2)
     return [life.sessions.get(session.token) for session in sessions]
 
 
@@ -308,7 +308,7 @@ def test_sequences_of_a_session_that_is_restored_while_files_are_removed(
         loads = HeldLoads(life, monkeypatch)
         restoring = asyncio.create_task(resume(life, session.token))
         await loads.begun(1)
-        wall.now += 2
+        wall.advance(2)
         await life.core.saved.expire()
         loads.go_on()
         again = await restoring
@@ -371,7 +371,7 @@ def test_a_token_is_not_opened_anew_while_its_session_is_restored(
         loads = HeldLoads(life, monkeypatch)
         restoring = [asyncio.create_task(resume(life, session.token)) for session in sessions]
         await loads.begun(min(2, place + 1))
-        wall.now += 2
+        wall.advance(2)
         with pytest.raises(InvalidArgumentError, match="saved session"):
             await open_with(life, token)
         if place == 0:

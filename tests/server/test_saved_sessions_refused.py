@@ -178,7 +178,7 @@ def test_a_folder_that_is_gone_fails_calls_alone(
             with pytest.raises(DiskFailedError, match=reason):
                 await life.call(session, method, request)
         assert (await resume_error(life, asleep.token)).reason == "DISK_FAILED"
-        wall.now += 2
+        wall.advance(2)
         await life.core.saved.expire()
         assert (life.core.saved.stats().errors, life.core.saved.stats().num_sessions) == (5, 2)
         assert f"the disk with the saved sessions in {folder} failed: " in caplog.text
@@ -227,7 +227,7 @@ def test_a_file_that_cannot_be_removed_is_removed_later(
     async def scenario() -> None:
         life = reboot()
         await detach(life, life.open(), 1.0)
-        wall.now += 2
+        wall.advance(2)
 
         def refuse(*_: Any, **__: Any) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -447,11 +447,11 @@ def test_a_file_without_a_header_is_refused_for_a_day(reboot: Reboot, wall: Wall
         path = next((tmp_path / "disk" / "sessions").glob("*.session"))
         path.write_bytes(b"")
         life = reboot()
-        wall.now += DAMAGED_S - 1
+        wall.advance(DAMAGED_S - 1)
         await life.core.saved.expire()
         error = await resume_error(life, session.token)
         assert (type(error), error.metadata["cause"]) == (SessionNotRestoredError, "damaged")
-        wall.now += 2
+        wall.advance(2)
         await life.core.saved.expire()
         assert files(tmp_path) == []
 

@@ -19,18 +19,22 @@ TOKENS = list(range(10))
 
 
 class WallClock:
-    """Seconds since 1970, which the test advances."""
+    """Seconds since 1970: those that have passed on the clock of the test, from a time that the test may set."""
 
-    def __init__(self) -> None:
-        self.now = 1e9
+    def __init__(self, clock: ManualClock) -> None:
+        self.zero = 1e9
+        self._clock = clock
 
     def __call__(self) -> float:
-        return self.now
+        return self.zero + self._clock.now
+
+    def advance(self, seconds: float) -> None:
+        self._clock.advance(seconds)
 
 
 @pytest.fixture
-def wall() -> WallClock:
-    return WallClock()
+def wall(clock: ManualClock) -> WallClock:
+    return WallClock(clock)
 
 
 @pytest.fixture
