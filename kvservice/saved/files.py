@@ -241,7 +241,10 @@ class SavedFiles:
                 if entry.name != "lock":
                     self._log.write(logging.WARNING, "%s is left alone: it is no file of a session", entry.path)
             elif entry.name.endswith(_PART):
-                os.unlink(entry.path)
+                try:
+                    os.unlink(entry.path)
+                except OSError as error:
+                    self.report_failure(error)
             else:
                 self._find(Path(entry.path))
 
@@ -275,8 +278,11 @@ class SavedFiles:
         return found
 
     def names(self) -> set[str]:
-        """Return the names of all entries of the folder. This may take long. Raises OSError as `check_folder`."""
+        """Return the names of all entries of the folder. This may take long. Raises OSError as `check_folder`, and if
+        nothing can be written there."""
         self.check_folder()
+        if not os.access(self.folder, os.W_OK):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self.folder))
         return set(os.listdir(self.folder))
 
     def note_missing(self, names: Set[str]) -> None:
@@ -328,8 +334,19 @@ class SavedFiles:
             raise OSError(errno.ESTALE, "another process has locked it", str(self.folder))
 
     def _lock_folder(self) -> None:
-        """Keep other daemons out of the folder. Only the daemon's user can open the lock. Raises OSError."""
-        lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT)
+        """Keep other daemons out of the folder. Only the daemon's user can open the lock. Raises OSError.
+
+        A file system that has become read-only, as some do after an error, keeps no daemon from starting: sessions can
+        be restored from there.
+        """
+        path = self.folder / "lock"
+        try:
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno != errno.EROFS or not path.exists():
+                raise
+            lock = open_regular(path, os.O_RDONLY)
+            self.report_failure(error)
         # It can be called twice: a closed descriptor may already be that of another file.
         self.close = weakref.finalize(self, os.close, lock)
         try:

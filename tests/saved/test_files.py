@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from each_row import each_row
 from odd_entries import ODD_ENTRIES, make_odd_entry
-from saved_rig import Reboot
+from saved_rig import TOKENS, Reboot
 from sleeping import detach, resume
 
+from kvservice.errors import DiskFailedError
 from kvservice.saved import SavedFiles
 
 TOKEN = b"t" * 16
@@ -118,6 +121,59 @@ def test_a_file_that_cannot_be_read_stays_and_the_daemon_starts(
     files = SavedFiles(folder, 1 << 20)
     assert (files.num_sessions, files.num_errors) == (2, 0)
     files.close()
+
+
+def test_sessions_are_restored_from_a_read_only_disk(
+    reboot: Reboot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon starts there, says what does not work, and works again when it can write."""
+    folder = tmp_path / "disk" / "sessions"
+    opened = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).startswith(str(folder)) and flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, flags, *rest, **more)
+
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    async def scenario() -> None:
+        life = reboot()
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS)
+        await detach(life, session)
+        part = folder / f"{'0' * 64}.session.{'0' * 16}.part"
+        part.write_bytes(b"")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", read_only)
+            patch.setattr(os, "unlink", refuse)
+            patch.setattr(os, "access", lambda *_: False)
+            life = reboot()
+            for _ in range(2):
+                assert str(tmp_path / "disk") in life.core.saved.note
+                await life.core.saved.expire()
+            back = await resume(life, session.token)
+            assert np.array_equal(await life.read(back, 1, len(TOKENS)), kv)
+            with pytest.raises(DiskFailedError, match="Read-only file system"):
+                await detach(life, life.open())
+            with pytest.raises(BlockingIOError):
+                SavedFiles(folder, 1 << 20)
+        assert life.core.saved.note
+        await life.core.saved.expire()
+        assert life.core.saved.note == ""
+        await detach(life, life.open())
+
+    asyncio.run(scenario())
+
+
+def test_a_read_only_disk_without_a_lock_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any, *_: Any, **__: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        SavedFiles(folder, 1 << 20)
 
 
 def test_a_removed_lock_is_taken_again(reboot: Reboot, tmp_path: Path) -> None:
