@@ -118,7 +118,7 @@ def _served(config: str | None, options: dict[str, Any]) -> int:
     missing = missing_of_daemon(os.environ)
     if settings.keeper and not os.environ.get("NOTIFY_SOCKET"):
         become_keeper(_keeper_settings(settings), os.environ | missing)
-    reexec_with_environment()
+    reexec_with_environment(missing_of_daemon)
     report_version(__version__)
     gc.disable()  # imports leave little garbage, and clients wait for the end of the start; see freeze_heap
     from kvservice.server.daemon import run

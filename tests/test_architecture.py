@@ -194,7 +194,7 @@ ROOMS: dict[str, set[str]] = {
         "server",
         "top",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "environment"},
     "": set(),
 }
 PROTOBUF_ROOMS = {"server", "observer", "client", "wire", "bench", "top"}

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import click
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig, target_of
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
-from kvservice.environment import missing_of_daemon
+from kvservice.environment import missing_environment
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError, reason_of
 
 
@@ -45,10 +45,10 @@ def usual_configuration() -> ServeConfig:
     return configuration({}, os.environ.get(f"{ENV_PREFIX}CONFIG"))
 
 
-def reexec_with_environment() -> None:
-    """Execute this process again if its environment lacks what a daemon needs, because malloc reads its environment
+def reexec_with_environment(missing_of: Callable[[Mapping[str, str]], dict[str, str]] = missing_environment) -> None:
+    """Execute this process again if variables are missing in its environment, which malloc and the dynamic linker read
     only at exec."""
-    if missing := missing_of_daemon(os.environ):
+    if missing := missing_of(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | missing)
 
 
