@@ -44,31 +44,38 @@ PAUSE_S = 0.001
 Pings = npt.NDArray[np.float64]
 
 
-async def ping(address: str) -> list[float]:
+async def ping(address: str) -> tuple[list[float], int]:
+    """Return the start and end of each ping, one after the other, and how many later ones than the first failed."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = pool_pb2_grpc.PoolServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pool_pb2.PingRequest(payload=bytes(100))
         await stub.Ping(request)
         print("pinging", flush=True)
         stopped = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        times = []
+        times, num_failed = [], 0
         while not stopped.done():
             times.append(time.monotonic())
-            await stub.Ping(request)
+            try:
+                await stub.Ping(request)
+            except grpc.aio.AioRpcError:
+                num_failed += 1
             times.append(time.monotonic())
             await asyncio.sleep(PAUSE_S)
-        return times
+        return times, num_failed
 
 
 class Pinger:
-    """The pinger process. `pings` float64[n, 2] (start, end) is available after `pinging`."""
+    """The pinger process. `pings` float64[n, 2] (start, end), and how many of them failed, are available after
+    `pinging`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_fail: bool = False) -> None:
+        """`may_fail`: failed pings are counted, not an error."""
         self.pings: Pings = np.zeros((0, 2))
+        self.num_failed, self._may_fail = 0, may_fail
 
     @contextlib.contextmanager
     def pinging(self, address: str) -> Iterator[None]:
-        """Raises RuntimeError if the process ends early."""
+        """Raises RuntimeError if the process ends early, or if pings fail that may not."""
         command = [sys.executable, "-P", "-m", "kvservice.bench.limits", "ping", address]
         with OwnedProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
@@ -79,14 +86,17 @@ class Pinger:
                 said, _ = process.communicate()
                 if process.returncode:
                     raise RuntimeError("the pinging process has failed")
-                self.pings = np.frombuffer(said, np.float64).reshape(-1, 2)
+                (self.num_failed,) = struct.unpack_from("=q", said)
+                if self.num_failed and not self._may_fail:
+                    raise RuntimeError(f"{self.num_failed} pings have failed")
+                self.pings = np.frombuffer(said, np.float64, offset=8).reshape(-1, 2)
             finally:
                 process.kill()
 
 
 def _ping(address: str) -> None:
-    measured = uvloop.run(ping(address))
-    sys.stdout.buffer.write(struct.pack(f"={len(measured)}d", *measured))
+    measured, num_failed = uvloop.run(ping(address))
+    sys.stdout.buffer.write(struct.pack(f"=q{len(measured)}d", num_failed, *measured))
 
 
 # ---- pings while another client sends the largest requests that the daemon accepts or refuses
@@ -381,35 +391,37 @@ class FloodOptions:
 
 
 def run_floods(options: FloodOptions) -> dict[str, Any]:
-    """Return `rows`: `{at, kind, sent_bytes, closed, longest_s, ping_p50_s, ping_p99_s, ping_max_s}`. `longest_s` lists
-    the longest ping of each round; the other figures are of all rounds together."""
+    """Return `rows`: `{at, kind, sent_bytes, closed, failed, longest_s, ping_p50_s, ping_p99_s, ping_max_s}`. `failed`
+    is a number of pings. `longest_s` lists the longest ping of each round; the other figures are of all rounds
+    together."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         tcp_address = f"127.0.0.1:{free.getsockname()[1]}"
     rows = []
     with Daemon(**FLOODS_POOL, tcp_address=tcp_address) as daemon:
         for at, address in (("tcp", tcp_address), ("unix", daemon.address)):
             for kind in options.kinds or (COMPUTING, *FLOODS):
-                found, sent, closed, longest = [], 0, 0, []
+                found, sent, closed, failed, longest = [], 0, 0, 0, []
                 for _ in range(options.rounds):
-                    pinger = Pinger()
+                    pinger = Pinger(may_fail=True)
                     with pinger.pinging(daemon.address), flooding(address, kind) as told:
                         time.sleep(options.seconds)
                     seconds = pinger.pings[:, 1] - pinger.pings[:, 0]
                     found.append(seconds)
                     longest.append(float(seconds.max()))
                     sent, closed = sent + told["sent_bytes"], closed + told["closed"]
-                row = {"at": at, "kind": kind, "sent_bytes": sent, "closed": closed}
+                    failed += pinger.num_failed
+                row = {"at": at, "kind": kind, "sent_bytes": sent, "closed": closed, "failed": failed}
                 rows.append(row | {"longest_s": longest} | quantiles(np.concatenate(found)))
     return {"rows": rows}
 
 
 def render_floods(results: dict[str, Any], console: Console) -> None:
-    columns = ("MB sent", "closed", "ping p50, ms", "p99", "longest of each round")
+    columns = ("MB sent", "closed", "failed pings", "ping p50, ms", "p99", "longest of each round")
     rows = table("Pings on the unix socket while 20 connections send frames without calls", ("at", "frames"), columns)
     for row in results["rows"]:
         longest = ", ".join(f"{seconds * 1e3:.0f}" for seconds in row["longest_s"])
         rows.add_row(
-            row["at"], row["kind"], f"{row['sent_bytes'] / 1e6:.0f}", str(row["closed"]),
+            row["at"], row["kind"], f"{row['sent_bytes'] / 1e6:.0f}", str(row["closed"]), str(row["failed"]),
             f"{row['ping_p50_s'] * 1e3:.2f}", f"{row['ping_p99_s'] * 1e3:.1f}", longest,
         )  # fmt: skip
     console.print(rows)
