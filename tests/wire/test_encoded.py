@@ -86,6 +86,7 @@ def test_messages_that_end_otherwise_are_not_split() -> None:
             "another field behind it": data + b"\x08\x07",
             "a number with the same field number": b"\x28\x07",
             "a group before it": b"\x0b\x0c" + data,
+            "more fields than clients send": b"\x08\x07" * 32 + data,
         }.items():
             with row(name):
                 assert split_last_field(memoryview(message), 5) is None
