@@ -17,8 +17,8 @@
 namespace {
 
 // Connections of one process that are accepted at once, and how many more each second.
-constexpr double kBurst = 256;
-constexpr double kPerSecond = 256;
+constexpr double kBurst = 512;
+constexpr double kPerSecond = 1024;
 // The number of processes that are known. A new one replaces the one that connected longest ago.
 constexpr size_t kProcesses = 256;
 
