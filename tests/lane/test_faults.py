@@ -11,7 +11,7 @@ import pytest
 # The plan of a call with four million rows needs more memory than the process may allocate. `on_fault` may close or
 # drop the server, raise an error or not return: the server and the process must end in each case.
 SCRIPT = """
-import gc, resource, sys
+import gc, resource, sys, threading
 from lane_rig import LaneRig
 from kvservice.errors import ConnectionLostError
 
@@ -23,6 +23,11 @@ def on_fault(text):
     if sys.argv[1] == "drop": del rig.server
     while sys.argv[1] == "stay": pass  # until the process ends
     if sys.argv[1] == "raise": raise RuntimeError("on_fault itself")
+reported = threading.Event()
+def report(unraisable):
+    sys.__unraisablehook__(unraisable)
+    reported.set()
+sys.unraisablehook = report
 rig.faults.clear()
 rig.server.close()
 rig.server = type(rig.server)(rig.memory, rig.session, rig.executor, 20.0, on_fault)
@@ -45,6 +50,7 @@ if sys.argv[1] != "drop":
     del rig.server
 gc.collect()
 assert told == [answer[2]]
+assert sys.argv[1] != "raise" or reported.wait(60)
 print("done")
 """
 
