@@ -204,9 +204,9 @@ class EngineProcess:
 
 
 class Comparison(Protocol):
-    """What is compared: the `workloads`, in `turns` the numbers of the rounds, and with `check` tokens instead of
-    times. `baseline_title` is the baseline in words. An engine is left out if it is not ready within `start_s` seconds,
-    or has no answer to a turn within `turn_s`."""
+    """The options of a comparison. `turns` are the numbers of the rounds of each of the `workloads`; `check` compares
+    tokens instead of times. `baseline_title` is the baseline in words. An engine is left out if it is not ready within
+    `start_s` seconds, or has no answer to a turn within `turn_s`."""
 
     @property
     def workloads(self) -> tuple[str, ...]: ...

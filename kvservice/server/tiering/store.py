@@ -303,7 +303,7 @@ T = TypeVar("T")
 
 # Copies of at most so many bytes run on the event loop: a thread would take longer to start.
 SHORT_BYTES: Final = 256 << 10
-# Of blocks in a message: gRPC takes longer to receive them, on the event loop, too.
+# Blocks that came in a message are copied on the event loop up to this size: gRPC takes longer to receive them there.
 SHORT_IN_MESSAGE_BYTES: Final = 4 << 20
 # The size of the buffer for a region whose memory is not mapped, unless one block is larger.
 BUFFER_BYTES: Final = 8 << 20
