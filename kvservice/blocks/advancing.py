@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import check_request_tokens, counts_for, int32_array, refuse, whole_number
 from kvservice.blocks.layers import commit_rows
-from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, LiveStep, StepPlan
+from kvservice.blocks.plans import Int32Array, Int64Array, LiveStep, StepPlan
 from kvservice.blocks.state import (
     COMPUTED_TOKENS,
     LENGTH,
@@ -29,7 +29,8 @@ from kvservice.blocks.state import (
     SessionNamespace,
 )
 from kvservice.blocks.steps import (
-    NO_COPIES,
+    WITHOUT_COPIES,
+    Grown,
     WriteBatch,
     append_decode,
     apply_growth,
@@ -108,7 +109,7 @@ def advance(
         decode = plan_decode(state, rows, tokens, states=states)
         if decode is not None:
             append_decode(state, rows, decode, tokens)
-            return _start(state, namespace, plan, decode.slots, NO_COPIES)
+            return _start(state, namespace, plan, decode.slots, WITHOUT_COPIES)
     return _advance(state, namespace, plan, lookahead)
 
 
@@ -117,18 +118,16 @@ def _advance(state: BlockState, namespace: SessionNamespace, plan: _Advance, loo
     _, rows, states, _ = plan.batch
     needed = plan_growth(state, plan.batch, _reserved(state, plan, lookahead))
     state.device.require_available(needed.num_new)
-    copies = apply_growth(state, plan.batch, needed)
+    grown = apply_growth(state, namespace, plan.batch, needed)
     num_decodes = len(plan.counts)
     if num_decodes:
         slots = state.sequences.slots(rows[:num_decodes], states[:num_decodes, LENGTH], plan.counts)
         state.device.tokens_by_slot[slots] = plan.tokens
     slots = state.sequences.slots(rows, states[:, NUM_COMPUTED], plan.query_lens)
-    return _start(state, namespace, plan, slots, copies)
+    return _start(state, namespace, plan, slots, grown)
 
 
-def _start(
-    state: BlockState, namespace: SessionNamespace, plan: _Advance, slots: Int64Array, copies: BlockCopies
-) -> StepPlan:
+def _start(state: BlockState, namespace: SessionNamespace, plan: _Advance, slots: Int64Array, grown: Grown) -> StepPlan:
     """Open the step. Tokens that are not known do not count in the lengths of their sequences."""
     batch, unknown, lengths = plan.batch, plan.unknown, plan.batch.lengths
     state.sequences.num_tokens += len(plan.tokens)
@@ -140,7 +139,7 @@ def _start(
     query_lens = plan.query_lens.astype(np.int32)
     step = start_step(
         state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots,
-        copies=copies, followed=plan.followed,
+        grown=grown, followed=plan.followed,
     )  # fmt: skip
     if unknown is not None:
         namespace.steps[step.step_id].unknown = unknown
@@ -251,8 +250,8 @@ def open_ahead(
     batch = _planned(state, WriteBatch(ids, rows, states, states[:, LENGTH]), num_steps)
     growth = plan_growth(state, batch, 0)
     state.device.require_available(growth.num_new)
-    copies = apply_growth(state, batch, growth)
-    return _start_ahead(state, namespace, batch, num_steps, copies)
+    grown = apply_growth(state, namespace, batch, growth)
+    return _start_ahead(state, namespace, batch, num_steps, grown)
 
 
 def commit_ahead(
@@ -289,9 +288,9 @@ def commit_ahead(
     batch = _planned(state, batch, num_steps)
     growth = plan_growth(state, batch, 0)
     state.device.require_available(growth.num_new)
-    copies = apply_growth(state, batch, growth)
+    grown = apply_growth(state, namespace, batch, growth)
     _compute(state, namespace, batch._replace(lengths=lengths), begins, counts, tokens)
-    return _start_ahead(state, namespace, batch, num_steps, copies)
+    return _start_ahead(state, namespace, batch, num_steps, grown)
 
 
 def _planned(state: BlockState, batch: WriteBatch, num_steps: int) -> WriteBatch:
@@ -308,14 +307,14 @@ def _planned(state: BlockState, batch: WriteBatch, num_steps: int) -> WriteBatch
 
 
 def _start_ahead(
-    state: BlockState, namespace: SessionNamespace, batch: WriteBatch, num_steps: int, copies: BlockCopies
+    state: BlockState, namespace: SessionNamespace, batch: WriteBatch, num_steps: int, grown: Grown
 ) -> StepPlan:
     """Open a step ahead over a batch that has its blocks."""
     lengths = batch.states[:, LENGTH]
     query_lens = np.full(len(lengths), num_steps, np.int32)
     slots = state.sequences.slots(batch.rows, lengths, query_lens.astype(np.int64))
     context_lens = batch.lengths.astype(np.int32)
-    step = start_step(state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots, copies=copies)
+    step = start_step(state, namespace, batch.ids, batch.rows, lengths, query_lens, context_lens, slots, grown=grown)
     namespace.steps[step.step_id].ahead = True
     return step
 

@@ -82,6 +82,17 @@ class Growth:
         return len(self.copies.src) if self.copies else 0
 
 
+class Grown(NamedTuple):
+    """What `start_step` needs of a growth that was applied. While shared blocks are replaced, the sequences are hidden
+    (see BlockState.hide): `listed` are all sequences of the namespace then."""
+
+    copies: BlockCopies
+    listed: dict[int, int] | None = None
+
+
+WITHOUT_COPIES = Grown(NO_COPIES)
+
+
 class DecodeGrowth(NamedTuple):
     """Plan for a batch where each sequence gets one token, has no other pending tokens, and owns the block to write.
 
@@ -162,7 +173,7 @@ def append(
     growth = plan_growth(state, batch, lookahead)
     state.device.require_available(growth.num_new)
 
-    copies = apply_growth(state, batch, growth)
+    grown = apply_growth(state, namespace, batch, growth)
     slots = state.sequences.slots(batch.rows, states[:, NUM_COMPUTED], query_lens)
     if len(slots) == len(tokens):  # no tokens were pending before
         state.device.tokens_by_slot[slots] = tokens
@@ -172,7 +183,7 @@ def append(
     state.sequences.num_tokens += len(tokens)
     return start_step(
         state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), batch.lengths.astype(np.int32), slots,
-        counts, copies=copies,
+        counts, grown=grown,
     )  # fmt: skip
 
 
@@ -210,12 +221,12 @@ def open_step(
     growth = plan_growth(state, batch, lookahead)
     state.device.require_available(growth.num_new)
 
-    copies = apply_growth(state, batch, growth)
+    grown = apply_growth(state, namespace, batch, growth)
     slots = state.sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
     context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
     return start_step(
         state, namespace, batch.ids, batch.rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots,
-        copies=copies,
+        grown=grown,
     )  # fmt: skip
 
 
@@ -274,7 +285,7 @@ def start_step(
     slots: Int64Array,
     appended: Int64Array | int | None = None,
     *,
-    copies: BlockCopies = NO_COPIES,
+    grown: Grown = WITHOUT_COPIES,
     followed: LiveStep | None = None,
 ) -> StepPlan:
     """Open a step over sequences that have their blocks, and get these lengths int64[n]. It replaces their steps,
@@ -287,11 +298,13 @@ def start_step(
         replaced.append(followed.follows)
     namespace.supersede(replaced)
     tables, config = state.sequences.block_tables, state.config
-    step = StepPlan(step_id, ids, rows, query_lens, context_lens, slots, copies, tables, config.block_size)
+    step = StepPlan(step_id, ids, rows, query_lens, context_lens, slots, grown.copies, tables, config.block_size)
     entry = LiveStep(step, bytearray(config.num_layers), appended)
     namespace.steps[step_id] = entry
     if followed is not None:
         entry.follows, followed.follower = followed.plan.step_id, step_id
+    if grown.listed is not None:
+        state.show(namespace, grown.listed, rows)
     return step
 
 
@@ -322,11 +335,11 @@ def reopen(
     growth = plan_growth(state, batch, lookahead)
     state.device.require_available(growth.num_new)
 
-    copies = apply_growth(state, batch, growth, reopened=True)
+    grown = apply_growth(state, namespace, batch, growth, reopened=True)
     slots = state.sequences.slots(rows, first, query_lens)
     context_lens = (first + query_lens).astype(np.int32)
     return start_step(
-        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots, copies=copies
+        state, namespace, ids, rows, batch.lengths, query_lens.astype(np.int32), context_lens, slots, grown=grown
     )
 
 
@@ -420,16 +433,21 @@ def _plan_copies(state: BlockState, blocks: Int64Array) -> tuple[BoolArray, Int6
     return copied, distinct[kept & state.device.indexed[distinct]]
 
 
-def apply_growth(state: BlockState, batch: WriteBatch, growth: Growth, *, reopened: bool = False) -> BlockCopies:
-    """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change. `reopened`: the
-    numbers of computed tokens become those of the batch, before a computed block is replaced."""
+def apply_growth(
+    state: BlockState, namespace: SessionNamespace, batch: WriteBatch, growth: Growth, *, reopened: bool = False
+) -> Grown:
+    """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change: `start_step` ends
+    that. `reopened`: the numbers of computed tokens become those of the batch, before a computed block is replaced."""
     state.intents.begin(DROP if growth.num_copied else RESTORE, batch.rows)
+    listed = state.hide(namespace, batch.ids, batch.rows) if growth.num_copied else None
     if reopened:
         state.sequences.num_computed[batch.rows] = batch.states[:, NUM_COMPUTED]
     new = state.device.allocate(growth.num_new) if growth.num_new else np.zeros(0, np.int64)
     if growth.num_grown:
         state.sequences.append_blocks(batch.rows, batch.states[:, NUM_BLOCKS], growth.grown, new[: growth.num_grown])
-    return _replace_copied(state, growth.copies, new[growth.num_grown :]) if growth.copies else NO_COPIES
+    if growth.copies is None:
+        return WITHOUT_COPIES
+    return Grown(_replace_copied(state, growth.copies, new[growth.num_grown :]), listed)
 
 
 def _replace_copied(state: BlockState, copies: _CopyOnWrite, dst: Int64Array) -> BlockCopies:

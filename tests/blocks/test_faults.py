@@ -32,10 +32,7 @@ OPERATIONS: dict[str, Operation] = {
     "allocate": lambda manager, space: manager.allocate(space, [AllocationRequest(10, list(range(7)))]),
     "move to the disk": lambda manager, space: finish(manager.move_to_disk_in_slices(space, [1, 4])),
     "close": lambda manager, space: manager.close_namespace(space),
-}
-# They replace shared blocks with copies, which the device makes afterwards. After an exception a sequence can have the
-# block without the copy.
-COPYING: dict[str, Operation] = {
+    # These replace shared blocks with copies, which the device makes afterwards.
     "append": lambda manager, space: manager.append(space, [1, 2, 5], [7, 8, 9]),
     "advance": lambda manager, space: manager.advance(space, [1, 2, 5], [7, 8], [1, 1, 3]),
     "reopen": lambda manager, space: manager.reopen(space, [1, 4], [0, 1], [7, 4]),
@@ -143,14 +140,3 @@ def test_an_exception_gives_no_block_to_two_sequences_and_a_restart_repairs_the_
         found = check(manager)
         fill_pool(manager)
         assert check(manager).items() >= found.items()
-
-
-@pytest.mark.parametrize("operation", COPYING.values(), ids=COPYING)
-def test_an_exception_while_blocks_are_replaced_gives_none_to_two_sequences(operation: Operation) -> None:
-    """Otherwise a table names a free block, or the next process refuses the state."""
-    for manager in faults(operation):
-        check_tables(manager)
-        recovered(manager.kept_state())
-        fill_pool(manager)
-        check_tables(manager)
-        recovered(manager.kept_state())
