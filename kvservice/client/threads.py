@@ -133,13 +133,8 @@ class _Reading:
         self.done.acquire()
         self.passed.acquire()
         self.is_done = False
-        self._outcome: messages.ReceivedReply | BaseException | None = None
-
-    def finish(self, outcome: messages.ReceivedReply | BaseException) -> None:
-        """Set the reply, or the error."""
-        self._outcome, self.is_done = outcome, True
-        self.done.release()
-        self.passed.release()
+        # The reply, or the error, once it is there.
+        self.outcome: messages.ReceivedReply | BaseException | None = None
 
     def wait(self, latch: threading.Lock, name: str, deadline: float | None) -> None:
         """Wait for a latch on behalf of a call. Raises CallTimeoutError."""
@@ -150,7 +145,7 @@ class _Reading:
 
     def response(self) -> Any:
         """Return the response of a read that is done, or raise the error. Called once: it does not keep the reply."""
-        outcome, self._outcome = self._outcome, None
+        outcome, self.outcome = self.outcome, None
         if isinstance(outcome, BaseException):
             raise outcome
         assert outcome is not None, "it was waited for"
@@ -192,9 +187,12 @@ class _Reader:
 
     def _finish(self, reading: _Reading) -> None:
         try:
-            reading.finish(self._read(reading.call_id))
+            reading.outcome = self._read(reading.call_id)
         except BaseException as error:
-            reading.finish(error)
+            reading.outcome = error
+        reading.is_done = True
+        reading.done.release()
+        reading.passed.release()
 
 
 class _ThreadCall:

@@ -162,7 +162,7 @@ class BlocksCall:
     request: BlocksRequest
 
 
-def moves_blocks(call: session_pb2.Call | BlocksCall | Refused) -> TypeGuard[session_pb2.Call | BlocksCall]:
+def moves_blocks(call: session_pb2.Call | BlocksCall | Calls | Refused) -> TypeGuard[session_pb2.Call | BlocksCall]:
     """Return whether a call takes blocks of the store in its message, or may return some in its reply."""
     return isinstance(call, BlocksCall) or (isinstance(call, session_pb2.Call) and call.HasField("store_batch_get"))
 
@@ -182,7 +182,12 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
     scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
     is_call = kind is session_pb2.Call
 
-    def parse(data: bytes) -> Message | Refused | BlocksCall:
+    def parse(data: bytes, joined: bool = is_call) -> Message | Refused | Calls | BlocksCall:
+        if joined and data[:1] == _CALLS_TAG:
+            try:
+                return Calls(split_elements(data, _CALLS, MAX_CALLS), functools.partial(parse, joined=False))
+            except (ValueError, IndexError):
+                return Refused(InvalidArgumentError(f"must be up to {MAX_CALLS} calls and nothing else", field="calls"))
         found = scanner.scan(data)
         if found == _ext.WIRE_WITHIN_LIMITS:
             try:
@@ -193,15 +198,7 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
                 found = _ext.WIRE_MALFORMED
         return Refused(rules.error(found), _call_id(data) if is_call else None)
 
-    def parse_calls(data: bytes) -> Message | Refused | Calls | BlocksCall:
-        if data[:1] != _CALLS_TAG:
-            return parse(data)
-        try:
-            return Calls(split_elements(data, _CALLS, MAX_CALLS), parse)
-        except (ValueError, IndexError):
-            return Refused(InvalidArgumentError(f"must be up to {MAX_CALLS} calls and nothing else", field="calls"))
-
-    return parse_calls if is_call else parse
+    return parse
 
 
 def _blocks_call(data: memoryview) -> BlocksCall | None:

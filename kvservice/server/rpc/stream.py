@@ -249,18 +249,24 @@ class Stream:
     async def serve(self) -> None:
         self._expect_attach()
         try:
-            while not self._ended and (call := await self._read()) is not grpc.aio.EOF:
+            while not self._ended:
+                begun, self._next = self._next, None
+                if (call := await (begun or self._context.read())) is grpc.aio.EOF:
+                    break
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 self._answering = True
                 if self._callers.called_again is not None:
                     self._callers.called_again(self._context)
-                if isinstance(call, Calls):
-                    await self._answer_all(call)
-                elif moves_blocks(call) and self._slots.begin_ahead():
+                if moves_blocks(call) and self._slots.begin_ahead():
                     await self._answer_ahead(call)
                 else:
-                    await self._send(await self._answer(call))
+                    if self._reply is not None:
+                        await self._sent()
+                    if isinstance(call, Calls):
+                        await self._answer_all(call)
+                    else:
+                        await self._send(await self._answer(call))
                 self._answering = False
                 if self._restarting is not None:
                     raise self._restarting
@@ -277,11 +283,6 @@ class Stream:
             else:
                 self._expect_no_attach()
 
-    async def _read(self) -> Any:
-        """Return the next message."""
-        begun, self._next = self._next, None
-        return await (self._context.read() if begun is None else begun)
-
     async def _answer_ahead(self, call: session_pb2.Call | BlocksCall) -> None:
         """Answer a call that moves blocks. Clients send the next one before they have the reply: it is read while this
         one is executed, and executed while the reply is sent."""
@@ -290,7 +291,7 @@ class Stream:
             await asyncio.sleep(0)  # gRPC receives no more than the beginning of a message that nobody reads
             reply = await self._answer(call)
             await self._sent()
-            self._reply = to_the_end(self._write(reply))
+            self._reply = to_the_end(self._send(reply))
         except BaseException:
             self._slots.end_ahead()
             raise
@@ -321,11 +322,7 @@ class Stream:
         self._slots.remove_unattached(self._context.peer())
 
     async def _send(self, reply: bytes) -> None:
-        """Send a message after those before, unless the stream has ended."""
-        await self._sent()
-        await self._write(reply)
-
-    async def _write(self, reply: bytes) -> None:
+        """Send a message, unless the stream has ended."""
         async with self._sending:
             if not self._ended:
                 self._rpc.stalled_since = time.monotonic()

@@ -46,9 +46,8 @@ class Replies:
         self._replies: dict[int, tuple[Message | KeptReply, int]] = {}
         self._num_bytes = 0
         for kept in ring:
-            self._requests[kept.request_id] = kept.method, None
-            if kept.data is not None:
-                self._store(kept.request_id, kept, len(kept.data))
+            data = kept.data
+            self._enter(kept.request_id, kept.method, reply=None if data is None else (kept, len(data)))
 
     def __contains__(self, request_id: int) -> bool:
         """Return whether a request is known."""
@@ -81,25 +80,35 @@ class Replies:
         if num_bytes > _SMALL_BYTES:
             num_bytes = memory_bytes(reply)
         self._ring.put(request_id, method, data if num_bytes <= RING_BYTES else None)
-        self._enter(request_id, method, None)
-        self._store(request_id, reply, num_bytes)
+        self._enter(request_id, method, reply=(reply, num_bytes))
 
     def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
         """Remember a reply. A task that fails is forgotten, because failed requests are not remembered."""
         if isinstance(reply, asyncio.Task):
-            self._enter(request_id, method, reply)
+            self._enter(request_id, method, task=reply)
             reply.add_done_callback(functools.partial(self._ended, request_id))
         else:
-            self._enter(request_id, method, None)
-            self._store(request_id, reply, memory_bytes(reply))
+            self._enter(request_id, method, reply=(reply, memory_bytes(reply)))
 
-    def _enter(self, request_id: int, method: str, task: asyncio.Task[Message] | None) -> None:
-        """Add a request, and forget the oldest one if there are too many."""
+    def _enter(
+        self,
+        request_id: int,
+        method: str,
+        task: asyncio.Task[Message] | None = None,
+        reply: tuple[Message | KeptReply, int] | None = None,
+    ) -> None:
+        """Set a request, and its reply with the size if it is there. The oldest of both are forgotten if there are too
+        many."""
         self._requests[request_id] = method, task
         if len(self._requests) > MAX_REPLIES:
             oldest = next(iter(self._requests))
             del self._requests[oldest]
             self._forget(oldest)
+        if reply is not None:
+            self._replies[request_id] = reply
+            self._num_bytes += reply[1]
+            while self._num_bytes - reply[1] > MAX_REPLY_BYTES:
+                self._forget(next(iter(self._replies)))
 
     def _ended(self, request_id: int, task: asyncio.Task[Message]) -> None:
         method, current = self._requests.get(request_id, ("", None))
@@ -108,16 +117,11 @@ class Replies:
         if task.cancelled() or task.exception() is not None:
             del self._requests[request_id]
             return
-        self._requests[request_id] = method, None
-        if request_id not in self._replies:  # its operation ended before the task did
+        if request_id in self._replies:  # its operation ended before the task did
+            self._requests[request_id] = method, None
+        else:
             reply = task.result()
-            self._store(request_id, reply, memory_bytes(reply))
-
-    def _store(self, request_id: int, reply: Message | KeptReply, num_bytes: int) -> None:
-        self._replies[request_id] = reply, num_bytes
-        self._num_bytes += num_bytes
-        while self._num_bytes - num_bytes > MAX_REPLY_BYTES:
-            self._forget(next(iter(self._replies)))
+            self._enter(request_id, method, reply=(reply, memory_bytes(reply)))
 
     def _forget(self, request_id: int) -> None:
         if (reply := self._replies.pop(request_id, None)) is not None:
