@@ -37,10 +37,12 @@ SHAPE: Final = (2, 2, 32)
 POOL: dict[str, Any] = {
     "event_window": 256,
     "num_layers": SHAPE[0], "num_kv_heads": SHAPE[1], "head_size": SHAPE[2], "dtype": "float32", "num_blocks": 512,
-    "swap_space_gib": 1 / 64, "num_threads": 1, "store_gib": 1 / 64, "session_grace_s": 1.0,
+    "swap_space_gib": 1 / 64, "num_threads": 1, "store_gib": 1 / 64, "session_grace_s": 0.25,
 }  # fmt: skip
 # How much a figure may grow from the first third to the last.
 MAX_GROWTH: Final = {"files": 1.1, "threads": 1.1, "ping_p99_s": 2.0}
+# How long the daemon may take to end the sessions that were left.
+ENDED_S: Final = 10.0
 # The bytes of private memory that a session may add, and those that are noise in a short run. gRPC's server loses about
 # 100 with each stream that its client cancels.
 MAX_SESSION_BYTES: Final = 200
@@ -49,8 +51,8 @@ NOISE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class SoakSample:
-    """Private resident memory, open descriptors and threads of the daemon, and pings and cycles since the sample
-    before."""
+    """Private resident memory, open descriptors and threads of the daemon when all sessions have ended, and pings and
+    cycles since the sample before."""
 
     rss_mib: float
     files: int
@@ -103,6 +105,15 @@ def _blocks(client: KVClient, rng: np.random.Generator) -> None:
         _compare("the block store", out[found], values[found])
 
 
+def _wait_for_sessions(client: KVClient) -> None:
+    """Return when all sessions have ended, also those that were left: how many there are depends on the speed."""
+    deadline = time.monotonic() + ENDED_S
+    while client.stats().sessions:
+        if time.monotonic() > deadline:
+            raise SoakError(f"sessions have not ended within {ENDED_S:g} s")
+        time.sleep(0.02)
+
+
 def run(seconds: float) -> dict[str, Any]:
     """Return `samples`, those of equal parts of the time; `first` and `last`, the medians of the first and the last
     third of them after the warm-up; `session_bytes`, what each session of the second half added to the memory; and
@@ -131,6 +142,8 @@ def run(seconds: float) -> dict[str, Any]:
                         kv.close()
                 cycles += 1
             p50, p99 = float(np.percentile(pings, 50)), float(np.percentile(pings, 99))
+            with KVClient(daemon.address) as client:
+                _wait_for_sessions(client)
             rss_mib = _status(pid, "RssAnon") / 1024
             num_files = len(os.listdir(f"/proc/{pid}/fd"))
             samples.append(SoakSample(rss_mib, num_files, _status(pid, "Threads"), p50, p99, cycles))

@@ -42,8 +42,9 @@ from kvservice.integrations.vllm.steps import (
 
 logger = logging.getLogger(__name__)
 
-# How long a step waits for asynchronous loads while nothing is computed: nothing else is held up then.
-IDLE_S = 0.004
+# How long a step waits for asynchronous loads while nothing is computed: a request that comes then waits as long. vLLM
+# itself pauses for twice that between such steps.
+IDLE_S = 0.0005
 # How often the mapping of the store is looked at while nothing is loaded.
 LOOK_S = 0.1
 # The least time between the beginnings of two jobs that save. A job costs the computing process a good part of a
