@@ -1,8 +1,8 @@
 """Layers of a step. Each layer is written once; the step commits, and its tokens are computed, after the last one.
 
 A step that follows another one commits after it, and only when its tokens are known, because the chain hashes of its
-blocks depend on them. Checking and marking are separate operations. The bytes are written in between, so a failed write
-changes nothing."""
+blocks depend on them. Checking and marking are separate operations. The work is submitted to the device in between: if
+that raises, nothing has changed."""
 
 from __future__ import annotations
 

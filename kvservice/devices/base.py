@@ -1,9 +1,9 @@
 """Interface of devices to the engine.
 
-The engine calls a device on the event loop only, and all operations take effect in call order, so a block that moves
-from one sequence to another is never written before it has been read. The engine has validated all arguments. An error
-during an operation is therefore a bug or a device failure and leaves the content of the pool undefined; the device is
-then faulted, and the daemon exits.
+The engine calls a device on the event loop only, and operations that use the same blocks take effect in call order, so
+a block that moves from one sequence to another is never written before it has been read. The engine has validated all
+arguments. An error during an operation is therefore a bug or a device failure and leaves the content of the pool
+undefined; the device is then faulted, and the daemon exits.
 """
 
 from __future__ import annotations

@@ -295,10 +295,10 @@ class ByteQueue:
     """Queue of work, each on the worker thread of its size class or of larger work that it must follow. Work is
     submitted from the event loop only.
 
-    Work is validated, and recorded as done in the bookkeeping, before it is submitted. An exception in it is therefore
-    a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined and sets `fault`,
-    and the daemon exits. `on_start` runs first in each worker thread. `mark_faulted` is called first of all on a fault,
-    on any thread.
+    Work is validated before it is submitted, and recorded as done in the bookkeeping as it is submitted. An exception
+    in it is therefore a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined
+    and sets `fault`, and the daemon exits. `on_start` runs first in each worker thread. `mark_faulted` is called first
+    of all on a fault, on any thread.
 
     Where work has a `num_bytes` and a `use`, they are the bytes that it moves or reads, counted roughly, and a function
     that returns its blocks, below `num_blocks`. Work without a `use` may use all blocks.

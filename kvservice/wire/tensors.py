@@ -29,7 +29,7 @@ ReadPlace = Callable[[tensor_pb2.SharedMemoryPlace, str], Array]
 
 
 def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None = None) -> Array:
-    """Return the tensor as an array: a read-only view of the message's bytes, or a view of the result of `read_place`.
+    """Return the tensor as an array: read-only, over the bytes of the field, or a view of the result of `read_place`.
 
     Raises InvalidArgumentError naming the wrong part of `field`: data_type, shape, or the number of bytes.
     """

@@ -77,7 +77,8 @@ def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> N
         await_rest(client, survivor)
         with contextlib.suppress(AssertionError):
             until(lambda: look() == before, survivor.lap)
-        assert look() == before
+        now = look()
+        assert now == before, (before, now)
         assert daemon.log.read_text() == ""
 
 

@@ -2,7 +2,7 @@
 
 Services (unary), Stream ─▶ Dispatcher.call ─▶ handler.start(session, request) ─▶ block manager, engine
                               │  ▲
-                              │  └── the rest of a handler that waits is awaited
+                              │  └── the other slices of a long operation run in a task
                               └── a repeated request gets the remembered reply
 """
 
@@ -558,8 +558,7 @@ class Dispatcher:
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
 
     async def _run(self, handler: AnyHandler, request: Any, session: ServerSession | None) -> Response:
-        """Admit a call and run its handler. What it does at once, and the end of its operation, happen before anything
-        else runs."""
+        """Run the handler of a call. Nothing else runs between the last slice of an operation and its end."""
         request_id = request.request_id if handler.repeatable else 0
         response: Response
         if handler.in_session:
