@@ -24,7 +24,7 @@ from kvservice.client.store.core import Held, LeaseCore, ReservationCore, StoreC
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.values import Flags, Numbers, Statuses, StoreNamespace
-from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, finish, finished
+from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, blocking_core, finish
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2
@@ -67,8 +67,8 @@ class StoreLease:
         """See LeaseCore.check."""
         return self._core.check()
 
-    renew = blocking(LeaseCore.renew)
-    release = blocking(LeaseCore.release)
+    renew = blocking_core(LeaseCore.renew)
+    release = blocking_core(LeaseCore.release)
 
     def __enter__(self) -> StoreLease:
         return self
@@ -97,8 +97,8 @@ class StoreReservation:
     def memory(self) -> MappedStore:
         return self._core.memory
 
-    commit = blocking(ReservationCore.commit)
-    abort = blocking(ReservationCore.abort)
+    commit = blocking_core(ReservationCore.commit)
+    abort = blocking_core(ReservationCore.abort)
 
     def __enter__(self) -> StoreReservation:
         return self
@@ -133,16 +133,16 @@ class Store:
     def memory(self) -> MappedStore | None:
         return self._core.memory
 
-    lookup = blocking(BlockingCore.lookup)
-    get = blocking(BlockingCore.get)
-    put = blocking(BlockingCore.put)
-    acquire = blocking(BlockingCore.acquire)
-    reserve = blocking(BlockingCore.reserve)
-    touch = blocking(BlockingCore.touch)
-    remove = blocking(BlockingCore.remove)
-    clear = blocking(BlockingCore.clear)
-    create_region = blocking(BlockingCore.create_region)
-    close = blocking(BlockingCore.close)
+    lookup = blocking_core(BlockingCore.lookup)
+    get = blocking_core(BlockingCore.get)
+    put = blocking_core(BlockingCore.put)
+    acquire = blocking_core(BlockingCore.acquire)
+    reserve = blocking_core(BlockingCore.reserve)
+    touch = blocking_core(BlockingCore.touch)
+    remove = blocking_core(BlockingCore.remove)
+    clear = blocking_core(BlockingCore.clear)
+    create_region = blocking_core(BlockingCore.create_region)
+    close = blocking_core(BlockingCore.close)
 
     def __enter__(self) -> Store:
         return self
@@ -167,10 +167,10 @@ def make_reservation(
 class Step(OpenStep):
     """See StepCore."""
 
-    decode = finished(StepCore.decode)
-    extend = finished(StepCore.extend)
-    attend = finished(StepCore.attend)
-    write = finished(StepCore.write)
+    decode = blocking(StepCore.decode)
+    extend = blocking(StepCore.extend)
+    attend = blocking(StepCore.attend)
+    write = blocking(StepCore.write)
 
 
 _SchedulerCore = SchedulerCore[Step]
@@ -183,10 +183,10 @@ class KVScheduler:
         self._core = core
         self.settings = core.settings
 
-    add = blocking(_SchedulerCore.add)
-    abort = blocking(_SchedulerCore.abort)
-    schedule = blocking(_SchedulerCore.schedule)
-    describe = blocking(_SchedulerCore.describe)
+    add = blocking_core(_SchedulerCore.add)
+    abort = blocking_core(_SchedulerCore.abort)
+    schedule = blocking_core(_SchedulerCore.schedule)
+    describe = blocking_core(_SchedulerCore.describe)
 
 
 _Core = SessionCore[Step, KVScheduler]
@@ -220,39 +220,39 @@ class Session:
         """See SessionCore.next_request_id."""
         return self._core.next_request_id()
 
-    allocate = blocking(_Core.allocate)
-    allocate_batch = blocking(_Core.allocate_batch)
-    can_allocate = blocking(_Core.can_allocate)
-    can_append = blocking(_Core.can_append)
-    can_swap_out = blocking(_Core.can_swap_out)
-    can_swap_in = blocking(_Core.can_swap_in)
-    append = blocking(_Core.append)
-    open_step = blocking(_Core.open_step)
-    open_ahead = blocking(_Core.open_ahead)
-    commit_ahead = blocking(_Core.commit_ahead)
-    fork = blocking(_Core.fork)
-    fork_batch = blocking(_Core.fork_batch)
-    truncate = blocking(_Core.truncate)
-    swap_out = blocking(_Core.swap_out)
-    swap_in = blocking(_Core.swap_in)
-    free = blocking(_Core.free)
-    describe = blocking(_Core.describe)
-    lost_sequences = blocking(_Core.lost_sequences)
-    read = blocking(_Core.read)
-    open_scheduler = blocking(_Core.open_scheduler)
-    match_prefix = blocking(_Core.match_prefix)
-    pin = blocking(_Core.pin)
-    unpin = blocking(_Core.unpin)
-    reset_prefix_cache = blocking(_Core.reset_prefix_cache)
-    common_prefix = blocking(_Core.common_prefix)
-    create_region = blocking(_Core.create_region)
-    open_region = blocking(_Core.open_region)
-    unregister_region = blocking(_Core.unregister_region)
-    regions = blocking(_Core.regions)
-    map_pool = blocking(_Core.map_pool)
-    commit = blocking(_Core.commit)
-    detach = blocking(_Core.detach)
-    close = blocking(_Core.close)
+    allocate = blocking_core(_Core.allocate)
+    allocate_batch = blocking_core(_Core.allocate_batch)
+    can_allocate = blocking_core(_Core.can_allocate)
+    can_append = blocking_core(_Core.can_append)
+    can_swap_out = blocking_core(_Core.can_swap_out)
+    can_swap_in = blocking_core(_Core.can_swap_in)
+    append = blocking_core(_Core.append)
+    open_step = blocking_core(_Core.open_step)
+    open_ahead = blocking_core(_Core.open_ahead)
+    commit_ahead = blocking_core(_Core.commit_ahead)
+    fork = blocking_core(_Core.fork)
+    fork_batch = blocking_core(_Core.fork_batch)
+    truncate = blocking_core(_Core.truncate)
+    swap_out = blocking_core(_Core.swap_out)
+    swap_in = blocking_core(_Core.swap_in)
+    free = blocking_core(_Core.free)
+    describe = blocking_core(_Core.describe)
+    lost_sequences = blocking_core(_Core.lost_sequences)
+    read = blocking_core(_Core.read)
+    open_scheduler = blocking_core(_Core.open_scheduler)
+    match_prefix = blocking_core(_Core.match_prefix)
+    pin = blocking_core(_Core.pin)
+    unpin = blocking_core(_Core.unpin)
+    reset_prefix_cache = blocking_core(_Core.reset_prefix_cache)
+    common_prefix = blocking_core(_Core.common_prefix)
+    create_region = blocking_core(_Core.create_region)
+    open_region = blocking_core(_Core.open_region)
+    unregister_region = blocking_core(_Core.unregister_region)
+    regions = blocking_core(_Core.regions)
+    map_pool = blocking_core(_Core.map_pool)
+    commit = blocking_core(_Core.commit)
+    detach = blocking_core(_Core.detach)
+    close = blocking_core(_Core.close)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """See SessionCore.free_later."""

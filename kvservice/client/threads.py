@@ -33,7 +33,7 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a blocking stream suspended")
 
 
-def finished(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """Return a blocking version of an async method."""
 
     @functools.wraps(method)
@@ -43,7 +43,7 @@ def finished(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) ->
     return call
 
 
-def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+def blocking_core(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """Return a blocking version of an async method of `_core`."""
 
     @functools.wraps(method)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # Longest estimated time in seconds for which a call may block the event loop.
 INLINE_S = 100e-6
 # Most block copies that are launched on the event loop. Each launch takes microseconds.
-INLINE_COPIES = 32
+ON_LOOP_COPIES = 32
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Compute:
         """Launch a copy of blocks to `target` in order."""
         if len(src_ids):
             target.unfinished.begin(dst_ids)
-            self.queue.post(lambda: copy(src_ids, dst_ids), inline=len(src_ids) <= INLINE_COPIES)
+            self.queue.post(lambda: copy(src_ids, dst_ids), on_loop=len(src_ids) <= ON_LOOP_COPIES)
 
     def start(self, call: ComputeCall[T]) -> Awaitable[T]:
         """Launch a call in order. The caller awaits the result."""

@@ -43,7 +43,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Smaller work runs directly on the event loop if nothing precedes it, because a hop to a thread and back costs more.
-INLINE_BYTES = 2 << 20
+ON_LOOP_BYTES = 2 << 20
 # Smaller copies run on the event loop if no work precedes them. A thread would take longer to start.
 SHORT_BYTES: Final = 256 << 10
 
@@ -145,7 +145,7 @@ class CpuDevice:
     def _post(self, work: Callable[[], None], unfinished: UnfinishedBlocks, dst_ids: Int32, use: BlockUse) -> None:
         counted = _counted(work, unfinished, dst_ids)
         num_bytes = len(dst_ids) * self.layout.block_bytes
-        self._queue.post(counted, inline=num_bytes <= INLINE_BYTES, num_bytes=num_bytes, use=lambda: use)
+        self._queue.post(counted, on_loop=num_bytes <= ON_LOOP_BYTES, num_bytes=num_bytes, use=lambda: use)
 
     def attend(
         self,
@@ -195,7 +195,7 @@ class CpuDevice:
         """Run a call. If it completes a step and is not done when this returns, the step's blocks are unfinished until
         then. All work on the step's blocks precedes it, so the step's other layers and parts are written too."""
         use = functools.cache(partial(blocks_of_step, step if completed is None else completed))
-        if num_bytes <= INLINE_BYTES and self._queue.is_free(use):
+        if num_bytes <= ON_LOOP_BYTES and self._queue.is_free(use):
             return ready(self._queue.guarded(work))
         if completed is not None:
             work = _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
@@ -217,7 +217,7 @@ class CpuDevice:
         def use() -> BlockUse:
             return BlockUse(slots // self.layout.block_size, NO_BLOCKS)
 
-        return self._queue.run(work, inline=num_bytes <= INLINE_BYTES, num_bytes=num_bytes, use=use)
+        return self._queue.run(work, on_loop=num_bytes <= ON_LOOP_BYTES, num_bytes=num_bytes, use=use)
 
     def lane_session(self, number: int, kept_ids: Int64) -> _ext.LaneSession:
         return _ext.LaneSession(self.layout.num_layers, self.finished_steps, number, kept_ids)
@@ -236,7 +236,7 @@ class CpuDevice:
 
     def prepare(self, step: StepPlan) -> Awaitable[None] | None:
         use = functools.cache(partial(blocks_of_step, step))
-        return None if self._queue.is_free(use) else self._queue.run(lambda: None, inline=False, use=use)
+        return None if self._queue.is_free(use) else self._queue.run(lambda: None, on_loop=False, use=use)
 
     def publish(self, session: LaneSession, step: StepPlan, written: bytearray) -> None:
         assert isinstance(session, _ext.LaneSession), "it was made here"
@@ -321,13 +321,13 @@ class ByteQueue:
         self,
         work: Callable[[], T],
         *,
-        inline: bool,
+        on_loop: bool,
         num_bytes: int = 0,
         use: Callable[[], BlockUse] | None = None,
     ) -> Awaitable[T]:
-        """Run `work` in order. The caller awaits its result. With `inline` and nothing before it, it runs now, on the
+        """Run `work` in order. The caller awaits its result. With `on_loop` and nothing before it, it runs now, on the
         event loop. Cancelling the caller does not cancel the work."""
-        if inline and self.is_free(use):
+        if on_loop and self.is_free(use):
             return ready(self.guarded(work))
         return awaited(self.submit(work, num_bytes, use))
 
@@ -335,12 +335,12 @@ class ByteQueue:
         self,
         work: Callable[[], object],
         *,
-        inline: bool,
+        on_loop: bool,
         num_bytes: int = 0,
         use: Callable[[], BlockUse] | None = None,
     ) -> None:
         """Run `work` in order without waiting for it. Later submissions see its effect."""
-        if inline and self.is_free(use):
+        if on_loop and self.is_free(use):
             self.guarded(work)
         else:
             self.submit(work, num_bytes, use)
@@ -533,7 +533,7 @@ class CpuHostCopies:
         if num_bytes <= SHORT_BYTES and self._queue.is_free(lambda: use):
             return ready(self._queue.guarded(work))
         done: Future[T] = Future()
-        self._queue.post(lambda: worker.submit(self._run_for, work, done), inline=True, use=lambda: use)
+        self._queue.post(lambda: worker.submit(self._run_for, work, done), on_loop=True, use=lambda: use)
         return awaited(done)
 
     def _run_for(self, work: Callable[[], T], done: Future[T]) -> None:

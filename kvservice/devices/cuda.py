@@ -661,7 +661,7 @@ class CudaHostCopies:
             self._compute.copies.let_wait(direction.stream, tier, block_ids, writes=writes)
             direction.submit(work, done)
 
-        self._compute.queue.post(begin, inline=True)
+        self._compute.queue.post(begin, on_loop=True)
         return awaited(done)
 
     def close(self) -> None:

@@ -24,10 +24,10 @@ def queue() -> Iterator[ByteQueue]:
     opened.close()
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_result_is_its_callers_alone(queue: ByteQueue, inline: bool) -> None:
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_result_is_its_callers_alone(queue: ByteQueue, on_loop: bool) -> None:
     async def run() -> weakref.ref[np.ndarray]:
-        return weakref.ref(await queue.run(lambda: np.zeros(4), inline=inline))
+        return weakref.ref(await queue.run(lambda: np.zeros(4), on_loop=on_loop))
 
     result = asyncio.run(run())
     # The worker drops its references when it waits for the next work.
@@ -60,9 +60,9 @@ def test_it_is_idle_when_all_is_done_and_inline_work_waits_until_then(queue: Byt
         order.append("first")
 
     assert queue.idle
-    queue.post(slow, inline=False)
+    queue.post(slow, on_loop=False)
     assert not queue.idle
-    queue.post(lambda: order.append("second"), inline=True)
+    queue.post(lambda: order.append("second"), on_loop=True)
     let_go.set()
     queue.submit(lambda: None).result(10)
     assert order == ["first", "second"]
@@ -104,7 +104,7 @@ def test_smaller_work_passes_larger_work_of_other_blocks(queue: ByteQueue, large
 
 def test_small_work_runs_at_once_beside_larger_work_of_other_blocks(queue: ByteQueue) -> None:
     with held(queue, LARGE, use([0, 1], [2])):
-        here = queue.run(threading.get_ident, inline=True, use=use([0], [3]))
+        here = queue.run(threading.get_ident, on_loop=True, use=use([0], [3]))
         assert asyncio.run(here) == threading.get_ident()  # type: ignore[arg-type]
 
 
@@ -140,7 +140,7 @@ def test_work_follows_small_work_that_could_not_pass(queue: ByteQueue) -> None:
     """It uses a block of the small work, and none of the large work."""
     order: list[str] = []
     with held(queue, LARGE, use([], [1])):
-        queue.post(lambda: order.append("first"), inline=True, use=use([1], [2]))
+        queue.post(lambda: order.append("first"), on_loop=True, use=use([1], [2]))
         assert not queue.is_free(use([2], []))
         second = queue.submit(lambda: order.append("second"), SMALL, use([2], []))
     second.result(60)

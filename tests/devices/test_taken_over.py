@@ -67,7 +67,7 @@ def may_only_read(fd: int, num_bytes: int) -> bool:
 
 def test_unfinished_blocks_are_still_counted(keeper: HeldFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process before ended while its thread copied."""
-    set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
+    set_constants(monkeypatch, "kvservice.devices", ON_LOOP_BYTES=-1)
     goes_on, copy_blocks = threading.Event(), ops.copy_blocks
 
     def waits(*arguments: Any) -> None:

@@ -116,7 +116,7 @@ def during(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[[], Any]) 
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the device works: on the event loop, or in its thread."""
     if request.param == "in the thread":
-        set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
+        set_constants(monkeypatch, "kvservice.devices", ON_LOOP_BYTES=-1)
     return request.param
 
 
@@ -181,7 +181,7 @@ def spy(rig: Rig, written: list[Any], marked: list[Any], mark: Callable[..., Any
 
 
 def test_a_cancelled_caller_does_not_end_the_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(monkeypatch, "kvservice.devices", INLINE_BYTES=-1)
+    set_constants(monkeypatch, "kvservice.devices", ON_LOOP_BYTES=-1)
     goes_on = threading.Event()
     during(monkeypatch, "write_kv", lambda: goes_on.wait(60))
 
