@@ -18,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
-from kvservice.client.store.values import KEY_BYTES, Keys, key_bytes, num_keys, some_keys
+from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.values import (
+    KEY_BYTES,
+    Keys,
+    SharedUses,
+    chosen_keys,
+    distinct_keys,
+    key_bytes,
+    num_keys,
+    some_keys,
+)
 from kvservice.errors import InvalidArgumentError, KVServiceError
 
 # ---- the options of a connector, which are part of the engine's configuration
@@ -218,14 +228,19 @@ def places(addresses: Addresses, piece_bytes: Sequence[int]) -> Scatter:
     return Scatter(memory, addresses - first, piece_bytes)
 
 
-# How often a store is looked at whose daemon is away, or still allocates its memory.
-_LOOK_S = 5.0
+# How often a store is looked at whose daemon is away, or still allocates its memory, and how often the daemon is told
+# what was done in its memory without it, at most for so many blocks.
+_LOOK_S, _REPORT_S = 5.0, 1.0
+_MAX_REPORTED = 16384
 
 
 class EngineBlocks:
     """The blocks of an engine in a namespace of the store. Threads may share it.
 
     No method raises KVServiceError, and none waits for a daemon that is away: what fails is a miss.
+
+    Blocks that the mapped memory shows are found and copied there, without a call: a call waits several times for the
+    interpreter lock, up to 5 ms each time if the engine computes in Python. The daemon is asked for the others.
     """
 
     def __init__(self, options: ConnectorOptions, namespace: StoreNamespace, name: str, block_size: int) -> None:
@@ -246,9 +261,11 @@ class EngineBlocks:
         except BaseException:
             self._client.close()
             raise
+        # What was done in the mapped memory since the last report.
+        self._uses, self._used, self._uses_lock = SharedUses(), list[bytes](), threading.Lock()
         self._closed = threading.Event()
-        self._mapping = threading.Thread(target=self._map_all, name="kvservice-maps", daemon=True)
-        self._mapping.start()
+        self._beside = threading.Thread(target=self._run_beside, name="kvservice-blocks", daemon=True)
+        self._beside.start()
         logger.info("blocks of %d bytes are kept in %s", namespace.block_bytes, namespace)
 
     @property
@@ -258,6 +275,11 @@ class EngineBlocks:
     def num_leading(self, keys: Sequence[bytes], *, counted: bool = True) -> int:
         """Return how many blocks before the first missing one are there, and come in less time than computing them
         takes. `counted`: as a look-up of a request."""
+        memory, packed = self._store.memory, key_bytes(keys)
+        if memory is not None and (seen := memory.find(packed)) is not None and seen.all():
+            if counted:
+                self._note(packed, hits=len(keys))
+            return len(keys)
         try:
             found = find_blocks(self._store, keys, self._compute, counted=counted, timeout_s=self._lookup_timeout_s)
             return found.num_leading
@@ -271,20 +293,24 @@ class EngineBlocks:
         undefined."""
         self._check(piece_bytes)
         found: Flags = np.zeros(len(keys), np.bool_)
-        until = time.monotonic() + self._compute.wait_s(len(keys))
-        for part in self._parts(len(keys), writes=False):
-            wait_s = max(until - time.monotonic(), _OVER_S)
+        memory = self._store.memory
+        if memory is not None and not self._verify:
+            found = self._load_shared(memory, key_bytes(keys), addresses, piece_bytes)
+        others = np.flatnonzero(~found)
+        until = time.monotonic() + self._compute.wait_s(len(others))
+        for part in self._parts(len(others), writes=False):
+            wait_s, some = max(until - time.monotonic(), _OVER_S), others[part]
             try:
-                found[part] = self._store.get(
-                    keys[part],
-                    places(addresses[part], piece_bytes),
+                found[some] = self._store.get(
+                    [keys[number] for number in some],
+                    places(addresses[some], piece_bytes),
                     verify=self._verify,
                     max_wait_s=wait_s,
                     timeout_s=self._transfer_timeout_s + 2 * wait_s,
                 )
             except KVServiceError as error:
                 logger.warning("blocks could not be loaded: %s", error)
-            if not found[part].all():
+            if not found[some].all():
                 break
         return found
 
@@ -320,16 +346,52 @@ class EngineBlocks:
 
     def close(self) -> None:
         self._closed.set()
-        self._mapping.join()
+        self._beside.join()
+        self._report()
         self._store.close()
         self._client.close()
 
-    def _map_all(self) -> None:
-        """Let the kernel map all memory of the store, in a thread of low priority: the first touch of a page takes
-        several times as long as to copy it."""
+    def _load_shared(self, memory: MappedStore, keys: bytes, addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
+        """Copy the blocks that the mapped memory shows. Returns which are right."""
+        found: Flags = np.zeros(num_keys(keys), np.bool_)
+        lease = memory.lease(keys)
+        if lease is not None and lease.num_blocks:
+            try:
+                seen = lease.found
+                found[seen] = memory.read(lease.offsets, lease.versions, places(addresses[seen], piece_bytes))
+            except KVServiceError as error:
+                logger.warning("blocks could not be loaded: %s", error)
+            finally:
+                lease.release()
+            self._note(chosen_keys(keys, found), read=int(found.sum()))
+        return found
+
+    def _note(self, keys: bytes, *, hits: int = 0, read: int = 0) -> None:
+        """Note the use of blocks, for the next report."""
+        with self._uses_lock:
+            self._uses.hits += hits
+            self._uses.read += read
+            self._used.append(keys)
+
+    def _report(self) -> None:
+        """Tell the daemon what was used, so that it counts this, and the blocks are the last to be evicted."""
+        with self._uses_lock:
+            uses, used, self._uses, self._used = self._uses, self._used, SharedUses(), []
+        if used:
+            try:
+                self._store.touch(distinct_keys(reversed(used), _MAX_REPORTED), uses=uses)
+            except KVServiceError as error:
+                logger.warning("the use of blocks could not be reported: %s", error)
+
+    def _run_beside(self) -> None:
+        """With low priority, report, and let the kernel map all memory of the store: the first touch of a page
+        takes several times as long as to copy it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        memory, slab, pause_s = None, 0, 0.0
-        while not self._closed.wait(pause_s):
+        memory, slab, pause_s, reported_s = None, 0, 0.0, time.monotonic()
+        while not self._closed.wait(min(pause_s, _REPORT_S)):
+            if (now := time.monotonic()) >= reported_s + _REPORT_S:
+                reported_s = now
+                self._report()
             pause_s = _LOOK_S
             if self._store.memory is not memory:  # that of another process of the daemon
                 memory, slab = self._store.memory, 0
@@ -337,7 +399,11 @@ class EngineBlocks:
                 slab, pause_s = (slab + 1, 0.0) if memory.map_slab(slab) else (memory.num_slabs, _LOOK_S)
 
     def _save_part(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
-        stored: Flags = self._store.lookup(keys, counted=False, timeout_s=self._lookup_timeout_s).found
+        memory = self._store.memory
+        stored: Flags | None = None if memory is None else memory.find(key_bytes(keys))
+        # A put into the mapped memory copies nothing that is there.
+        if stored is None or not (stored.all() or (memory is not None and memory.tells_all and memory.writable)):
+            stored = self._store.lookup(keys, counted=False, timeout_s=self._lookup_timeout_s).found
         # The last block first: then the first, without which the others are useless, is the last to be evicted.
         missing = np.flatnonzero(~stored)[::-1]
         if len(missing):

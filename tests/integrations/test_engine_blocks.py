@@ -21,6 +21,7 @@ from store_memory import zero_values
 from vllm_connector import stores_of
 
 from kvservice.client import StoreNamespace
+from kvservice.client.store.values import SharedUses
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.common import ConnectorOptions, EngineBlocks, digest_key, hexadecimal_key
 from kvservice.integrations.lmcache.checks import check_supported, chunk_namespace, plugin_options
@@ -94,6 +95,38 @@ def test_all_memory_is_mapped_before_blocks_are_copied(blocks: EngineBlocks) -> 
     assert memory is not None
     assert memory.writable
     waiting.until(lambda: mapped_bytes(memory.address) == memory.num_bytes)
+
+
+def test_mapped_blocks_are_found_and_loaded_without_a_call(
+    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon hears of it later. What the memory does not show, it is asked for."""
+    waiting.until(lambda: blocks._store.memory)
+    mapped = blocks._store.memory
+    assert mapped is not None
+    memory, touched, reported = Memory(6), list[bytes](), SharedUses()
+    expected = [memory.block(n) for n in range(6)]
+
+    def touch(keys: bytes, *, uses: SharedUses) -> None:
+        touched.append(keys)
+        reported.hits += uses.hits
+        reported.read += uses.read
+
+    assert blocks.save(KEYS[:3], memory.addresses(0, 1, 2), PIECES).all()
+    waiting.until(lambda: np.all(mapped.find(b"".join(KEYS[:3]))))
+    monkeypatch.setattr(blocks._store, "touch", touch)
+    with monkeypatch.context() as patched:
+        for name in ("lookup", "get", "put"):
+            patched.setattr(blocks._store, name, None)
+        assert blocks.num_leading(KEYS[:3]) == 3
+        assert blocks.num_leading(KEYS[:2], counted=False) == 2
+        assert blocks.load(KEYS[:3], memory.addresses(3, 4, 5), PIECES).all()
+        assert blocks.save(KEYS[:3], memory.addresses(0, 1, 2), PIECES).all()
+    assert [memory.block(n) for n in (3, 4, 5)] == expected[:3]
+    assert blocks.load(KEYS[:4], memory.addresses(5, 4, 3, 0), PIECES).tolist() == [True, True, True, False]
+    assert [memory.block(n) for n in (5, 4, 3)] == expected[:3]
+    waiting.until(lambda: (reported.hits, reported.read) == (3, 6))
+    assert touched[-1][: 3 * 32] == b"".join(KEYS[:3])
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ class FakeMemory:
         self._store = store
         self.identity = (0, id(store.values))
 
-    def find(self, _keys: bytes, *, max_age_s: float) -> None:
+    def find(self, _keys: bytes, *, max_age_s: float = 0.0) -> None:
         """The daemon is asked."""
 
-    def lease(self, _keys: bytes, *, leading_only: bool, max_age_s: float) -> None:
+    def lease(self, _keys: bytes, *, leading_only: bool = False, max_age_s: float = 0.0) -> None:
         """The daemon is asked."""
 
     def look(self) -> None:
