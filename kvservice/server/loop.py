@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -110,6 +111,13 @@ def resumed(begun: Coroutine[Any, Any, AnswerT], event: Any) -> Generator[Any, A
     except StopIteration as end:
         answer: AnswerT = end.value
         return answer
+
+
+async def cancelled(begun: Coroutine[Any, Any, object]) -> None:
+    """Cancel a coroutine whose first part was run with `send`, and wait for its end. A coroutine that is only dropped
+    is closed, which its handlers of CancelledError do not notice."""
+    with contextlib.suppress(asyncio.CancelledError, StopIteration):
+        await resumed(begun, begun.throw(asyncio.CancelledError()))
 
 
 async def despite_leaving(work: Callable[[Caller], Coroutine[Any, Any, AnswerT]]) -> AnswerT:

@@ -15,7 +15,7 @@ from each_row import each_row
 
 from kvservice.config import ServeConfig
 from kvservice.errors import RestartingError
-from kvservice.server.rpc.limits import LARGE_BYTES, BlocksCall, Slots, moves_blocks, parser
+from kvservice.server.rpc.limits import LARGE_BYTES, BlocksCall, Calls, Slots, moves_blocks, parser
 from kvservice.server.rpc.stream import Stream
 from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 from kvservice.wire import Encoded
@@ -35,7 +35,7 @@ class Line:
         self.replies: list[int] = []
         self.status: Any = None
 
-    def bring(self, *calls: session_pb2.Call) -> None:
+    def bring(self, *calls: session_pb2.Call | Calls) -> None:
         for call in calls:
             self._calls.put_nowait(call)
 
@@ -65,6 +65,7 @@ class Rig:
         self.slots, self.line = Slots(config), Line()
         self.may_get = asyncio.Event()
         self.begun: list[str] = []
+        self.num_cancelled = 0
         nothing: Any = SimpleNamespace(
             called_again=None, local=True, call=self._call, detach=lambda *_: None, stalled_since=None
         )
@@ -75,7 +76,11 @@ class Rig:
     async def _call(self, name: str, *_: Any) -> Any:
         self.begun.append(name)
         if name == "store_batch_get":
-            await self.may_get.wait()
+            try:
+                await self.may_get.wait()
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
             return Encoded()
         return pool_pb2.PingResponse()
 
@@ -199,6 +204,24 @@ def test_a_stream_that_is_cancelled_leaves_nothing_behind() -> None:
         for sends in (True, False):
             with row(sends):
                 asyncio.run(scenario(sends=sends))
+
+
+def test_a_call_is_cancelled_while_the_replies_before_it_are_sent() -> None:
+    """Who cancels a put may use its region again, so the put must notice that."""
+
+    async def scenario() -> None:
+        rig = Rig(CONFIG)
+        task = asyncio.create_task(rig.stream.serve())
+        joined = [call.SerializeToString() for call in (ping(1), get(2), ping(3))]
+        rig.line.bring(Calls(joined, session_pb2.Call.FromString))
+        await turns()
+        assert (rig.begun, rig.line.replies) == (["ping", "store_batch_get"], [])
+        task.cancel()
+        await turns()
+        assert (rig.num_cancelled, rig.begun) == (1, ["ping", "store_batch_get"])
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
 
 
 def test_all_streams_together_have_a_limit() -> None:

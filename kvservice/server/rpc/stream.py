@@ -39,7 +39,7 @@ from kvservice.errors import (
 )
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.calls.handlers import AnyHandler, Kind, Response, WhileDraining
-from kvservice.server.loop import drained, resumed, to_the_end
+from kvservice.server.loop import cancelled, drained, resumed, to_the_end
 from kvservice.server.rpc.callers import Callers, Context
 from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name
 from kvservice.server.rpc.limits import (
@@ -344,7 +344,11 @@ class Stream:
                 await self._send_all(replies)
                 raise
             else:
-                await self._send_all(replies)
+                try:
+                    await self._send_all(replies)
+                except BaseException:  # nobody waits for the answer any more
+                    await cancelled(answer)
+                    raise
                 replies, num_bytes, begun_at = [await resumed(answer, event)], 0, time.monotonic()
             if self._restarting is not None or self._ending is not None:
                 break
