@@ -36,8 +36,10 @@ from kvservice.health import ask, check, door_of
 from kvservice.keeper import MAX_SOCKET_PATH_BYTES
 from kvservice.launch import Daemon
 from kvservice.server.rpc.limits import (
+    HURRIED_STALL_S,
     RPC,
     STALL_S,
+    UNREAD_BYTES,
     Rpc,
     Slots,
     kind_limits,
@@ -135,6 +137,34 @@ def test_each_kind_has_its_slots_and_a_method_of_nobody_takes_none() -> None:
         for method, kind in KINDS.items():
             with row(method):
                 asyncio.run(scenario(method, LIMITS[kind]))
+
+
+def test_a_large_answer_waits_until_others_are_read_or_ended() -> None:
+    """A client that does not read has less time while others wait. What is made counts, too."""
+
+    async def scenario() -> None:
+        async with calls(port := Slots(CONFIG)) as made:
+            assert await made.come(FREE)
+            (rpc,) = made.rpcs
+            rpc.stalled_since = 0.0
+            port.sends(rpc, UNREAD_BYTES)
+            port.sweep(STALL_S - 1)
+            others = [asyncio.create_task(port.begin_bulky()) for _ in range(1000)]
+            await asyncio.sleep(0)
+            assert not any(other.done() for other in others)
+            port.sweep(HURRIED_STALL_S - 1)
+            await asyncio.sleep(0)
+            assert not made.tasks[0].cancelling()
+            port.sweep(HURRIED_STALL_S + 1)
+            await asyncio.wait(made.tasks)
+            port.sent(rpc, UNREAD_BYTES)  # a reply of a stream that had ended
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            assert sum(other.done() for other in others) == -(-2 * UNREAD_BYTES // CONFIG.max_message_bytes)
+            for other in others:
+                await other
+                port.end_bulky()
+
+    asyncio.run(scenario())
 
 
 def test_a_connection_is_no_more_than_a_part() -> None:

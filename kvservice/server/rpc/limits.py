@@ -374,7 +374,13 @@ Kind: TypeAlias = Literal["session stream", "event stream", "health watch", "ref
 
 # The time that a client may stall an RPC: by not sending the rest of its message, or by not reading the response.
 STALL_S: Final = 60.0
-SWEEP_S: Final = 5.0
+SWEEP_S: Final = 1.0
+# Calls whose answers have many bytes for few in their request. None begins while large answers of so many bytes are
+# being made or sent on its port; one that is made counts as half of the largest message. While a call waits for that,
+# clients that do not read such an answer have less time.
+BULKY: Final = frozenset(("store_batch_get", "read"))
+UNREAD_BYTES: Final = 256 << 20
+HURRIED_STALL_S: Final = 2.0
 # The time that session streams have to attach.
 UNATTACHED_S: Final = 30.0
 # Most bytes of messages, beside those of the calls that are executed, which streams have read already or still send.
@@ -440,7 +446,8 @@ class Rpc:
     """An RPC that occupies a slot.
 
     `stalled_since` is the time (`time.monotonic`) since which the RPC waits for its client, or None while it waits for
-    the daemon. `ended_for` is the error for which the daemon has cancelled it.
+    the daemon. `ended_for` is the error for which the daemon has cancelled it. `num_unread` are the bytes of its large
+    answers that are being sent.
     """
 
     task: asyncio.Task[Any]
@@ -450,6 +457,7 @@ class Rpc:
     caller: Identity = field(default_factory=CALLER.get)
     outer: asyncio.Task[Any] | None = field(default_factory=OUTER_TASK.get)
     ended_for: KVServiceError | None = None
+    num_unread: int = 0
 
     def end(self, _: asyncio.Task[Any]) -> None:
         self.slots.end(self)
@@ -497,6 +505,10 @@ class Slots(grpc.GenericRpcHandler):
         self._num_unattached = 0
         self._max_ahead = AHEAD_BYTES // (2 * config.max_message_bytes)
         self._num_ahead = 0
+        # Bytes of large answers that are being made or sent, and how many calls wait until these are less.
+        self._made_bytes = config.max_message_bytes // 2
+        self._num_unread = self._num_waiting = 0
+        self._has_room = asyncio.Event()
         self._unattached_of: Counter[str] = Counter()
         self._shares = {kind: max(1, limit // _PEERS) for kind, limit in self._limits.items()}
         self._shares["event stream"] = max(1, config.max_event_streams // 2)
@@ -527,6 +539,7 @@ class Slots(grpc.GenericRpcHandler):
         """Free the slot of an RPC."""
         self._open[rpc.kind] -= 1
         self._rpcs.discard(rpc)
+        self.sent(rpc, rpc.num_unread)
 
     @contextlib.contextmanager
     def of_peer(self, kind: Kind, peer: str) -> Iterator[None]:
@@ -578,6 +591,33 @@ class Slots(grpc.GenericRpcHandler):
         """The reply to a call that was counted has been sent, or will not be."""
         self._num_ahead -= 1
 
+    async def begin_bulky(self) -> None:
+        """Wait until there is room for a large answer, and count it as one that is made, until `end_bulky`."""
+        self._num_waiting += 1
+        try:
+            while self._num_unread >= UNREAD_BYTES:
+                self._has_room.clear()
+                await self._has_room.wait()
+        finally:
+            self._num_waiting -= 1
+        self._num_unread += self._made_bytes
+
+    def end_bulky(self) -> None:
+        """The answer is made, or will not be."""
+        self._num_unread -= self._made_bytes
+        self._has_room.set()
+
+    def sends(self, rpc: Rpc, num_bytes: int) -> None:
+        """Count a large answer until `sent`, or until its RPC ends."""
+        self._num_unread += num_bytes
+        rpc.num_unread += num_bytes
+
+    def sent(self, rpc: Rpc, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, rpc.num_unread)  # the RPC may have ended
+        self._num_unread -= num_bytes
+        rpc.num_unread -= num_bytes
+        self._has_room.set()
+
     async def end_stalled(self) -> None:
         """Cancel RPCs that their clients stall. Runs until cancelled."""
         while True:
@@ -586,7 +626,8 @@ class Slots(grpc.GenericRpcHandler):
 
     def sweep(self, now: float) -> None:
         for rpc in self._rpcs:
-            if rpc.stalled_since is not None and now - rpc.stalled_since > STALL_S:
+            limit_s = HURRIED_STALL_S if self._num_waiting and rpc.num_unread else STALL_S
+            if rpc.stalled_since is not None and now - rpc.stalled_since > limit_s:
                 rpc.cancel()
 
     def end_revoked(self, check: Callable[[Identity], None]) -> None:

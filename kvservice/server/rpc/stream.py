@@ -43,6 +43,8 @@ from kvservice.server.loop import cancelled, drained, resumed, to_the_end
 from kvservice.server.rpc.callers import Callers, Context
 from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name
 from kvservice.server.rpc.limits import (
+    BULKY,
+    LARGE_BYTES,
     MAX_CALLS,
     RPC,
     UNATTACHED_S,
@@ -131,7 +133,7 @@ class Services:
 
     def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:
-            rpc = RPC.get()
+            rpc, is_bulky = RPC.get(), False
             try:
                 if self._callers.local:
                     self._callers.admit(context)
@@ -141,11 +143,19 @@ class Services:
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 local = self._callers.local
+                if name in BULKY:
+                    await self._slots.begin_bulky()
+                    is_bulky = True
                 # Serialized here, because nothing else may run between the handler and that, see Encoded.
-                return _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
+                reply = _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
+                if len(reply) >= LARGE_BYTES:
+                    self._slots.sends(rpc, len(reply))
+                return reply
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
             finally:
+                if is_bulky:
+                    self._slots.end_bulky()
                 rpc.stalled_since = time.monotonic()
 
         return answer
@@ -323,11 +333,18 @@ class Stream:
 
     async def _send(self, reply: bytes) -> None:
         """Send a message, unless the stream has ended."""
-        async with self._sending:
-            if not self._ended:
-                self._rpc.stalled_since = time.monotonic()
-                await self._context.write(reply)
-                self._rpc.stalled_since = None
+        is_large = len(reply) >= LARGE_BYTES
+        if is_large:
+            self._slots.sends(self._rpc, len(reply))
+        try:
+            async with self._sending:
+                if not self._ended:
+                    self._rpc.stalled_since = time.monotonic()
+                    await self._context.write(reply)
+                    self._rpc.stalled_since = None
+        finally:
+            if is_large:
+                self._slots.sent(self._rpc, len(reply))
 
     async def _answer_all(self, calls: Calls) -> None:
         """Answer the calls of one message with one message, or with several: the replies so far are sent when they are
@@ -374,7 +391,7 @@ class Stream:
         blocks: Any = None
         if isinstance(call, BlocksCall):
             blocks, call = call.request, call.call
-        name = call.WhichOneof("call")
+        name, is_bulky = call.WhichOneof("call"), False
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
@@ -383,6 +400,9 @@ class Stream:
                 return session_pb2.Reply(call_id=call.call_id, attach=await self._attach(request)).SerializeToString()
             if self._session is None and name != "ping":
                 raise FailedPreconditionError("the stream's first call must be attach", field="call")
+            if name in BULKY:
+                await self._slots.begin_bulky()
+                is_bulky = True
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
@@ -394,6 +414,9 @@ class Stream:
             logger.exception("%s failed", name)
             failed = to_status(InternalError(f"{name} failed; the daemon's log says why"))
             return session_pb2.Reply(call_id=call.call_id, error=failed).SerializeToString()
+        finally:
+            if is_bulky:
+                self._slots.end_bulky()
 
     async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
