@@ -486,7 +486,8 @@ def check_wrong_tensor(toy: Toy, field: str) -> None:
 
 def test_a_graph_of_a_daemon_that_was_restarted() -> None:
     """The session goes on, and needs another graph."""
-    with Daemon(keeper=True, **SMALL_POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+    options = SMALL_POOL | {"session_grace_s": 60}  # also the time that the client has to reconnect
+    with Daemon(keeper=True, **options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         toy = Toy(kv, "cpu")
         graph, sequences = GraphToy(toy, 1), toy.compute([1, 2, 3])
         graph.graph.begin(sequences, 2)
