@@ -83,8 +83,8 @@ class Growth:
 
 
 class Grown(NamedTuple):
-    """What `start_step` needs of a growth that was applied. While shared blocks are replaced, the sequences are hidden
-    (see BlockState.hide): `listed` are all sequences of the namespace then."""
+    """A growth that was applied; `start_step` ends it. While shared blocks are replaced, the sequences are hidden (see
+    BlockState.hide): `listed` are all sequences of the namespace then."""
 
     copies: BlockCopies
     listed: dict[int, int] | None = None

@@ -261,7 +261,7 @@ class EngineBlocks:
         except BaseException:
             self._client.close()
             raise
-        # What was done in the mapped memory since the last report.
+        # These count and name the blocks that were used in the mapped memory since the last report.
         self._uses, self._used, self._uses_lock = SharedUses(), list[bytes](), threading.Lock()
         self._closed = threading.Event()
         self._beside = threading.Thread(target=self._run_beside, name="kvservice-blocks", daemon=True)

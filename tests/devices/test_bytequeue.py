@@ -51,7 +51,7 @@ def test_the_last_result_is_not_kept_until_the_next(queue: ByteQueue) -> None:
     assert gone.wait(10)
 
 
-def test_it_is_idle_when_all_is_done_and_inline_work_waits_until_then(queue: ByteQueue) -> None:
+def test_it_is_idle_when_all_is_done_and_work_on_the_loop_waits_until_then(queue: ByteQueue) -> None:
     let_go = threading.Event()
     order: list[str] = []
 

@@ -15,8 +15,8 @@ from each_row import each_row
 
 from kvservice.config import ServeConfig
 from kvservice.errors import RestartingError
-from kvservice.server.rpc.limits import LARGE_BYTES, BlocksCall, Calls, Slots, moves_blocks, parser
-from kvservice.server.rpc.stream import Stream
+from kvservice.server.rpc.limits import LARGE_BYTES, RPC, UNREAD_BYTES, BlocksCall, Calls, Slots, moves_blocks, parser
+from kvservice.server.rpc.stream import Services, Stream
 from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 from kvservice.wire import Encoded
 
@@ -207,7 +207,7 @@ def test_a_stream_that_is_cancelled_leaves_nothing_behind() -> None:
 
 
 def test_a_call_is_cancelled_while_the_replies_before_it_are_sent() -> None:
-    """Who cancels a put may use its region again, so the put must notice that."""
+    """A client that cancels a put may use its region again, so the put must notice the cancellation."""
 
     async def scenario() -> None:
         rig = Rig(CONFIG)
@@ -220,6 +220,50 @@ def test_a_call_is_cancelled_while_the_replies_before_it_are_sent() -> None:
         await turns()
         assert (rig.num_cancelled, rig.begun) == (1, ["ping", "store_batch_get"])
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_a_get_of_a_stream_begins_when_there_is_room_for_its_answer() -> None:
+    """Answers that others do not read take the room."""
+
+    async def scenario() -> None:
+        async with serving() as rig:
+            rig.line.may_write.set()
+            rig.may_get.set()
+            other: Any = SimpleNamespace(num_unread=0)
+            rig.slots.sends(other, UNREAD_BYTES)
+            rig.line.bring(get(1))
+            await turns()
+            assert rig.begun == []
+            rig.slots.sent(other, UNREAD_BYTES)
+            await turns()
+            assert (rig.begun, rig.line.replies) == (["store_batch_get"], [1])
+            assert rig.slots._num_unread == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_unary_get_begins_when_there_is_room_and_its_answer_takes_room() -> None:
+    async def scenario() -> None:
+        slots, begun = Slots(CONFIG), []
+
+        async def call(name: str, *_: Any) -> bytes:
+            begun.append(name)
+            return bytes(LARGE_BYTES)
+
+        rpc: Any = SimpleNamespace(num_unread=0, stalled_since=None)
+        RPC.set(rpc)
+        given: Any = SimpleNamespace(tracer=None, call=call, local=True, admit=lambda _: None)
+        answer = Services(given, given, given, given, given, slots)._unary("store_batch_get")
+        other: Any = SimpleNamespace(num_unread=0)
+        slots.sends(other, UNREAD_BYTES)
+        task = asyncio.create_task(answer(None, None))
+        await turns()
+        assert begun == []
+        slots.sent(other, UNREAD_BYTES)
+        assert len(await task) == LARGE_BYTES
+        assert (begun, slots._num_unread, rpc.num_unread) == (["store_batch_get"], LARGE_BYTES, LARGE_BYTES)
 
     asyncio.run(scenario())
 

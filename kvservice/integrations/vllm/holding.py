@@ -22,7 +22,7 @@ from kvservice.integrations.vllm.steps import BlockIds
 SHARED = 8
 # The most blocks that waited for room and are saved by one step: vLLM is asked for each.
 AT_ONCE = 256
-# Of each save so many blocks count as the first of them: to look at all held blocks in each step takes 0.2 ms.
+# One block of a save stands for so many: looking at all held blocks would take 0.2 ms of each step.
 COUNTED_AS_ONE = 8
 # How long vLLM waits for held blocks instead of preempting.
 DELAY_S = 1.0
