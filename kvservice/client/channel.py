@@ -67,7 +67,7 @@ _MAX_BACKOFF_TCP_MS = 250
 _TOO_LARGE = "message larger than max"
 
 # gRPC's message for a call that the other end has cancelled. The daemon's gRPC cancels calls if too many wait for the
-# daemon, see kvservice.server.rpc.limits.
+# daemon, see kvservice.server.rpc.slots.
 _CANCELLED_THERE = "CANCELLED"
 
 # Time limit of the call that closes a session, and the errors that it ignores: the session is gone or belongs to

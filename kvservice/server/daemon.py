@@ -38,14 +38,6 @@ from kvservice.server.loop import Clock, SystemClock
 from kvservice.server.memory.budget import start_unmapping
 from kvservice.server.rpc.callers import Audit, Callers, Credentials, LocalCallers, RemoteCallers
 from kvservice.server.rpc.contract import METHODS, SERVICES
-from kvservice.server.rpc.limits import (
-    DOOR_CONNECTIONS,
-    Slots,
-    accept_any_path,
-    max_rpcs,
-    server_options,
-    task_factory,
-)
 from kvservice.server.rpc.listening import (
     ConfigError,
     KeptSockets,
@@ -59,6 +51,14 @@ from kvservice.server.rpc.listening import (
     with_port,
 )
 from kvservice.server.rpc.peers import Peers
+from kvservice.server.rpc.slots import (
+    DOOR_CONNECTIONS,
+    Slots,
+    accept_any_path,
+    max_rpcs,
+    server_options,
+    task_factory,
+)
 from kvservice.server.rpc.standard import Health, health_handlers, note_of, reflection_handlers
 from kvservice.server.rpc.stream import Dispatcher, Services
 from kvservice.server.tenants import Door

@@ -15,7 +15,8 @@ from manual_clock import ManualClock
 from raw_wire import tensor
 
 from kvservice.errors import DrainingError, RestartingError
-from kvservice.server.rpc.limits import Slots, parser
+from kvservice.server.rpc.requests import parser
+from kvservice.server.rpc.slots import Rpc, Slots
 from kvservice.server.rpc.stream import Stream
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
 
@@ -168,9 +169,9 @@ def test_a_call_that_waits_does_not_hold_up_the_replies_before_it(life: Life, re
         session: Any = life.open()
         await life.allocate(session, 1, [1, 2])
         callers: Any = SimpleNamespace(check=lambda _: None, called_again=lambda _: None, local=True)
-        rpc: Any = SimpleNamespace(stalled_since=None)
         line: Any = Line(life)
-        stream = Stream(life.dispatcher, life.sessions, line, callers, Slots(life.config), rpc)
+        rpc = Rpc(line, None, slots := Slots(life.config), "session stream")
+        stream = Stream(life.dispatcher, life.sessions, line, callers, slots, rpc)
         serving = asyncio.create_task(stream.serve())
         line.bring(session_pb2.Call(call_id=1, attach=session_pb2.AttachRequest(session_token=session.token)))
         await turns()

@@ -30,7 +30,7 @@ from kvservice.client import (
 from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceError, QuotaExceededError
 from kvservice.launch import Daemon
-from kvservice.server.rpc.limits import RPC
+from kvservice.server.rpc.slots import RPC
 from kvservice.server.rpc.stream import Services
 from kvservice.v1 import events_pb2
 

@@ -16,7 +16,8 @@ from each_row import each_row
 
 from kvservice.config import ServeConfig
 from kvservice.errors import RestartingError
-from kvservice.server.rpc.limits import LARGE_BYTES, RPC, UNREAD_BYTES, BlocksCall, Calls, Slots, moves_blocks, parser
+from kvservice.server.rpc.requests import LARGE_BYTES, BlocksCall, Calls, moves_blocks, parser
+from kvservice.server.rpc.slots import RPC, UNREAD_BYTES, Rpc, Slots
 from kvservice.server.rpc.stream import Services, Stream
 from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 from kvservice.wire import Encoded
@@ -59,6 +60,11 @@ class Line:
         self.status = status
 
 
+def rpc_of(slots: Slots, session: str) -> Rpc:
+    nothing: Any = None
+    return Rpc(nothing, None, slots, "other call", session=session.encode())
+
+
 class Rig:
     """A stream of an attached session. A get waits for `may_get`; `begun` are the names of the calls."""
 
@@ -67,11 +73,9 @@ class Rig:
         self.may_get = asyncio.Event()
         self.begun: list[str] = []
         self.num_cancelled = 0
-        nothing: Any = SimpleNamespace(
-            called_again=None, local=True, call=self._call, detach=lambda *_: None, stalled_since=None
-        )
+        nothing: Any = SimpleNamespace(called_again=None, local=True, call=self._call, detach=lambda *_: None)
         line: Any = self.line
-        self.stream = Stream(nothing, nothing, line, nothing, self.slots, nothing)
+        self.stream = Stream(nothing, nothing, line, nothing, self.slots, rpc_of(self.slots, "stream"))
         self.stream._session = nothing
 
     async def _call(self, name: str, *_: Any) -> Any:
@@ -235,15 +239,15 @@ def test_a_get_of_a_stream_begins_when_there_is_room_for_its_answer() -> None:
         async with serving() as rig:
             rig.line.may_write.set()
             rig.may_get.set()
-            other: Any = SimpleNamespace(num_unread=0)
-            rig.slots.sends(other, UNREAD_BYTES)
+            other = rpc_of(rig.slots, "other")
+            rig.slots.room.sends(other, UNREAD_BYTES)
             rig.line.bring(get(1))
             await turns()
             assert rig.begun == []
-            rig.slots.sent(other, UNREAD_BYTES)
+            rig.slots.room.sent(other, UNREAD_BYTES)
             await turns()
             assert (rig.begun, rig.line.replies) == (["store_batch_get"], [1])
-            assert rig.slots._num_unread == 0
+            assert rig.slots.room.num_bytes == 0
 
     asyncio.run(scenario())
 
@@ -256,18 +260,21 @@ def test_a_unary_get_begins_when_there_is_room_and_its_answer_takes_room() -> No
             begun.append(name)
             return bytes(LARGE_BYTES)
 
-        rpc: Any = SimpleNamespace(num_unread=0, stalled_since=None)
+        rpc = rpc_of(slots, "")
         RPC.set(rpc)
         given: Any = SimpleNamespace(tracer=None, call=call, local=True, admit=lambda _: None)
         answer = Services(given, given, given, given, given, slots)._unary("store_batch_get")
-        other: Any = SimpleNamespace(num_unread=0)
-        slots.sends(other, UNREAD_BYTES)
-        task = asyncio.create_task(answer(None, None))
+        request: Any = SimpleNamespace(session_token=b"mine")
+        context: Any = SimpleNamespace(peer=lambda: "ipv4:10.0.0.1:4711")
+        other = rpc_of(slots, "other")
+        slots.room.sends(other, UNREAD_BYTES)
+        task = asyncio.create_task(answer(request, context))
         await turns()
         assert begun == []
-        slots.sent(other, UNREAD_BYTES)
+        slots.room.sent(other, UNREAD_BYTES)
         assert len(await task) == LARGE_BYTES
-        assert (begun, slots._num_unread, rpc.num_unread) == (["store_batch_get"], LARGE_BYTES, LARGE_BYTES)
+        assert (begun, slots.room.num_bytes, rpc.num_unread) == (["store_batch_get"], LARGE_BYTES, LARGE_BYTES)
+        assert (rpc.session, rpc.address) == (b"mine", "10.0.0.1")
 
     asyncio.run(scenario())
 

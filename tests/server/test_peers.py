@@ -33,7 +33,6 @@ from kvservice.health import check
 from kvservice.launch import Daemon
 from kvservice.server.rpc import peers
 from kvservice.server.rpc.callers import Audit, RemoteCallers
-from kvservice.server.rpc.limits import Slots
 from kvservice.server.rpc.peers import (
     BETWEEN_CALLS_S,
     FIRST_BYTES,
@@ -49,6 +48,7 @@ from kvservice.server.rpc.peers import (
     TcpConnection,
     name_of,
 )
+from kvservice.server.rpc.slots import Slots
 from kvservice.server.rpc.stream import Services
 from kvservice.v1 import pool_pb2, session_pb2_grpc, store_pb2, store_pb2_grpc
 

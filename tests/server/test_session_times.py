@@ -16,6 +16,7 @@ from each_row import each_row
 from manual_clock import ManualClock
 
 from kvservice.errors import QuotaExceededError, UnknownSessionError
+from kvservice.server.rpc.slots import Rpc, Slots
 from kvservice.server.rpc.stream import Stream
 from kvservice.v1 import session_pb2
 
@@ -259,7 +260,9 @@ def test_an_attach_that_fails_is_an_internal_error(clock, monkeypatch, caplog) -
     try:
         monkeypatch.setattr(life.sessions, "attach", fail)
         parts: Any = SimpleNamespace(check=lambda _: None)
-        stream = Stream(life.dispatcher, life.sessions, parts, parts, parts, parts)
+        slots = Slots(life.config)
+        rpc = Rpc(parts, None, slots, "session stream")
+        stream = Stream(life.dispatcher, life.sessions, parts, parts, slots, rpc)
         call = session_pb2.Call(call_id=7, attach=session_pb2.AttachRequest(session_token=bytes(16)))
         reply = session_pb2.Reply.FromString(asyncio.run(stream._answer(call)))
         assert (reply.call_id, reply.error.code) == (7, 13)

@@ -27,8 +27,8 @@ from kvservice.keeper.private_paths import (
 )
 from kvservice.kept import KeptFiles
 from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
-from kvservice.server.rpc.limits import DOOR_CONNECTIONS
 from kvservice.server.rpc.peers import own_sockets
+from kvservice.server.rpc.slots import DOOR_CONNECTIONS
 from kvservice.server.tiering.store import MAX_WRITERS
 
 

@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvservice.config import RequestLimits
 from kvservice.server.rpc.callers import Callers
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES
-from kvservice.server.rpc.limits import Handler, Rpc, Slots, answering, check_accepted, parser
+from kvservice.server.rpc.requests import check_accepted, parser
+from kvservice.server.rpc.slots import Handler, Rpc, Slots, answering
 from kvservice.tiers import TierStats
 from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON
 

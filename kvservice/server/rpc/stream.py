@@ -40,25 +40,20 @@ from kvservice.errors import (
 from kvservice.server.calls.events import EventStreams
 from kvservice.server.calls.handlers import AnyHandler, Kind, Response, WhileDraining
 from kvservice.server.loop import cancelled, drained, resumed, to_the_end
+from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.callers import Callers, Context
 from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name
-from kvservice.server.rpc.limits import (
-    BULKY,
+from kvservice.server.rpc.requests import (
     LARGE_BYTES,
     MAX_CALLS,
-    RPC,
-    UNATTACHED_S,
     BlocksCall,
     Calls,
-    Handler,
     Refused,
-    Rpc,
-    Slots,
-    answering,
     check_accepted,
     moves_blocks,
     parser,
 )
+from kvservice.server.rpc.slots import BULKY, RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import EVERYONE, Tenants
@@ -133,7 +128,7 @@ class Services:
 
     def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:
-            rpc, is_bulky = RPC.get(), False
+            rpc = RPC.get()
             try:
                 if self._callers.local:
                     self._callers.admit(context)
@@ -144,18 +139,17 @@ class Services:
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 local = self._callers.local
                 if name in BULKY:
-                    await self._slots.begin_bulky()
-                    is_bulky = True
+                    rpc.session, rpc.address = request.session_token, peer_address(context.peer())
+                    await self._slots.room.begin(rpc)
                 # Serialized here, because nothing else may run between the handler and that, see Encoded.
                 reply = _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
                 if len(reply) >= LARGE_BYTES:
-                    self._slots.sends(rpc, len(reply))
+                    self._slots.room.sends(rpc, len(reply))
                 return reply
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
             finally:
-                if is_bulky:
-                    self._slots.end_bulky()
+                self._slots.room.end(rpc)
                 rpc.stalled_since = time.monotonic()
 
         return answer
@@ -335,7 +329,7 @@ class Stream:
         """Send a message, unless the stream has ended."""
         is_large = len(reply) >= LARGE_BYTES
         if is_large:
-            self._slots.sends(self._rpc, len(reply))
+            self._slots.room.sends(self._rpc, len(reply))
         try:
             async with self._sending:
                 if not self._ended:
@@ -344,7 +338,7 @@ class Stream:
                     self._rpc.stalled_since = None
         finally:
             if is_large:
-                self._slots.sent(self._rpc, len(reply))
+                self._slots.room.sent(self._rpc, len(reply))
 
     async def _answer_all(self, calls: Calls) -> None:
         """Answer the calls of one message with one message, or with several: the replies so far are sent when they are
@@ -391,7 +385,7 @@ class Stream:
         blocks: Any = None
         if isinstance(call, BlocksCall):
             blocks, call = call.request, call.call
-        name, is_bulky = call.WhichOneof("call"), False
+        name = call.WhichOneof("call")
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
@@ -401,8 +395,7 @@ class Stream:
             if self._session is None and name != "ping":
                 raise FailedPreconditionError("the stream's first call must be attach", field="call")
             if name in BULKY:
-                await self._slots.begin_bulky()
-                is_bulky = True
+                await self._slots.room.begin(self._rpc)
             response = await self._dispatcher.call(
                 name, request, self._session, "stream", self._callers.local, call.traceparent
             )
@@ -415,8 +408,7 @@ class Stream:
             failed = to_status(InternalError(f"{name} failed; the daemon's log says why"))
             return session_pb2.Reply(call_id=call.call_id, error=failed).SerializeToString()
         finally:
-            if is_bulky:
-                self._slots.end_bulky()
+            self._slots.room.end(self._rpc)
 
     async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
@@ -435,6 +427,7 @@ class Stream:
         with self._dispatcher.noting_refusals():
             self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._expect_no_attach()
+        self._rpc.session, self._rpc.address = self._session.token, peer_address(self._context.peer())
         return session_pb2.AttachResponse(
             session_id=self._session.session_id, daemon_start=self._sessions.daemon_start, max_calls=MAX_CALLS
         )

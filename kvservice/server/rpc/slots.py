@@ -1,309 +1,28 @@
-"""The limits on the elements of a request, before it is parsed, on open RPCs, and on connections.
-
-A message of a few MiB can have millions of elements, and parsing them would block the event loop for seconds. So a
-scanner first counts the elements of a message, and it is parsed only if they are within limits. The counting rules are
-derived from the protobuf descriptors; each new repeated field needs an entry in `_ELEMENTS`.
-"""
+"""The limits on open RPCs and on connections of each port, and on the memory of answers that clients do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, TypeGuard
+from typing import Any, Final, Literal, TypeAlias
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError, Message
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from kvservice import _ext
 from kvservice.auth import CALLER, Identity
-from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
-from kvservice.config import RequestLimits, ServeConfig
-from kvservice.errors import (
-    InvalidArgumentError,
-    KVServiceError,
-    QuotaExceededError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-)
+from kvservice.config import ServeConfig
+from kvservice.errors import KVServiceError, ResourceExhaustedError, UnauthenticatedError
 from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES, is_of_session
-from kvservice.transfer import MAX_ENGINES
-from kvservice.v1 import session_pb2, store_pb2
 from kvservice.wire.channels import MIN_PING_INTERVAL_MS, keepalive_options
 from kvservice.wire.status import to_status
-from kvservice.wire.tensors import split_elements, split_last_field, with_field
-
-MAX_TEXT_BYTES: Final = 4096
-MAX_PING_BYTES: Final = 1 << 20
-# The limits on the pieces of a block of the store, and on the leases that one request may end.
-MAX_PIECES: Final = 16384
-MAX_LEASE_IDS: Final = 4096
-# The limit on missing keys of which one request asks for the reason.
-MAX_MISSING: Final = 256
-# The limit on the layers that one request names.
-MAX_LAYERS: Final = 4096
-# The limit on the calls of one message of a session's stream.
-MAX_CALLS: Final = 128
-# The limit on batches of a scheduler that are not reported.
-MAX_REPORTS: Final = 2
-# The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
-_MAX_OTHER_RECORDS: Final = 16384
-_RECORDS_PER_SEQUENCE: Final = 16
-
-_SEQUENCES: Final = "max_request_sequences"
-_TOKENS: Final = "max_request_tokens"
-# The limit on the elements of each repeated field, by field name: the name of a field of RequestLimits, or a number.
-_ELEMENTS: Final[dict[str, str | int]] = {
-    "sequences": _SEQUENCES,
-    "sequence_ids": _SEQUENCES,
-    "parent_ids": _SEQUENCES,
-    "layers": MAX_LAYERS,
-    "requests": _SEQUENCES,
-    "request_ids": _SEQUENCES,
-    "finished_ids": _SEQUENCES,
-    "num_proposed": _SEQUENCES,
-    "stop_lengths": _SEQUENCES,
-    "child_ids": _SEQUENCES,
-    "num_tokens": _SEQUENCES,
-    "lengths": _SEQUENCES,
-    "expected_lengths": _SEQUENCES,
-    "ranges": _SEQUENCES,
-    "token_ids": _TOKENS,
-    "proposals": _TOKENS,
-    "reports": MAX_REPORTS,
-    "extra_keys": MAX_EXTRA_KEYS,
-    "shape": 8,
-    "alibi_slopes": 65535,
-    "piece_bytes": MAX_PIECES,
-    "ports": MAX_ENGINES,
-    "lease_ids": MAX_LEASE_IDS,
-}
-# The limit in bytes on the fields that are not texts. None means that only the message size limits the field.
-_BYTES: Final[dict[str, int | None]] = {
-    "kvservice.v1.Tensor.inline": None,
-    "kvservice.v1.PingRequest.payload": MAX_PING_BYTES,
-    "kvservice.v1.ExtraKey.key": MAX_EXTRA_KEYS * MAX_EXTRA_KEY_BYTES,
-    "kvservice.v1.Scatter.offsets": None,
-    "kvservice.v1.BatchPutRequest.data": None,
-    "kvservice.v1.TouchRequest.missing": MAX_MISSING * 32,
-}
-# Fields with something for each of max_request_blocks blocks, by field name: the bytes for each.
-_BYTES_PER_BLOCK: Final = {"keys": 32, "written": 1, "checksums": 8}
-
-# The field kinds of the scanner.
-_VARINT, _FIXED64, _FIXED32, _LENGTH, _MESSAGE = range(5)
-_FIELD_KINDS: Final = {
-    FieldDescriptor.TYPE_FIXED64: _FIXED64,
-    FieldDescriptor.TYPE_SFIXED64: _FIXED64,
-    FieldDescriptor.TYPE_DOUBLE: _FIXED64,
-    FieldDescriptor.TYPE_FIXED32: _FIXED32,
-    FieldDescriptor.TYPE_SFIXED32: _FIXED32,
-    FieldDescriptor.TYPE_FLOAT: _FIXED32,
-    FieldDescriptor.TYPE_STRING: _LENGTH,
-    FieldDescriptor.TYPE_BYTES: _LENGTH,
-    FieldDescriptor.TYPE_MESSAGE: _MESSAGE,
-}
-_NONE: Final = -1
-# The field of Call with the calls of one message, and its tag.
-_CALLS: Final = session_pb2.Call.CALLS_FIELD_NUMBER
-_CALLS_TAG: Final = bytes((_CALLS << 3 | 2,))
-
-
-# The fields of the blocks in a call, and the size from which on protobuf does not parse them.
-_BATCH_PUT: Final = session_pb2.Call.STORE_BATCH_PUT_FIELD_NUMBER
-_DATA: Final = store_pb2.BatchPutRequest.DATA_FIELD_NUMBER
-LARGE_BYTES: Final = 64 << 10
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Replaces a request that is malformed or exceeds a limit. An exception raised in the deserializer would make gRPC
-    end the call with UNKNOWN. `call_id` is the id of a call on a stream, if it could be parsed."""
-
-    error: KVServiceError
-    call_id: int | None = None
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Several calls of one message, still serialized: each is counted and parsed when it is its turn."""
-
-    serialized: list[bytes]
-    parse: Callable[[bytes], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRequest:
-    """A BatchPutRequest without its blocks, which are in `data`, a view of the received message: protobuf would copy
-    them twice."""
-
-    message: store_pb2.BatchPutRequest
-    data: memoryview
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.message, name)
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksCall:
-    """A call with a BlocksRequest."""
-
-    call: session_pb2.Call
-    request: BlocksRequest
-
-
-def moves_blocks(call: session_pb2.Call | BlocksCall | Calls | Refused) -> TypeGuard[session_pb2.Call | BlocksCall]:
-    """Return whether a call takes blocks of the store in its message, or may return some in its reply."""
-    return isinstance(call, BlocksCall) or (isinstance(call, session_pb2.Call) and call.HasField("store_batch_get"))
-
-
-def check_accepted(request: object) -> None:
-    """Raise the error of a request that was refused."""
-    if isinstance(request, Refused):
-        raise request.error
-
-
-@functools.cache
-def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused | Calls | BlocksCall]:
-    """Return a gRPC deserializer for requests of this type, the same one for all ports. Only a message of calls becomes
-    `Calls`, and only a call with many bytes of blocks a `BlocksCall`."""
-    rules = _Rules(limits)
-    rules.add(kind.DESCRIPTOR, "")
-    scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
-    is_call = kind is session_pb2.Call
-
-    def parse(data: bytes, joined: bool = is_call) -> Message | Refused | Calls | BlocksCall:
-        if joined and data[:1] == _CALLS_TAG:
-            try:
-                return Calls(split_elements(data, _CALLS, MAX_CALLS), functools.partial(parse, joined=False))
-            except (ValueError, IndexError):
-                return Refused(InvalidArgumentError(f"must be up to {MAX_CALLS} calls and nothing else", field="calls"))
-        found = scanner.scan(data)
-        if found == _ext.WIRE_WITHIN_LIMITS:
-            try:
-                if is_call and len(data) >= LARGE_BYTES and (call := _blocks_call(memoryview(data))) is not None:
-                    return call
-                return kind.FromString(data)
-            except DecodeError:  # a string that is not UTF-8
-                found = _ext.WIRE_MALFORMED
-        return Refused(rules.error(found), _call_id(data) if is_call else None)
-
-    return parse
-
-
-def _blocks_call(data: memoryview) -> BlocksCall | None:
-    """Parse a call that was counted without its last field, which are blocks, or return None if it ends otherwise.
-    Raises DecodeError."""
-    if (of_call := split_last_field(data, _BATCH_PUT)) is None:
-        return None
-    if (of_request := split_last_field(of_call[1], _DATA)) is None:
-        return None
-    call = session_pb2.Call.FromString(with_field(bytes(of_call[0]), _BATCH_PUT, bytes(of_request[0])))
-    return BlocksCall(call, BlocksRequest(call.store_batch_put, of_request[1]))
-
-
-@dataclass(frozen=True)
-class _Counter:
-    """A limit on one field. `field` is its path from the request. `option` is the configuration field that sets the
-    limit, or empty for a fixed limit; a field of bytes may have `per_unit` bytes for each of its units."""
-
-    field: str
-    limit: int
-    unit: str
-    option: str = ""
-    per_unit: int = 1
-
-    def error(self) -> KVServiceError:
-        if not self.option:
-            return InvalidArgumentError(f"a request may have {self.limit} {self.unit} here", field=self.field)
-        value = self.limit // self.per_unit
-        return QuotaExceededError(
-            f"a request may have {self.option} = {value} {self.unit} here",
-            field=self.field,
-            limit=self.option,
-            value=value,
-        )
-
-
-@dataclass
-class _Rules:
-    """The scanner's table for one message type, and the meaning of its counters."""
-
-    limits: RequestLimits
-    messages: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
-    counters: list[_Counter] = field(default_factory=list)
-
-    @property
-    def max_records(self) -> int:
-        limits = self.limits
-        return limits.max_request_tokens + _RECORDS_PER_SEQUENCE * limits.max_request_sequences + _MAX_OTHER_RECORDS
-
-    def add(self, kind: Any, path: str) -> int:
-        """Add the message type with this descriptor, found at this path. Returns its number."""
-        number = len(self.messages)
-        self.messages.append([])
-        self.messages[number] = [self._rule(of, f"{path}{of.name}") for of in kind.fields]
-        return number
-
-    def _rule(self, of: FieldDescriptor, path: str) -> tuple[int, int, int, int]:
-        kind = _FIELD_KINDS.get(of.type, _VARINT)
-        if of.message_type is session_pb2.Call.DESCRIPTOR:
-            kind = _LENGTH  # it is empty, so that calls do not nest
-        counter = self._counter(of, path)
-        if counter is not None:
-            self.counters.append(counter)
-        number = _NONE if counter is None else len(self.counters) - 1
-        if kind != _MESSAGE:
-            return of.number, kind, number, _NONE
-        # The field of `Call` is not part of the path, so both kinds of transport report the same field names.
-        below = "" if of.containing_type is session_pb2.Call.DESCRIPTOR else f"{path}."
-        return of.number, kind, number, self.add(of.message_type, below)
-
-    def _counter(self, of: FieldDescriptor, path: str) -> _Counter | None:
-        if of.message_type is session_pb2.Call.DESCRIPTOR:
-            return _Counter(path, 0, "calls")
-        if of.is_repeated:
-            limit = _ELEMENTS[of.name]
-            if isinstance(limit, str):
-                return _Counter(path, getattr(self.limits, limit), "elements", limit)
-            return _Counter(path, limit, "elements")
-        if _FIELD_KINDS.get(of.type) == _LENGTH:
-            if (per_block := _BYTES_PER_BLOCK.get(of.name)) is not None:
-                limit = self.limits.max_request_blocks * per_block
-                return _Counter(path, limit, "blocks", "max_request_blocks", per_block)
-            num_bytes = _BYTES.get(of.full_name, MAX_TEXT_BYTES)
-            return None if num_bytes is None else _Counter(path, num_bytes, "bytes")
-        return None
-
-    def error(self, found: int) -> KVServiceError:
-        """Return the error for a result of the scanner."""
-        if found == _ext.WIRE_MALFORMED:
-            return InvalidArgumentError("the request's bytes are no message of its type")
-        if found == _ext.WIRE_TOO_MANY_RECORDS:
-            return InvalidArgumentError(f"the request's message has more than {self.max_records} fields")
-        return self.counters[found].error()
-
-
-def _call_id(data: bytes) -> int | None:
-    """Return the first field of a Call if it is the call id, else None. Protobuf libraries serialize the id first."""
-    number = 0
-    if data[:1] == b"\x08":
-        for i, byte in enumerate(data[1:11]):
-            number |= (byte & 0x7F) << 7 * i
-            if byte < 0x80:
-                return number & (1 << 64) - 1
-    return None
-
 
 # ---- the two tasks that gRPC runs for each RPC: an outer one waits for the end of the RPC, an inner one handles it
 #
@@ -375,12 +94,16 @@ Kind: TypeAlias = Literal["session stream", "event stream", "health watch", "ref
 # The time that a client may stall an RPC: by not sending the rest of its message, or by not reading the response.
 STALL_S: Final = 60.0
 SWEEP_S: Final = 1.0
-# Calls whose answers have many bytes for few in their request. None begins while large answers of so many bytes are
-# being made or sent on its port; one that is made counts as half of the largest message. While a call waits for that,
-# clients that do not read such an answer have less time.
+# Calls whose answers have many bytes for few in their request, see AnswerRoom.
 BULKY: Final = frozenset(("store_batch_get", "read"))
-UNREAD_BYTES: Final = 256 << 20
+UNREAD_BYTES: Final = 128 << 20
+SESSION_UNREAD_BYTES: Final = UNREAD_BYTES // 4
+ADDRESS_UNREAD_BYTES: Final = UNREAD_BYTES // 2
+# The time that a client may read nothing of a large answer while calls wait for its room, and the time for which its
+# session has one part of the room together with all others that did so.
 HURRIED_STALL_S: Final = 2.0
+CARELESS_S: Final = 60.0
+_CARELESS: Final = b"sessions that did not read"
 # The time that session streams have to attach.
 UNATTACHED_S: Final = 30.0
 # Most bytes of messages, beside those of the calls that are executed, which streams have read already or still send.
@@ -446,8 +169,11 @@ class Rpc:
     """An RPC that occupies a slot.
 
     `stalled_since` is the time (`time.monotonic`) since which the RPC waits for its client, or None while it waits for
-    the daemon. `ended_for` is the error for which the daemon has cancelled it. `num_unread` are the bytes of its large
-    answers that are being sent.
+    the daemon. `ended_for` is the error for which the daemon has cancelled it. `session` is the token of the session
+    whose calls it brings, empty as long as nobody asks, and `address` that of its client, empty at the unix socket.
+
+    `num_making` are the bytes that a large answer which is being made counts as, and `num_unread` those of the large
+    answers that are being sent. They are in the part of `party`: its session, or all that did not read.
     """
 
     task: asyncio.Task[Any]
@@ -457,6 +183,10 @@ class Rpc:
     caller: Identity = field(default_factory=CALLER.get)
     outer: asyncio.Task[Any] | None = field(default_factory=OUTER_TASK.get)
     ended_for: KVServiceError | None = None
+    session: bytes = b""
+    address: str = ""
+    party: bytes = b""
+    num_making: int = 0
     num_unread: int = 0
 
     def end(self, _: asyncio.Task[Any]) -> None:
@@ -491,6 +221,125 @@ class Rpc:
 RPC: ContextVar[Rpc] = ContextVar("kvservice_rpc")
 
 
+class AnswerRoom:
+    """The room that one port has for large answers while they are made and sent: UNREAD_BYTES.
+
+    A call whose answer may be large begins when less is taken, and less than their parts by its session and by its
+    address. So one that reads none of its answers leaves room for others, and all that did not read before have one
+    part together. The calls of a session begin in the order in which they came; of the sessions, those that have least
+    come first, and then by turns.
+    """
+
+    def __init__(self, made_bytes: int) -> None:
+        """An answer that is being made counts as `made_bytes`."""
+        self._made_bytes = made_bytes
+        self.num_bytes = 0
+        self._of_party: Counter[bytes] = Counter()
+        self._of_address: Counter[str] = Counter()
+        # When an RPC was ended because nobody read, by session.
+        self._careless: dict[bytes, float] = {}
+        # By session the calls that wait, at most one of each RPC.
+        self._waiting: dict[bytes, dict[Rpc, asyncio.Future[None]]] = {}
+
+    async def begin(self, rpc: Rpc) -> None:
+        """Wait until there is room for an answer, and count it as one that is being made, until `end`."""
+        if self._has_room(rpc):
+            return self._make(rpc)
+        begun = self._waiting.setdefault(rpc.session, {})[rpc] = asyncio.get_running_loop().create_future()
+        try:
+            await begun
+        finally:
+            self._remove(rpc)
+
+    def end(self, rpc: Rpc) -> None:
+        """The answer is made, or will not be, if one was begun at all."""
+        if rpc.num_making:
+            num_bytes, rpc.num_making = rpc.num_making, 0
+            self._take(rpc, -num_bytes)
+
+    def sends(self, rpc: Rpc, num_bytes: int) -> None:
+        """Count a large answer until `sent`, or until its RPC ends."""
+        self._choose_party(rpc)
+        rpc.num_unread += num_bytes
+        self._take(rpc, num_bytes)
+
+    def sent(self, rpc: Rpc, num_bytes: int) -> None:
+        if num_bytes := min(num_bytes, rpc.num_unread):  # the RPC may have ended
+            rpc.num_unread -= num_bytes
+            self._take(rpc, -num_bytes)
+
+    def is_in_the_way(self, rpc: Rpc) -> bool:
+        """Whether calls wait for room that answers of this RPC take: those of its party or address, whose part is
+        taken, or anyone's, while all is taken and its party has no less than the others on average."""
+        if not rpc.num_unread or not self._waiting:
+            return False
+        if self.num_bytes >= UNREAD_BYTES:
+            return self._of_party[rpc.party] * len(self._of_party) >= self.num_bytes
+        if self._of_address[rpc.address] >= ADDRESS_UNREAD_BYTES and rpc.address:
+            return any(other.address == rpc.address for other in self._first())
+        return any(self._party(other) == rpc.party for other in self._first())
+
+    def note_careless(self, rpc: Rpc, now: float) -> None:
+        """An RPC is ended because nobody read."""
+        self._careless[rpc.session] = now
+
+    def forget_careless(self, now: float) -> None:
+        self._careless = {session: at for session, at in self._careless.items() if now - at < CARELESS_S}
+        self._begin_next()
+
+    def _party(self, rpc: Rpc) -> bytes:
+        return _CARELESS if rpc.session in self._careless else rpc.session
+
+    def _choose_party(self, rpc: Rpc) -> None:
+        if not rpc.num_making and not rpc.num_unread:
+            rpc.party = self._party(rpc)
+
+    def _has_room(self, rpc: Rpc) -> bool:
+        return (
+            self.num_bytes < UNREAD_BYTES
+            and self._of_party[self._party(rpc)] < SESSION_UNREAD_BYTES
+            and (not rpc.address or self._of_address[rpc.address] < ADDRESS_UNREAD_BYTES)
+        )
+
+    def _make(self, rpc: Rpc) -> None:
+        self._choose_party(rpc)
+        rpc.num_making = self._made_bytes
+        self._take(rpc, self._made_bytes)
+
+    def _take(self, rpc: Rpc, num_bytes: int) -> None:
+        """Take room, or give it back and begin the calls that have room then."""
+        self.num_bytes += num_bytes
+        self._of_party[rpc.party] += num_bytes
+        self._of_address[rpc.address] += num_bytes
+        if num_bytes < 0:
+            if not self._of_party[rpc.party]:
+                del self._of_party[rpc.party]
+            if not self._of_address[rpc.address]:
+                del self._of_address[rpc.address]
+            self._begin_next()
+
+    def _first(self) -> Iterator[Rpc]:
+        """The first call that waits of each session."""
+        return (next(iter(calls)) for calls in self._waiting.values())
+
+    def _begin_next(self) -> None:
+        while able := [rpc for rpc in self._first() if self._has_room(rpc)]:
+            rpc = min(able, key=lambda rpc: (self._of_address[rpc.address], self._of_party[self._party(rpc)]))
+            begun = self._waiting[rpc.session][rpc]
+            self._remove(rpc)
+            if calls := self._waiting.pop(rpc.session, None):
+                self._waiting[rpc.session] = calls  # at the end
+            if not begun.done():  # its RPC may have been cancelled
+                self._make(rpc)
+                begun.set_result(None)
+
+    def _remove(self, rpc: Rpc) -> None:
+        calls = self._waiting.get(rpc.session, {})
+        calls.pop(rpc, None)
+        if not calls:
+            self._waiting.pop(rpc.session, None)
+
+
 class Slots(grpc.GenericRpcHandler):
     """The slots of one port. gRPC calls `service` for each RPC, in the RPC's own task and before its message is
     received. An interceptor would work too, but costs 20 µs per RPC."""
@@ -505,10 +354,7 @@ class Slots(grpc.GenericRpcHandler):
         self._num_unattached = 0
         self._max_ahead = AHEAD_BYTES // (2 * config.max_message_bytes)
         self._num_ahead = 0
-        # Bytes of large answers that are being made or sent, and how many calls wait until these are less.
-        self._made_bytes = config.max_message_bytes // 2
-        self._num_unread = self._num_waiting = 0
-        self._has_room = asyncio.Event()
+        self.room = AnswerRoom(config.max_message_bytes // 2)
         self._unattached_of: Counter[str] = Counter()
         self._shares = {kind: max(1, limit // _PEERS) for kind, limit in self._limits.items()}
         self._shares["event stream"] = max(1, config.max_event_streams // 2)
@@ -539,7 +385,7 @@ class Slots(grpc.GenericRpcHandler):
         """Free the slot of an RPC."""
         self._open[rpc.kind] -= 1
         self._rpcs.discard(rpc)
-        self.sent(rpc, rpc.num_unread)
+        self.room.sent(rpc, rpc.num_unread)
 
     @contextlib.contextmanager
     def of_peer(self, kind: Kind, peer: str) -> Iterator[None]:
@@ -591,33 +437,6 @@ class Slots(grpc.GenericRpcHandler):
         """The reply to a call that was counted has been sent, or will not be."""
         self._num_ahead -= 1
 
-    async def begin_bulky(self) -> None:
-        """Wait until there is room for a large answer, and count it as one that is made, until `end_bulky`."""
-        self._num_waiting += 1
-        try:
-            while self._num_unread >= UNREAD_BYTES:
-                self._has_room.clear()
-                await self._has_room.wait()
-        finally:
-            self._num_waiting -= 1
-        self._num_unread += self._made_bytes
-
-    def end_bulky(self) -> None:
-        """The answer is made, or will not be."""
-        self._num_unread -= self._made_bytes
-        self._has_room.set()
-
-    def sends(self, rpc: Rpc, num_bytes: int) -> None:
-        """Count a large answer until `sent`, or until its RPC ends."""
-        self._num_unread += num_bytes
-        rpc.num_unread += num_bytes
-
-    def sent(self, rpc: Rpc, num_bytes: int) -> None:
-        num_bytes = min(num_bytes, rpc.num_unread)  # the RPC may have ended
-        self._num_unread -= num_bytes
-        rpc.num_unread -= num_bytes
-        self._has_room.set()
-
     async def end_stalled(self) -> None:
         """Cancel RPCs that their clients stall. Runs until cancelled."""
         while True:
@@ -625,10 +444,14 @@ class Slots(grpc.GenericRpcHandler):
             self.sweep(time.monotonic())
 
     def sweep(self, now: float) -> None:
+        self.room.forget_careless(now)
         for rpc in self._rpcs:
-            limit_s = HURRIED_STALL_S if self._num_waiting and rpc.num_unread else STALL_S
-            if rpc.stalled_since is not None and now - rpc.stalled_since > limit_s:
-                rpc.cancel()
+            if rpc.stalled_since is not None:
+                hurried = self.room.is_in_the_way(rpc)
+                if now - rpc.stalled_since > (HURRIED_STALL_S if hurried else STALL_S):
+                    if hurried:
+                        self.room.note_careless(rpc, now)
+                    rpc.cancel()
 
     def end_revoked(self, check: Callable[[Identity], None]) -> None:
         """End the streams without a session for whose callers `check` raises UnauthenticatedError, with that error."""
