@@ -439,6 +439,33 @@ def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
         asked.close(60)
 
 
+@pytest.mark.parametrize(("share_store", "sees"), [("write", True), ("read", False), ("off", False)])
+def test_a_prompt_whose_first_block_is_nowhere_is_a_miss_at_once(share_store: str, sees: bool) -> None:
+    """Only who sees all that there is can say so. It counts like any other."""
+    with Daemon(**SMALL_STORE | {"share_store": share_store}) as daemon, KVClient(daemon.address) as client:
+        namespace = new_namespace(64)
+        store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
+        store.put(keys_of(1), np.zeros((1, 64), np.uint8))
+        if share_store != "off":
+            until(lambda: store.memory is not None)
+        finder = StoreFinder((0, 0), store, background, ComputeTime(1.0))
+        asked = StoreLookup([finder], 30.0, 30.0)
+        until(lambda: asked.find("promised", wanted(keys_of(1))) == Found(1, True))
+        there, nowhere = keys_of(1, 9)
+        names = {"a": nowhere, "b": there, "promised": nowhere}
+        assert {name: asked.is_miss(name, key, 3) for name, key in names.items()} == {
+            "a": sees,
+            "b": False,
+            "promised": False,
+        }
+        uses = asked._take_uses()
+        assert sees == (uses is not None and (uses.misses, uses.missing) == (3, [nowhere]))
+        two = StoreLookup([finder, finder], 30.0, 30.0)
+        assert not two.is_miss("a", nowhere, 3), "another worker may have it"
+        for each in (two, asked):
+            each.close(60)
+
+
 def test_a_view_of_the_mapped_memory_may_be_old_until_somebody_looks() -> None:
     """A step that others wait for does not look itself."""
     with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:

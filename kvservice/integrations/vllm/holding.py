@@ -32,11 +32,11 @@ NameOf = Callable[[Any, int], Any]
 
 
 class Offer(NamedTuple):
-    """Full blocks of a request that may be saved: their keys, one after the other, and the hashes for which vLLM has
-    them in a group. A byte is the number of a group."""
+    """Full blocks of a request that may be saved: their keys and the hashes for which vLLM has them in a group, each
+    one after the other. A byte is the number of a group."""
 
     keys: bytes
-    hashes: Sequence[bytes]
+    hashes: bytes
     block_ids: list[int]
     groups: bytes
 
@@ -52,7 +52,7 @@ def full_blocks(offers: Sequence[Offer]) -> FullBlocks:
     block_ids = _block_ids(offers)
     blocks = np.empty(len(block_ids), FULL_BLOCK)
     blocks["key"] = np.frombuffer(b"".join([offer.keys for offer in offers]), _KEY)
-    blocks["hash"] = np.frombuffer(b"".join(itertools.chain.from_iterable([offer.hashes for offer in offers])), _KEY)
+    blocks["hash"] = np.frombuffer(b"".join([offer.hashes for offer in offers]), _KEY)
     blocks["block_id"] = block_ids
     blocks["group"] = np.frombuffer(b"".join([offer.groups for offer in offers]), np.uint8)
     return blocks
@@ -94,17 +94,22 @@ class PoolBlocks:
         """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
         once and without those that are held; and how many that waited are not there any more. The others wait."""
         block_ids, room = _block_ids(offers), self._room()
-        if not self.waits and len(block_ids) <= room:
-            # Sets, since numpy's functions take longer than that when the step has not called them for a while.
-            distinct = set(block_ids)
-            if len(distinct) == len(block_ids) and self._held.isdisjoint(distinct):
-                return b"".join([offer.keys for offer in offers]), block_ids, 0
-        offered = full_blocks(offers)
-        waited, num_gone = self._waited(min(room, AT_ONCE)) if self.waits and room else (offered[:0], 0)
-        blocks = np.concatenate([waited, offered])
-        _, first = np.unique(blocks["block_id"], return_index=True)
-        is_new = np.array([block_id not in self._held for block_id in blocks["block_id"].tolist()], np.bool_)
-        blocks = blocks[np.sort(first[is_new[first]])]
+        # Sets, since numpy's functions take longer than that when the step has not called them for a while.
+        distinct = set(block_ids)
+        is_new = len(distinct) == len(block_ids) and self._held.isdisjoint(distinct)
+        if is_new and not self.waits and len(block_ids) <= room:
+            return b"".join([offer.keys for offer in offers]), block_ids, 0
+        blocks, num_gone = full_blocks(offers), 0
+        if self.waits:
+            is_new = is_new and not self._place[block_ids].any()
+            if room:
+                waited, num_gone = self._waited(min(room, AT_ONCE))
+                is_new = is_new and self._held.isdisjoint(waited["block_id"].tolist())
+                blocks = np.concatenate([waited, blocks])
+        if not is_new:
+            _, first = np.unique(blocks["block_id"], return_index=True)
+            is_free = np.array([block_id not in self._held for block_id in blocks["block_id"].tolist()], np.bool_)
+            blocks = blocks[np.sort(first[is_free[first]])]
         self.wait(blocks[room:])
         blocks = blocks[:room]
         return blocks["key"].tobytes(), blocks["block_id"].tolist(), num_gone

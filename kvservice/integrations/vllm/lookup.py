@@ -112,6 +112,11 @@ class StoreFinder:
         """Return which blocks are there, from the mapped memory; None: ask the daemon."""
         return None if (memory := self.memory) is None else memory.find(keys, max_age_s=max_age_s)
 
+    def lacks(self, key: bytes, max_age_s: float) -> bool:
+        """Whether a block is nowhere, as far as this can be told without the daemon."""
+        memory = self.memory
+        return memory is not None and memory.tells_all and memory.writable and not memory.has(key, max_age_s=max_age_s)
+
     def share(self, keys: bytes, max_age_s: float) -> SharedLease | None:
         """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon. The daemon
         counts nothing."""
@@ -280,6 +285,16 @@ class StoreLookup:
         if keys and len(self._expected) < MAX_EXPECTED and not self.sees_all:
             self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
+
+    def is_miss(self, request_id: str, key: bytes, num_keys: int, *, hurries: bool = False) -> bool:
+        """Whether a block is nowhere without which nothing can be used; then `num_keys` count as misses. False: `find`
+        tells. Most prompts are new, and a step may admit dozens: this looks at one block of each."""
+        if len(self._finders) != 1 or request_id in self._promises:
+            return False
+        if not self._finders[0].lacks(key, SEEN_S if hurries else LOOK_S):
+            return False
+        self._count(0, num_keys, key)
+        return True
 
     def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:
         """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
@@ -491,16 +506,24 @@ class StoreLookup:
         """Let the daemon count why a look-up has found no more than `num_blocks`, and with `counted` also how many
         blocks were looked up, for which it was not asked. `most`: how many leading blocks any worker has, of a group
         that needs all."""
-        num_missing = len(wanted) - num_blocks
+        width, num_missing = len(wanted.groups), len(wanted) - num_blocks
+        key = wanted.key(num_blocks) if num_missing and most <= num_blocks else b""
+        if counted:
+            self._count(num_blocks * width, num_missing * width, key)
+        else:
+            self._count(0, 0, key)
+        if num_missing and most > num_blocks:
+            with self._uses_lock:
+                self._uses.not_whole += 1
+
+    def _count(self, num_hits: int, num_misses: int, key: bytes) -> None:
+        """Let the daemon count these keys, and why the one with this `key` is missing."""
         with self._uses_lock:
             uses = self._uses
-            if counted:
-                uses.hits += num_blocks * len(wanted.groups)
-                uses.misses += num_missing * len(wanted.groups)
-            if num_missing and most > num_blocks:
-                uses.not_whole += 1
-            elif num_missing and len(uses.missing) < MAX_MISSING:
-                uses.missing.append(wanted.key(num_blocks))
+            uses.hits += num_hits
+            uses.misses += num_misses
+            if key and len(uses.missing) < MAX_MISSING:
+                uses.missing.append(key)
 
     def _touch_and_count(self, keys: bytes) -> None:
         """On the thread: tell the daemon what was used. It counts for all ranks alike, but reasons of misses once."""

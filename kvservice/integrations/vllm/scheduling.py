@@ -187,13 +187,15 @@ class ConnectorScheduler:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             self._lookup.drop(request_id)
             return 0, False
+        hurries = self._others_compute(request_id)
+        if self._is_miss(request, first, stop, hurries):
+            return 0, False
         every = self._keys(request, 0, stop)
         keys = every[self._groups.key_bytes * first :]
         if not keys:
             return 0, False
         fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
         wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        hurries = self._others_compute(request_id)
         found = self._lookup.find(request_id, wanted, reads=fits, hurries=hurries)
         if found is None:
             return None, False
@@ -204,6 +206,18 @@ class ConnectorScheduler:
         if num_computed_tokens + num_tokens == request.num_tokens:
             num_tokens -= 1
         return num_tokens, num_tokens > 0 and not in_step
+
+    def _is_miss(self, request: Any, first: int, stop: int, hurries: bool) -> bool:
+        """Whether no block of a request can be found, since its first one is nowhere."""
+        group = self._groups.full
+        if group is None or first >= stop:
+            return False  # no block is always needed
+        keys = self._keys(request, first, first + 1)
+        if not keys:
+            return True  # nobody knows them
+        assert self._lookup is not None
+        key = some_keys(keys, slice(group, group + 1))
+        return self._lookup.is_miss(request.request_id, key, (stop - first) * len(self._groups), hurries=hurries)
 
     def allocated(
         self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
@@ -521,15 +535,20 @@ class ConnectorScheduler:
     def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
         width, num_blocks = len(self._groups), len(keys) // self._groups.key_bytes
-        hashes = tracked.request.block_hashes[first : first + num_blocks]
         # Those from `start` to `stop` have.
-        start, stop = (min(max(block - first, 0), num_blocks) for block in (tracked.loaded.start, tracked.loaded.stop))
+        start = stop = 0
+        if tracked.loaded:
+            start, stop = (min(max(end - first, 0), num_blocks) for end in (tracked.loaded.start, tracked.loaded.stop))
         if self._groups.leading:
-            ids = tracked.block_ids[0][first : first + num_blocks]
+            hashes, ids = b"", tracked.block_ids[0][first : first + num_blocks]
+            if self._epoch or self._adapters.of(tracked.request):
+                hashes = b"".join(tracked.request.block_hashes[first : first + num_blocks])
             if start < stop:
-                keys = some_keys(keys, slice(0, start)) + some_keys(keys, slice(stop, num_blocks))
-                hashes, ids = hashes[:start] + hashes[stop:], ids[:start] + ids[stop:]
-            return Offer(keys, hashes, ids, bytes(len(ids)))
+                before, after = slice(0, start), slice(stop, num_blocks)
+                keys, hashes = (some_keys(of, before) + some_keys(of, after) for of in (keys, hashes))
+                ids = ids[:start] + ids[stop:]
+            return Offer(keys, hashes or keys, ids, bytes(len(ids)))
+        every_hash = tracked.request.block_hashes[first : first + num_blocks]
         block_ids = np.array([ids[first : first + num_blocks] for ids in tracked.block_ids], np.int64).T.ravel()
         blocks = np.arange(len(block_ids)) // width
         places = np.flatnonzero((blocks < start) | (blocks >= stop))
@@ -537,11 +556,11 @@ class ConnectorScheduler:
         is_full = [group.is_full for group in self._groups.groups]
         has = [
             is_full[place % width]
-            or (self._pool is not None and self._pool.is_cached(block_id, hashes[place // width], place % width))
+            or (self._pool is not None and self._pool.is_cached(block_id, every_hash[place // width], place % width))
             for place, block_id in zip(places.tolist(), block_ids[places].tolist(), strict=True)
         ]
         places = places[np.array(has, np.bool_)]
-        kept = [hashes[block] for block in (places // width).tolist()]
+        kept = b"".join([every_hash[block] for block in (places // width).tolist()])
         groups = (places % width).astype(np.uint8).tobytes()
         return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups)
 
