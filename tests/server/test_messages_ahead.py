@@ -252,8 +252,10 @@ def test_a_get_of_a_stream_begins_when_there_is_room_for_its_answer() -> None:
     asyncio.run(scenario())
 
 
-def test_a_unary_get_begins_when_there_is_room_and_its_answer_takes_room() -> None:
-    async def scenario() -> None:
+def test_unary_calls_for_large_answers_begin_when_there_is_room() -> None:
+    """Other calls do not wait, and their answers take no room, however large."""
+
+    async def scenario(name: str, bulky: bool) -> None:
         slots, begun = Slots(CONFIG), []
 
         async def call(name: str, *_: Any) -> bytes:
@@ -263,20 +265,24 @@ def test_a_unary_get_begins_when_there_is_room_and_its_answer_takes_room() -> No
         rpc = rpc_of(slots, "")
         RPC.set(rpc)
         given: Any = SimpleNamespace(tracer=None, call=call, local=True, admit=lambda _: None)
-        answer = Services(given, given, given, given, given, slots)._unary("store_batch_get")
+        answer = Services(given, given, given, given, given, slots)._unary(name, lambda request: request)
         request: Any = SimpleNamespace(session_token=b"mine")
         context: Any = SimpleNamespace(peer=lambda: "ipv4:10.0.0.1:4711")
         other = rpc_of(slots, "other")
         slots.room.sends(other, UNREAD_BYTES)
         task = asyncio.create_task(answer(request, context))
         await turns()
-        assert begun == []
+        assert begun == ([] if bulky else [name])
         slots.room.sent(other, UNREAD_BYTES)
         assert len(await task) == LARGE_BYTES
-        assert (begun, slots.room.num_bytes, rpc.num_unread) == (["store_batch_get"], LARGE_BYTES, LARGE_BYTES)
-        assert (rpc.session, rpc.address) == (b"mine", "10.0.0.1")
+        assert begun == [name]
+        assert slots.room.num_bytes == rpc.num_unread == (LARGE_BYTES if bulky else 0)
+        assert (rpc.session, rpc.address) == ((b"mine", "10.0.0.1") if bulky else (b"", ""))
 
-    asyncio.run(scenario())
+    with each_row() as row:
+        for name, bulky in (("store_batch_get", True), ("read", True), ("ping", False)):
+            with row(name):
+                asyncio.run(scenario(name, bulky))
 
 
 def test_all_streams_together_have_a_limit() -> None:

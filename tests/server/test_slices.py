@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from daemon_lives import Life
+from each_row import each_row
+from google.protobuf.message import Message
 
 from kvservice.blocks import AllocationRequest
 from kvservice.errors import DuplicateSequenceError, QuotaExceededError
-from kvservice.v1 import blocks_pb2
+from kvservice.server.rpc.slots import MAX_PAUSES, RPC, Rpc, SessionTurns, Slots
+from kvservice.server.rpc.stream import Services
+from kvservice.v1 import blocks_pb2, regions_pb2
 
 # The number of blocks of a long sequence. Each slice frees one sequence of this size.
 LONG = 20_000
@@ -139,3 +149,169 @@ def test_a_call_that_is_refused_in_a_later_slice_may_be_sent_again(life: Life) -
         assert await life.call(session, "allocate", request) is response
 
     asyncio.run(scenario())
+
+
+# ---- unary calls of a session have turns
+
+
+class Unary:
+    """A port on which unary calls come."""
+
+    def __init__(self, life: Life) -> None:
+        given: Any = SimpleNamespace(local=True, admit=lambda _: None)
+        slots = Slots(life.config)
+        self.services = Services(life.dispatcher, life.sessions, given, life.config.request_limits, given, slots)
+        self._slots = slots
+
+    def call(self, path: str, request: Message) -> asyncio.Task[bytes]:
+        answer: Any = self.services.handlers()[f"/kvservice.v1.{path}"]
+        details: list[str] = []
+        context: Any = Mock(peer=lambda: "unix:", set_details=details.append)
+
+        async def call() -> bytes:
+            task = asyncio.current_task()
+            assert task is not None
+            RPC.set(Rpc(task, None, self._slots, "session call"))
+            reply: bytes = await answer.unary_unary(request.SerializeToString(), context)
+            assert not context.abort_with_status.called, "it would keep the message"
+            if details:
+                raise RuntimeError(details[0])
+            return reply
+
+        return asyncio.create_task(call())
+
+
+def held(life: Life, event: asyncio.Event) -> None:
+    """Have calls of free wait for the event."""
+
+    def free(_: Any, __: Any) -> Generator[Any, None, Any]:
+        yield event.wait()
+        return blocks_pb2.FreeResponse()
+
+    handlers = life.dispatcher._handlers
+    handlers["free"] = replace(handlers["free"], start=free)
+
+
+def test_a_unary_call_runs_when_those_before_it_of_its_session_have_ended(life: Life) -> None:
+    """Also one whose message does not begin with the token. Those of unknown sessions have turns together."""
+
+    async def scenario() -> None:
+        held(life, event := asyncio.Event())
+        port, mine, other = Unary(life), life.open().token, life.open().token
+
+        def describe(token: bytes) -> asyncio.Task[bytes]:
+            return port.call("BlockService/Describe", blocks_pb2.DescribeRequest(session_token=token))
+
+        freeing, gone = (port.call("BlockService/Free", blocks_pb2.FreeRequest(session_token=mine)) for _ in range(2))
+        waiting = [
+            describe(mine),
+            port.call("RegionService/ListRegions", regions_pb2.ListRegionsRequest(session_token=mine)),
+        ]
+        unknown = [describe(token) for token in (b"", b"nobody", bytes(200))]
+        await describe(other)
+        for call in unknown:
+            with pytest.raises(RuntimeError, match="session"):
+                await call
+        gone.cancel()
+        await comes(gone.done)
+        assert not any(call.done() for call in (freeing, *waiting))
+        event.set()
+        await asyncio.gather(freeing, *waiting)
+        assert gone.cancelled()
+        await comes(lambda: port.services._turns._waiting == {})
+
+    asyncio.run(scenario())
+
+
+def test_one_at_a_time_has_the_turn_and_all_have_it_in_order() -> None:
+    async def scenario(random: Random) -> None:
+        turns, running, had = SessionTurns(), Counter[bytes](), list[tuple[bytes, int]]()
+
+        async def work(key: bytes, number: int) -> None:
+            await turns.begin(key)
+            had.append((key, number))
+            running[key] += 1
+            try:
+                for _ in range(random.randrange(3)):
+                    await asyncio.sleep(0)
+                    assert running[key] == 1
+            finally:
+                running[key] -= 1
+                turns.end(key)
+
+        tasks = {}
+        for number in range(100):
+            key = random.choice((b"a", b"b", b"c"))
+            tasks[key, number] = asyncio.create_task(work(key, number))
+            await asyncio.sleep(0)
+            if random.random() < 0.3:
+                random.choice(list(tasks.values())).cancel()
+        await asyncio.wait(tasks.values())
+        assert {each for each, task in tasks.items() if not task.cancelled()} <= set(had)
+        for key in (b"a", b"b", b"c"):
+            numbers = [number for each, number in had if each == key]
+            assert numbers == sorted(numbers)
+        while turns._waiting:  # until the pauses have ended
+            await asyncio.sleep(0)
+        assert turns._since == {}
+
+    for seed in range(100):
+        asyncio.run(scenario(Random(seed)))
+
+
+@pytest.mark.parametrize(("turns_s", "pauses"), [(-1.0, True), (math.inf, False)])
+def test_turns_that_take_long_have_pauses(monkeypatch: pytest.MonkeyPatch, turns_s: float, pauses: bool) -> None:
+    monkeypatch.setattr("kvservice.server.rpc.slots.TURNS_S", turns_s)
+    monkeypatch.setattr("kvservice.server.rpc.slots.PAUSE_S", 3600.0)
+
+    async def scenario() -> None:
+        turns = SessionTurns()
+        await turns.begin(b"a")
+        following = asyncio.create_task(turns.begin(b"a"))
+        await asyncio.sleep(0)
+        turns.end(b"a")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert following.done() is not pauses
+        following.cancel()
+        await turns.begin(b"b")
+        turns.end(b"b")
+        assert (b"b" in turns._waiting) == pauses, "nobody waited, and the next one would"
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_goes_on_while_more_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a limit, and not for what has another key."""
+    monkeypatch.setattr("kvservice.server.rpc.slots.TURNS_S", -1.0)
+
+    async def scenario(coming: bytes, num_pauses: int) -> None:
+        timers: list[Callable[[], object]] = []
+
+        def call_later(_: float, call: Callable[..., object], *args: Any) -> None:
+            timers.append(lambda: call(*args))
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+        turns = SessionTurns()
+        await turns.begin(b"a")
+        await turns.begin(b"b")
+        following = asyncio.create_task(turns.begin(b"a"))
+        await asyncio.sleep(0)
+        turns.end(b"a")
+        tasks, count = [following], 0
+        while not following.done():
+            tasks.append(asyncio.create_task(turns.begin(coming)))
+            await asyncio.sleep(0)
+            timers.pop()()
+            count += 1
+            await asyncio.sleep(0)
+            assert len(timers) <= 1
+        assert count == num_pauses
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    with each_row() as row:
+        for coming, num_pauses in ((b"a", MAX_PAUSES), (b"b", 1)):
+            with row(coming):
+                asyncio.run(scenario(coming, num_pauses))

@@ -1,4 +1,5 @@
-"""The limits on open RPCs and on connections of each port, and on the memory of answers that clients do not read."""
+"""The limits on open RPCs and on connections of each port, and on the memory of answers that clients do not read; the
+turns of unary calls."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import codecs
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from grpc_status import rpc_status
 from kvservice.auth import CALLER, Identity
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, UnauthenticatedError
+from kvservice.server.loop import PAUSE_S
 from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.contract import HEALTH_SERVICE, SERVICES, is_of_session
 from kvservice.wire.channels import MIN_PING_INTERVAL_MS, keepalive_options
@@ -104,6 +106,9 @@ ADDRESS_UNREAD_BYTES: Final = UNREAD_BYTES // 2
 HURRIED_STALL_S: Final = 2.0
 CARELESS_S: Final = 60.0
 _CARELESS: Final = b"sessions that did not read"
+# Calls of a session pause after this time, and so often at most while more of them come.
+TURNS_S: Final = 0.002
+MAX_PAUSES: Final = 16
 # The time that session streams have to attach.
 UNATTACHED_S: Final = 30.0
 # Most bytes of messages, beside those of the calls that are executed, which streams have read already or still send.
@@ -338,6 +343,61 @@ class AnswerRoom:
         calls.pop(rpc, None)
         if not calls:
             self._waiting.pop(rpc.session, None)
+
+
+class SessionTurns:
+    """The turns of unary calls: those of the same key, which is their session, run one at a time, in the order of
+    `begin`, with pauses for others. So however many calls one client makes at once, others wait for few of them."""
+
+    def __init__(self) -> None:
+        # By key those that wait for the one whose turn it is.
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
+        # By key the time since which there was no pause.
+        self._since: dict[bytes, float] = {}
+
+    async def begin(self, key: bytes) -> None:
+        """Wait for the turn. `end` must follow, unless this is cancelled."""
+        if (waiting := self._waiting.get(key)) is None:
+            self._waiting[key] = deque()
+            self._since[key] = time.monotonic()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next(key)
+            raise
+
+    def end(self, key: bytes) -> None:
+        """Give the turn to the next one, after a pause if it is time for one. It is one for what comes meanwhile, too:
+        gRPC accepts calls one by one, so those of one client may be most of those that it has not accepted yet."""
+        if time.monotonic() - self._since[key] > TURNS_S:
+            self._pause(key, MAX_PAUSES)
+        else:
+            self._next(key)
+
+    def _pause(self, key: bytes, most: int) -> None:
+        """Pause, and again as long as more with this key comes meanwhile: others may be behind that."""
+        num_waiting = len(self._waiting[key])
+        asyncio.get_running_loop().call_later(PAUSE_S, self._end_pause, key, num_waiting, most - 1)
+
+    def _end_pause(self, key: bytes, num_waiting: int, most: int) -> None:
+        if most and len(self._waiting[key]) > num_waiting:
+            self._pause(key, most)
+        else:
+            self._since[key] = time.monotonic()
+            self._next(key)
+
+    def _next(self, key: bytes) -> None:
+        waiting = self._waiting[key]
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():  # its caller may have gone
+                turn.set_result(None)
+                return
+        del self._waiting[key], self._since[key]
 
 
 class Slots(grpc.GenericRpcHandler):

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -42,7 +42,7 @@ from kvservice.server.calls.handlers import AnyHandler, Kind, Response, WhileDra
 from kvservice.server.loop import cancelled, drained, resumed, to_the_end
 from kvservice.server.memory.remote import peer_address
 from kvservice.server.rpc.callers import Callers, Context
-from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name
+from kvservice.server.rpc.contract import KEPT_METHODS, SERVICES, call_name, is_of_session
 from kvservice.server.rpc.requests import (
     LARGE_BYTES,
     MAX_CALLS,
@@ -53,7 +53,7 @@ from kvservice.server.rpc.requests import (
     moves_blocks,
     parser,
 )
-from kvservice.server.rpc.slots import BULKY, RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
+from kvservice.server.rpc.slots import BULKY, RPC, UNATTACHED_S, Handler, Rpc, SessionTurns, Slots, answering
 from kvservice.server.sessions.registry import SessionRegistry
 from kvservice.server.sessions.session import ServerSession
 from kvservice.server.tenants import EVERYONE, Tenants
@@ -72,6 +72,11 @@ logger = logging.getLogger(__name__)
 JOINED_BYTES: Final = 64 << 10
 JOINED_S: Final = 0.002
 _REPLY_NUMBERS: Final = {field.name: field.number for field in session_pb2.Reply.DESCRIPTOR.fields}
+
+
+def _first_field(data: bytes) -> bytes:
+    """Return the first field of a message, if it is field 1, a short text and serialized first, else anything."""
+    return data[2 : 2 + data[1]] if data[:1] == b"\x0a" and len(data) > 1 else b""
 
 
 def _traceparent(context: Context) -> str:
@@ -104,6 +109,8 @@ class Services:
         self._events = events
         self._limits = limits
         self._slots = slots
+        # Of the unary calls of each session.
+        self._turns = SessionTurns()
 
     def handlers(self) -> dict[str, Handler]:
         """Return all RPC handlers by method path."""
@@ -120,39 +127,65 @@ class Services:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, None)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        answer = self._unary(call_name(method))
+        token_of: Callable[[bytes], bytes] | None = None
+        if is_of_session(method):
+            is_first = method.input_type.fields_by_name["session_token"].number == 1
+            token_of = _first_field if is_first else lambda data: getattr(parse(data), "session_token", b"")
+        answer = self._unary(call_name(method), parse, token_of)
         if self._callers.local:
-            return grpc.unary_unary_rpc_method_handler(answer, parse, None)
+            return grpc.unary_unary_rpc_method_handler(answer, None, None)
         # gRPC runs the handler of a unary RPC when the message is there, that of a stream when the RPC begins.
-        return grpc.stream_unary_rpc_method_handler(answer, parse, None)
+        return grpc.stream_unary_rpc_method_handler(answer, None, None)
 
-    def _unary(self, name: str) -> Any:
-        async def answer(request: Any, context: Context) -> Any:
+    def _unary(self, name: str, parse: Callable[[bytes], Any], token_of: Callable[[bytes], bytes] | None = None) -> Any:
+        """Return the handler of a unary call. `token_of` returns the token of the session from the message, at a small
+        cost; None if the call is of no session."""
+
+        async def answer(data: Any, context: Context) -> Any:
             rpc = RPC.get()
             try:
                 if self._callers.local:
                     self._callers.admit(context)
                 else:
-                    request = await self._read(context)
+                    data = await self._read(context)
                 rpc.stalled_since = None
-                check_accepted(request)
-                traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
-                local = self._callers.local
-                if name in BULKY:
-                    rpc.session, rpc.address = request.session_token, peer_address(context.peer())
-                    await self._slots.room.begin(rpc)
-                # Serialized here, because nothing else may run between the handler and that, see Encoded.
-                reply = _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
-                if len(reply) >= LARGE_BYTES:
+                async with contextlib.nullcontext() if token_of is None else self._turn(token_of(data)):
+                    request = parse(data)
+                    check_accepted(request)
+                    traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
+                    if name in BULKY:
+                        rpc.session, rpc.address = request.session_token, peer_address(context.peer())
+                        await self._slots.room.begin(rpc)
+                    local = self._callers.local
+                    # Serialized here, because nothing else may run between the handler and that, see Encoded.
+                    reply = _serialize(await self._dispatcher.call(name, request, None, "unary", local, traceparent))
+                # Others, of which many may be made at once, would take all of the room.
+                if name in BULKY and len(reply) >= LARGE_BYTES:
                     self._slots.room.sends(rpc, len(reply))
                 return reply
             except KVServiceError as error:
-                return await context.abort_with_status(rpc_status.to_status(to_status(error)))
+                status = rpc_status.to_status(to_status(error))
             finally:
                 self._slots.room.end(rpc)
                 rpc.stalled_since = time.monotonic()
+            # Without an exception: gRPC would make a cycle of it that keeps the message until the next collection.
+            context.set_code(status.code)
+            context.set_details(status.details)
+            context.set_trailing_metadata(status.trailing_metadata)
+            return b""
 
         return answer
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, token: bytes) -> AsyncIterator[None]:
+        """Wait for the turn of a call among the unary calls of its session, so that they take no more of the daemon's
+        time than those by its stream. Calls of unknown sessions have turns together."""
+        key = b"" if self._sessions.find(token) is None else token
+        await self._turns.begin(key)
+        try:
+            yield
+        finally:
+            self._turns.end(key)
 
     async def _read(self, context: Context) -> Any:
         """Admit a unary RPC over TCP, and return its request."""
