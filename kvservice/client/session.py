@@ -572,7 +572,8 @@ class SessionCore(Generic[StepT, SchedulerT]):
     async def pin(
         self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
     ) -> Pin:
-        """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
+        """Protect a prefix's cached blocks from eviction for `ttl_s` seconds. Raises NotComputedError if none is
+        cached."""
         request = build(
             blocks_pb2.PinRequest,
             request_id=next(self._request_ids),

@@ -39,7 +39,7 @@ from kvservice.metrics import (
 from kvservice.observer.history import History
 from kvservice.observer.http_server import Connections, HttpLimits, serve_http
 from kvservice.observer.views import Views
-from kvservice.observer.web_api import HttpOptions, Refusals, make_app
+from kvservice.observer.web_api import FRESH_S, HttpOptions, Refusals, make_app
 from kvservice.telemetry.arrays import open_arrays
 from kvservice.telemetry.link import (
     BLOCK_HASH,
@@ -58,8 +58,6 @@ from kvservice.v1 import inspect_pb2
 logger = logging.getLogger(__name__)
 
 READ_EVERY_S = 1.0
-# How long a daemon may take to write current gauges before the last ones are shown. Prometheus waits 10 s for all.
-FRESH_S = 5.0
 DEFAULT_ROWS = 100
 
 

@@ -183,6 +183,9 @@ def _same(presented: str, expected: str) -> bool:
 # frame   {"snapshot", "sample"}         each second; the sample is the latest of the history, or null
 
 
+# How long a daemon may take to write current gauges before the last ones are shown. Prometheus waits 4 s for all, as
+# deploy/prometheus configures it: it must learn of a daemon that is silent.
+FRESH_S: Final = 2.0
 MAX_STREAMS: Final = 64
 FRAME_INTERVAL_S: Final = 1.0
 # Proxies close idle connections.

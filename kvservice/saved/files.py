@@ -220,8 +220,8 @@ class SavedFiles:
         daemon uses the folder."""
         self.folder, self.capacity_bytes = folder, capacity_bytes
         self.num_damaged = self.num_errors = 0
-        # Whether the last use of the disk failed.
-        self.fails = False
+        # Why the last use of the disk failed, empty if it did not.
+        self.fault = ""
         self._clock, self._clock_zero = clock, wall() - clock()
         self._log = LogBudget(logger)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -315,14 +315,15 @@ class SavedFiles:
     def report_failure(self, error: OSError) -> None:
         """Count a failure of the disk, and log it."""
         self.num_errors += 1
-        self.fails = True
+        self.fault = str(error)
         self._log.write(logging.WARNING, "the disk with the saved sessions in %s failed: %s", self.folder, error)
 
     def check_folder(self) -> None:
         """Raise OSError if the folder is not there, or is not the one that this daemon has locked: its disk was taken
         away, or something else is in its place. A lock that was removed with the files is taken again."""
         if not os.path.samestat(os.stat(self.folder), self._found):
-            raise OSError(errno.ESTALE, "it is not the folder that the daemon found at its start", str(self.folder))
+            reason = "not the folder that the daemon found at its start; kvservice upgrade takes it"
+            raise OSError(errno.ESTALE, reason, str(self.folder))
         with self._locking:
             try:
                 there = os.stat(self.folder / "lock")

@@ -272,7 +272,7 @@ class SessionFiles:
         """Report an OSError, and raise DiskFullError or DiskFailedError for it."""
         try:
             yield
-            self.files.fails = False
+            self.files.fault = ""
         except OSError as error:
             self.files.report_failure(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

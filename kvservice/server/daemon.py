@@ -174,9 +174,10 @@ class KVServer:
                 "" if self.store is None else self.store.growth.note,
                 core.saved.note,
                 self.sessions.transfers.note,
-                "" if self._tenants is None else self._tenants.note,
+                self.credentials.note,
                 *map(str, self._not_open.values()),
                 disk=config.disk,
+                faults=None if self.chain is None else self.chain.faults(),
             )
         )
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)

@@ -238,6 +238,10 @@ class TierChain:
         """Return the figures of each tier, in the order in which they are asked."""
         return tuple(link.tier.stats() for link in self._links)
 
+    def faults(self) -> dict[str, str]:
+        """Return by name why tiers are not open, as far as that is known."""
+        return {link.tier.stats().name: link.tier.fault for link in self._links if link.tier.fault}
+
     async def flush(self, limit_s: float) -> None:
         """Write what is in memory, and worth it, to the tiers: for the end of the memory. Takes at most so long."""
         await self._writes.flush(limit_s)

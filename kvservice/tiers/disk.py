@@ -59,6 +59,7 @@ class DiskTier:
     """
 
     name = "disk"
+    fault = ""  # one that cannot be used is not made
 
     def __init__(self, options: DiskOptions, memory: int, memory_bytes: int) -> None:
         """`memory` is the address of the block store's memory. Raises TierError if the directory is in use, or has
@@ -267,6 +268,10 @@ class LateTier:
         self._logged = ""
         self._log = LogBudget(logger, clock.time)
         self._attempt()
+
+    @property
+    def fault(self) -> str:
+        return "" if self.stats().state == "open" else self._logged
 
     async def lookup(self, space: Space, keys: bytes) -> bytes:
         return await self._opened().lookup(space, keys)

@@ -178,6 +178,11 @@ class MeasuredTier:
         self._late: set[asyncio.Task[Any]] = set()
 
     @property
+    def fault(self) -> str:
+        """See LowerTier."""
+        return self._tier.fault
+
+    @property
     def name(self) -> str:
         return self._tier.name
 

@@ -228,6 +228,11 @@ class ChildKeeper:
         return self._child
 
     @property
+    def fault(self) -> str:
+        """Why no child is ready."""
+        return "" if self.state == "open" else f"{self._name} {self._reason}"
+
+    @property
     def state(self) -> str:
         """ "open" while a child is ready, "opening" until the first one is ready or has ended, otherwise "failed"."""
         if self._child is not None and not self._child.has_ended:
@@ -329,6 +334,10 @@ class MooncakeTier:
         self._puts = asyncio.Semaphore(PUTS_AT_A_TIME)
         self._outcomes: Counter[int] = Counter()
         self._num_removed = 0
+
+    @property
+    def fault(self) -> str:
+        return self._client.fault
 
     @classmethod
     def open(

@@ -134,6 +134,10 @@ class LowerTier(Protocol):
 
     name: str
 
+    @property
+    def fault(self) -> str:
+        """Why the tier is not open, if that is known, else an empty string."""
+
     async def lookup(self, space: Space, keys: bytes) -> bytes:
         """Return a byte per key: 1 if the tier has the value."""
 

@@ -12,7 +12,9 @@ from certificates import Authority, encrypted
 from each_row import each_row
 
 from kvservice.auth import NUM_LOOKS, CertificateFiles, Certificates, Reloading, is_loopback
+from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError
+from kvservice.server.rpc.callers import Credentials
 
 AUTHORITY = Authority()
 FIRST, SECOND = AUTHORITY.sign("first"), AUTHORITY.sign("second")
@@ -93,6 +95,30 @@ def test_what_cannot_be_used_is_refused_and_later_kept_out(tmp_path: Path, caplo
                 assert str(file) in line.getMessage()
                 assert not reloading.reload(), "one change is one line"
                 assert len(caplog.records) == 1
+
+
+def test_health_notes_files_that_cannot_be_used(files: CertificateFiles, tmp_path: Path) -> None:
+    """They would keep the next process from starting."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"engine {'a' * 64}\n")
+    tokens.chmod(0o600)
+    config = ServeConfig(auth_tokens=str(tokens), tls_cert=str(files.cert), tls_key=str(files.key))
+    credentials = Credentials(config)
+    assert credentials.tokens is not None
+    assert credentials.certificates is not None
+    assert credentials.note == ""
+    good = tokens.read_text()
+    tokens.write_text("junk\n")
+    files.key.write_text("junk\n")
+    for _ in range(NUM_LOOKS):
+        credentials.tokens.reload()
+        credentials.certificates.reload()
+    assert "auth_tokens" in credentials.note
+    assert "tls_key" in credentials.note
+    tokens.write_text(good)
+    for _ in range(NUM_LOOKS):
+        credentials.tokens.reload()
+    assert "auth_tokens" not in credentials.note
 
 
 def test_a_new_certificate_is_taken_when_its_key_is_there(

@@ -21,6 +21,7 @@ from kvservice.cli import main
 from kvservice.config import ENV_PREFIX, GIB, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
+from kvservice.observer.web_api import FRESH_S
 from kvservice.server.rpc.listening import check_addresses
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +195,8 @@ def test_prometheus_scrapes_the_daemon(compose: Any) -> None:
     source, directory, _ = compose["services"]["prometheus"]["volumes"][0].split(":")
     assert (DEPLOY / source / "prometheus.yml").exists()
     assert f"--config.file={directory}/prometheus.yml" in compose["services"]["prometheus"]["command"]
+    timeout = configuration["global"]["scrape_timeout"]
+    assert float(timeout.removesuffix("s")) >= 2 * FRESH_S, "it learns of a daemon that does not answer"
 
 
 @pytest.fixture

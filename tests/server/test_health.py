@@ -109,6 +109,7 @@ def test_tiers_that_are_not_open_are_named() -> None:
     assert note_of((), "no engine") == note_of([TierStats("disk")], "no engine") == "no engine"
     assert note_of([TierStats("disk", "failed")], "no engine") == "the tier disk has failed, no engine"
     assert note_of([TierStats("disk", "failed")], disk="/mnt/kv") == "the tier disk in /mnt/kv has failed"
+    assert note_of([TierStats("disk", "opening")], faults={"disk": "full"}) == "the tier disk is opening: full"
 
 
 def test_a_daemon_that_does_not_answer_is_said_to_be_late(tmp_path: Path) -> None:

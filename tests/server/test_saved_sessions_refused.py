@@ -430,7 +430,8 @@ def test_a_disk_that_fails_is_noted(reboot: Reboot, tmp_path: Path) -> None:
         folder.rename(tmp_path / "elsewhere")
         with pytest.raises(DiskFailedError):
             await life.call(session, "detach", session_pb2.DetachRequest(durable=True))
-        assert life.core.saved.note == f"the disk of the saved sessions, {tmp_path / 'disk'}, fails or is full"
+        reason = f"[Errno 2] No such file or directory: '{folder}'"
+        assert life.core.saved.note == f"the disk of the saved sessions, {tmp_path / 'disk'}, fails: {reason}"
         (tmp_path / "elsewhere").rename(folder)
         await life.core.saved.expire()
         assert life.core.saved.note == ""

@@ -19,6 +19,8 @@ class FakeTier:
     refuses values.
     `calls` counts by method, `state` is that of the figures."""
 
+    fault = ""
+
     def __init__(self, memory: Any, name: str = "fake") -> None:
         self.name, self.memory = name, memory
         self.values: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}

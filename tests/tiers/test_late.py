@@ -36,9 +36,9 @@ def test_attempts_go_on_until_one_succeeds() -> None:
         with pytest.raises(TierError):
             await late.lookup(SPACE, bytes(32))
         clock.advance(PAUSE_S)
-        assert late.stats().state == "opening"
+        assert (late.stats().state, late.fault) == ("opening", "in use")
         clock.advance(2 * PAUSE_S)
-        assert late.stats().state == "open"
+        assert (late.stats().state, late.fault) == ("open", "")
         assert await late.lookup(SPACE, bytes(32)) == b"\0"
         await late.close()
         assert opener.tier.is_closed

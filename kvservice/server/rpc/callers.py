@@ -261,6 +261,12 @@ class Credentials:
         self.num_handshakes = 0
         self._lock = threading.Lock()
 
+    @property
+    def note(self) -> str:
+        """Say which files have changed and cannot be used, or return an empty string."""
+        faults = (each.fault for each in (self.tokens, self.certificates) if each is not None)
+        return ", ".join(filter(None, (*faults, "" if self.tenants is None else self.tenants.note)))
+
     def for_server(self) -> grpc.ServerCredentials | None:
         """Return the credentials of a TCP port, or None for plain text. gRPC accepts no TLS version below 1.2."""
         if self.certificates is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -84,11 +84,12 @@ Status = health_pb2.HealthCheckResponse
 _NOTES = {"opening": "is opening", "suspended": "is suspended", "failed": "has failed"}
 
 
-def note_of(tiers: Sequence[TierStats], *others: str, disk: str = "") -> str:
+def note_of(tiers: Sequence[TierStats], *others: str, disk: str = "", faults: Mapping[str, str] | None = None) -> str:
     """Return which tiers below the block store are not open, and the other notes, of what the daemon serves without; or
-    an empty string. `disk` is the directory of the disk tier."""
+    an empty string. `disk` is the directory of the disk tier, `faults` says by name why a tier is not open."""
     notes = [
         f"the tier {tier.name}{f' in {disk}' if disk and tier.name == 'disk' else ''} {_NOTES[tier.state]}"
+        f"{f': {faults[tier.name]}' if faults and tier.name in faults else ''}"
         for tier in tiers
         if tier.state in _NOTES
     ]

@@ -298,9 +298,9 @@ class SavedSessions:
 
     @property
     def note(self) -> str:
-        """Say that the disk failed when it was last used, or return an empty string."""
-        fails = self.files is not None and self.files.files.fails
-        return f"the disk of the saved sessions, {self._config.disk}, fails or is full" if fails else ""
+        """Say why the disk failed when it was last used, or return an empty string."""
+        fault = "" if self.files is None else self.files.files.fault
+        return f"the disk of the saved sessions, {self._config.disk}, fails: {fault}" if fault else ""
 
     def stats(self) -> SavedStats:
         """Return the figures of the sessions on the disk, which there must be."""
