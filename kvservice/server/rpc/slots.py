@@ -257,10 +257,9 @@ class AnswerRoom:
             self._remove(rpc)
 
     def end(self, rpc: Rpc) -> None:
-        """The answer is made, or will not be, if one was begun at all."""
-        if rpc.num_making:
-            num_bytes, rpc.num_making = rpc.num_making, 0
-            self._take(rpc, -num_bytes)
+        """The answer is made, or will not be."""
+        num_bytes, rpc.num_making = rpc.num_making, 0
+        self._take(rpc, -num_bytes)
 
     def sends(self, rpc: Rpc, num_bytes: int) -> None:
         """Count a large answer until `sent`, or until its RPC ends."""

@@ -166,7 +166,8 @@ class Services:
             except KVServiceError as error:
                 status = rpc_status.to_status(to_status(error))
             finally:
-                self._slots.room.end(rpc)
+                if rpc.num_making:
+                    self._slots.room.end(rpc)
                 rpc.stalled_since = time.monotonic()
             # Without an exception: gRPC would make a cycle of it that keeps the message until the next collection.
             context.set_code(status.code)
@@ -441,7 +442,8 @@ class Stream:
             failed = to_status(InternalError(f"{name} failed; the daemon's log says why"))
             return session_pb2.Reply(call_id=call.call_id, error=failed).SerializeToString()
         finally:
-            self._slots.room.end(self._rpc)
+            if self._rpc.num_making:
+                self._slots.room.end(self._rpc)
 
     async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
