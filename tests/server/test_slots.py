@@ -166,7 +166,8 @@ class Answering:
                 self.begun.append(session)
                 await asyncio.Event().wait()
             finally:
-                self.room.end(rpc)
+                if rpc.num_making:
+                    self.room.end(rpc)
 
         self._tasks[rpc] = asyncio.create_task(begin())
         await asyncio.sleep(0)
