@@ -173,7 +173,7 @@ def _rpcs(reading: Reading, keys: Sequence[Key]) -> Metric:
     """Return the histogram of RPC durations, with the label combinations that have occurred."""
     family = HistogramMetricFamily(
         "kvservice_rpc_duration_seconds",
-        "Time from a call's arrival to its answer, without the network.",
+        "Time that a call takes, without the network and without the wait for earlier calls of its session.",
         labels=["method", "status", "transport"],
     )
     for row in np.flatnonzero(reading.call_counts.any(axis=1)).tolist():

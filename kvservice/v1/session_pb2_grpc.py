@@ -89,9 +89,9 @@ class SessionServiceServicer(object):
     def Connect(self, request_iterator, context):
         """The stream of a session: its lease and its fast path. The first call attaches the stream to the session. A stream
         that was attached before ends with ABORTED, reason SESSION_TAKEN. If the session is closed, the stream ends with
-        ABORTED, reason FAILED_PRECONDITION. Every further call also exists as a unary RPC. Each call gets one reply with
-        the same call_id, in the order of the calls. An error reply ends only its call. Calls that wait in a client may go
-        as one message, see Call.calls.
+        ABORTED, reason FAILED_PRECONDITION. Every further call also exists as a unary RPC; those of one session run one at a
+        time, too. Each call gets one reply with the same call_id, in the order of the calls. An error reply ends only its
+        call. Calls that wait in a client may go as one message, see Call.calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
