@@ -27,6 +27,7 @@ from kvservice.integrations.vllm.lookup import (
     MAX_KEYS_EACH,
     MAX_PROMISES,
     MAX_TOUCHED,
+    NOTHING_S,
     PROMISE_S,
     RENEW_S,
     RENEWED_S,
@@ -441,7 +442,7 @@ def test_what_is_seen_in_the_mapped_memory_needs_no_daemon() -> None:
 
 @pytest.mark.parametrize(("share_store", "sees"), [("write", True), ("read", False), ("off", False)])
 def test_a_prompt_whose_first_block_is_nowhere_is_a_miss_at_once(share_store: str, sees: bool) -> None:
-    """Only who sees all that there is can say so. It counts like any other."""
+    """Only who sees all that there is can say so. It counts like any other: once, however often vLLM asks meanwhile."""
     with Daemon(**SMALL_STORE | {"share_store": share_store}) as daemon, KVClient(daemon.address) as client:
         namespace = new_namespace(64)
         store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
@@ -449,19 +450,33 @@ def test_a_prompt_whose_first_block_is_nowhere_is_a_miss_at_once(share_store: st
         if share_store != "off":
             until(lambda: store.memory is not None)
         finder = StoreFinder((0, 0), store, background, ComputeTime(1.0))
-        asked = StoreLookup([finder], 30.0, 30.0)
+        now = 0.0
+        asked = StoreLookup([finder], 30.0, 30.0, clock=lambda: now)
         until(lambda: asked.find("promised", wanted(keys_of(1))) == Found(1, True))
         there, nowhere = keys_of(1, 9)
         names = {"a": nowhere, "b": there, "promised": nowhere}
-        assert {name: asked.is_miss(name, key, 3) for name, key in names.items()} == {
-            "a": sees,
-            "b": False,
-            "promised": False,
-        }
-        uses = asked._take_uses()
-        assert sees == (uses is not None and (uses.misses, uses.missing) == (3, [nowhere]))
+
+        def count() -> tuple[int, list[bytes]]:
+            """Ask for all several times, and return what is counted."""
+            for _ in range(3):
+                assert {name: asked.is_miss(name, wanted([key]), 3) for name, key in names.items()} == {
+                    "a": sees,
+                    "b": False,
+                    "promised": False,
+                }
+            uses = asked._take_uses() or SharedUses()
+            return uses.misses, uses.missing
+
+        counted = (3, [nowhere]) if sees else (0, [])
+        assert count() == counted
+        assert count() == (0, [])
+        now += NOTHING_S
+        assert count() == counted
+        if sees:
+            assert asked.find("a", wanted([nowhere, there])) == Found(0, True), "vLLM wants others than before"
+            assert not asked.is_miss("a", wanted([nowhere]), 3)
         two = StoreLookup([finder, finder], 30.0, 30.0)
-        assert not two.is_miss("a", nowhere, 3), "another worker may have it"
+        assert not two.is_miss("a", wanted([nowhere]), 3), "another worker may have it"
         for each in (two, asked):
             each.close(60)
 

@@ -286,14 +286,23 @@ class StoreLookup:
             self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
 
-    def is_miss(self, request_id: str, key: bytes, num_keys: int, *, hurries: bool = False) -> bool:
-        """Whether a block is nowhere without which nothing can be used; then `num_keys` count as misses. False: `find`
-        tells. Most prompts are new, and a step may admit dozens: this looks at one block of each."""
-        if len(self._finders) != 1 or request_id in self._promises:
+    def is_miss(self, request_id: str, first: Wanted, num_keys: int, *, hurries: bool = False) -> bool:
+        """Whether the `first` block is nowhere, without which nothing can be used; then `num_keys` count as misses, but
+        not again while vLLM asks in each step. False: `find` tells. Most prompts are new, and a step may admit dozens:
+        this looks at one block of each."""
+        if len(self._finders) != 1:
             return False
+        now, promise = self._clock(), self._promises.get(request_id)
+        if promise is not None:
+            if promise.wanted != first or promise.found.num_blocks or promise.bringing is not None:
+                return False
+            if now < promise.until_s:
+                return True
+        key = first.key(0)
         if not self._finders[0].lacks(key, SEEN_S if hurries else LOOK_S):
             return False
         self._count(0, num_keys, key)
+        self._keep(request_id, _Promise(first, now + NOTHING_S))
         return True
 
     def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:

@@ -209,15 +209,14 @@ class ConnectorScheduler:
 
     def _is_miss(self, request: Any, first: int, stop: int, hurries: bool) -> bool:
         """Whether no block of a request can be found, since its first one is nowhere."""
-        group = self._groups.full
-        if group is None or first >= stop:
+        if self._groups.full is None:
             return False  # no block is always needed
         keys = self._keys(request, first, first + 1)
         if not keys:
             return True  # nobody knows them
         assert self._lookup is not None
-        key = some_keys(keys, slice(group, group + 1))
-        return self._lookup.is_miss(request.request_id, key, (stop - first) * len(self._groups), hurries=hurries)
+        block = Wanted(keys, self._groups, first, request.num_tokens - 1)
+        return self._lookup.is_miss(request.request_id, block, (stop - first) * len(self._groups), hurries=hurries)
 
     def allocated(
         self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
