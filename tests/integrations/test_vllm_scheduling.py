@@ -459,6 +459,32 @@ def test_adapters_that_vllm_mixes_up_share_nothing(
         assert found == shared
 
 
+def test_a_request_whose_adapter_is_mixed_up_later_saves_no_more_blocks(
+    engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose keys are known already."""
+    monkeypatch.setattr(
+        sys.modules["vllm.v1.core.kv_cache_utils"],
+        "_gen_lora_extra_hash_keys",
+        lambda request: [("lora", request.lora_request.lora_name)],
+        raising=False,
+    )
+    loras = [SimpleNamespace(lora_name="same", lora_path=str(tmp_path / place)) for place in ("first", "second")]
+    for lora in loras:
+        Path(lora.lora_path).mkdir()
+    made = engine(FakeStore(), extra={"save_decode": True})
+    request, other = (FakeRequest(str(lora), TOKENS, lora_request=lora) for lora in loras)
+    name = request.request_id
+    run(made, request, [1, 2, 3, 4])
+    ((saved, _),) = saves(made.step(FakeOutput({name: 4}, new=[(request, [1], 0)])))
+    assert len(saved) == 1
+    run(made, other, [])
+    request.tokens += range(100, 112)
+    request.num_computed_tokens = len(request.tokens)
+    made.scheduler.request_finished(request, [1, 2, 3, 4, 5, 6, 7])
+    assert saves(made.step()) == []
+
+
 def test_an_adapter_whose_files_change_shares_nothing_until_a_restart(engine: OpenEngine, tmp_path: Path) -> None:
     """The request that runs meanwhile has the old weights to its end."""
 

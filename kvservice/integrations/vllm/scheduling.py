@@ -595,10 +595,10 @@ class ConnectorScheduler:
     def _known_keys(self, tracked: _Tracked, first: int, stop: int) -> bytes:
         """Return the same as `_keys`, without asking vLLM for the hashes of a block again."""
         key_bytes = self._groups.key_bytes
+        if self._adapters.of(tracked.request) is None:
+            return b""
         if len(tracked.keys) < stop * key_bytes:
             tracked.keys += self._keys(tracked.request, len(tracked.keys) // key_bytes, stop)
-        elif self._adapters.of(tracked.request) is None:
-            return b""
         return tracked.keys[first * key_bytes : stop * key_bytes]
 
     def _needed_keys(self, tracked: _Tracked, first: int, num_tokens: int) -> bytes:
