@@ -259,6 +259,26 @@ def test_one_at_a_time_has_the_turn_and_all_have_it_in_order() -> None:
         asyncio.run(scenario(Random(seed)))
 
 
+def test_who_is_gone_does_not_wait_for_a_turn() -> None:
+    """Calls that a client ends and makes again take no memory while one of its calls takes long."""
+
+    async def scenario() -> None:
+        turns = SessionTurns()
+        await turns.begin(b"a")
+        stays = asyncio.create_task(turns.begin(b"a"))
+        for _ in range(10):
+            gone = asyncio.create_task(turns.begin(b"a"))
+            await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.wait((gone,))
+        assert len(turns._waiting[b"a"]) == 1
+        turns.end(b"a")
+        await stays
+        turns.end(b"a")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("turns_s", "pauses"), [(-1.0, True), (math.inf, False)])
 def test_turns_that_take_long_have_pauses(monkeypatch: pytest.MonkeyPatch, turns_s: float, pauses: bool) -> None:
     monkeypatch.setattr("kvservice.server.rpc.slots.TURNS_S", turns_s)

@@ -365,8 +365,10 @@ class SessionTurns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
                 self._next(key)
+            elif turn in waiting:  # it may take long until the turn would come
+                waiting.remove(turn)
             raise
 
     def end(self, key: bytes) -> None:
