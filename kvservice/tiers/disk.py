@@ -271,7 +271,7 @@ class LateTier:
 
     @property
     def fault(self) -> str:
-        return "" if self.stats().state == "open" else self._logged
+        return self._logged if self._tier is None else self._tier.fault
 
     async def lookup(self, space: Space, keys: bytes) -> bytes:
         return await self._opened().lookup(space, keys)

@@ -40,6 +40,10 @@ def test_attempts_go_on_until_one_succeeds() -> None:
         clock.advance(2 * PAUSE_S)
         assert (late.stats().state, late.fault) == ("open", "")
         assert await late.lookup(SPACE, bytes(32)) == b"\0"
+        opener.tier.state = "failed"
+        assert late.fault == "", "it was not open for another reason"
+        opener.tier.fault = "broken"
+        assert late.fault == "broken"
         await late.close()
         assert opener.tier.is_closed
         clock.close()
