@@ -176,7 +176,8 @@ class StoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Leases the blocks that are there, and returns where they lie in the memory of the store.
+        """Leases the blocks that are there, and returns where they lie in the memory of the store. While it waits for blocks
+        below memory, so do later calls of the session, also those that renew leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

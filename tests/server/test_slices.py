@@ -218,7 +218,7 @@ def test_a_unary_call_runs_when_those_before_it_of_its_session_have_ended(life: 
         event.set()
         await asyncio.gather(freeing, *waiting)
         assert gone.cancelled()
-        await comes(lambda: port.services._turns._waiting == {})
+        await comes(lambda: life.dispatcher.turns._waiting == {})
 
     asyncio.run(scenario())
 
@@ -331,7 +331,25 @@ def test_a_pause_goes_on_while_more_comes(monkeypatch: pytest.MonkeyPatch) -> No
             task.cancel()
         await asyncio.wait(tasks)
 
+    async def one_after_the_other() -> None:
+        timers: list[Callable[[], object]] = []
+        monkeypatch.setattr(
+            asyncio.get_running_loop(), "call_later", lambda _, call, *args: timers.append(lambda: call(*args))
+        )
+        turns = SessionTurns()
+        for _ in range(3):
+            following = asyncio.create_task(turns.begin(b"a"))
+            await asyncio.sleep(0)
+            if timers:
+                timers.pop()()
+            await asyncio.sleep(0)
+            assert following.done(), "after one pause"
+            turns.end(b"a")
+            assert len(timers) == 1
+
     with each_row() as row:
         for coming, num_pauses in ((b"a", MAX_PAUSES), (b"b", 1)):
             with row(coming):
                 asyncio.run(scenario(coming, num_pauses))
+        with row("one after the other"):
+            asyncio.run(one_after_the_other())

@@ -385,7 +385,8 @@ class SessionTurns:
         asyncio.get_running_loop().call_later(PAUSE_S, self._end_pause, key, num_waiting, most - 1)
 
     def _end_pause(self, key: bytes, num_waiting: int, most: int) -> None:
-        if most and len(self._waiting[key]) > num_waiting:
+        # One that comes while none waited may be of a client that makes one call after the other.
+        if most and len(self._waiting[key]) > max(num_waiting, 1):
             self._pause(key, most)
         else:
             self._since[key] = time.monotonic()

@@ -109,8 +109,6 @@ class Services:
         self._events = events
         self._limits = limits
         self._slots = slots
-        # Of the unary calls of each session.
-        self._turns = SessionTurns()
 
     def handlers(self) -> dict[str, Handler]:
         """Return all RPC handlers by method path."""
@@ -182,11 +180,11 @@ class Services:
         """Wait for the turn of a call among the unary calls of its session, so that they take no more of the daemon's
         time than those by its stream. Calls of unknown sessions have turns together."""
         key = b"" if self._sessions.find(token) is None else token
-        await self._turns.begin(key)
+        await self._dispatcher.turns.begin(key)
         try:
             yield
         finally:
-            self._turns.end(key)
+            self._dispatcher.turns.end(key)
 
     async def _read(self, context: Context) -> Any:
         """Admit a unary RPC over TCP, and return its request."""
@@ -499,6 +497,8 @@ class Dispatcher:
         """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
         manager counts, also if the process dies now. `tenants` is None if every caller may make every call."""
         self._tenants = tenants
+        # Those of the unary calls of each session, of all ports.
+        self.turns = SessionTurns()
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
         self._sessions = sessions
