@@ -241,9 +241,9 @@ class AnswerRoom:
         self.num_bytes = 0
         self._of_party: Counter[bytes] = Counter()
         self._of_address: Counter[str] = Counter()
-        # When an RPC was ended because nobody read, by session.
+        # This says, by session, when an RPC was ended because nobody read.
         self._careless: dict[bytes, float] = {}
-        # By session the calls that wait, at most one of each RPC.
+        # These are the calls that wait, by session, at most one of each RPC.
         self._waiting: dict[bytes, dict[Rpc, asyncio.Future[None]]] = {}
 
     async def begin(self, rpc: Rpc) -> None:
@@ -349,9 +349,9 @@ class SessionTurns:
     `begin`, with pauses for others. So however many calls one client makes at once, others wait for few of them."""
 
     def __init__(self) -> None:
-        # By key those that wait for the one whose turn it is.
+        # These wait, by key, for the one whose turn it is.
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
-        # By key the time since which there was no pause.
+        # There was no pause, by key, since this time.
         self._since: dict[bytes, float] = {}
 
     async def begin(self, key: bytes) -> None:

@@ -497,7 +497,7 @@ class Dispatcher:
         """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
         manager counts, also if the process dies now. `tenants` is None if every caller may make every call."""
         self._tenants = tenants
-        # Those of the unary calls of each session, of all ports.
+        # This runs the unary calls of each session one at a time, over all ports.
         self.turns = SessionTurns()
         self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
