@@ -22,25 +22,16 @@
 #include <cstring>
 #include <initializer_list>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
+#include "store/streaming.h"
 
 namespace kvservice {
-
-// Orders streaming stores of this thread, and all its earlier stores, before its later ones.
-inline void fence_streaming_stores() {
-#ifdef __SSE2__
-  _mm_sfence();
-#endif
-}
 
 class Checksum {
  public:
   static constexpr int64_t kStripeBytes = 32;
 
-  // Copies whole stripes and adds them. Streaming stores bypass the caches: a large copy then does not read the memory
-  // that it overwrites. The caller fences them. They need a processor that has them, and an aligned target.
+  // Copies whole stripes and adds them. Streaming stores need a processor that has them, and an aligned target. The
+  // caller fences them.
   void copy_stripes(char* to, const char* from, int64_t num_stripes, bool streams) {
     const bool aligned = reinterpret_cast<uintptr_t>(to) % kHalf == 0;
     if (streams && aligned) return copy<true>(to, from, num_stripes);

@@ -41,10 +41,12 @@ void copy_piece(Checksum& checksum, char* block, int64_t done, char* piece, int6
   copy(first + copied, piece + head + copied, size - head - copied);
 }
 
+bool is_streamed(const BlockPlaces& p) { return p.num_blocks * p.block_bytes >= kMinStreamedBytes; }
+
 template <Direction kDirection>
 uint64_t copy_block(const BlockPlaces& p, int64_t i) {
   char* const block = p.store + p.offsets[i];
-  const bool streams = p.num_blocks * p.block_bytes >= kMinStreamedBytes;
+  const bool streams = is_streamed(p);
   Checksum checksum;
   int64_t done = 0;
   for (int64_t k = 0; k < p.num_pieces; ++k) {
@@ -55,6 +57,23 @@ uint64_t copy_block(const BlockPlaces& p, int64_t i) {
   const int64_t rest = p.block_bytes % Checksum::kStripeBytes;
   checksum.add_rest(block + p.block_bytes - rest, rest);
   return checksum.value(p.block_bytes);
+}
+
+// Copies a block out of the store, and returns no checksum.
+uint64_t move_block(const BlockPlaces& p, int64_t i) {
+  const char* piece = p.store + p.offsets[i];
+  const bool streams = is_streamed(p);
+  for (int64_t k = 0; k < p.num_pieces; ++k) {
+    const auto size = static_cast<int64_t>(p.piece_bytes[k]);
+    char* const to = p.other + p.places[i * p.num_pieces + k];
+    if (streams) {
+      copy_streaming(to, piece, size);
+    } else {
+      std::memcpy(to, piece, static_cast<size_t>(size));
+    }
+    piece += size;
+  }
+  return 0;
 }
 
 uint64_t read_block(const BlockPlaces& p, int64_t i) {
@@ -110,6 +129,8 @@ std::vector<uint64_t> copy_into_store(const BlockPlaces& places, int num_threads
 std::vector<uint64_t> copy_out_of_store(const BlockPlaces& places, int num_threads) {
   return for_each_block(places, num_threads, copy_block<Direction::kOut>);
 }
+
+void move_out_of_store(const BlockPlaces& places, int num_threads) { for_each_block(places, num_threads, move_block); }
 
 std::vector<uint64_t> store_checksums(const BlockPlaces& places, int num_threads) {
   return for_each_block(places, num_threads, read_block);

@@ -1,4 +1,4 @@
-// Copies of blocks between the store and memory of a client, with checksums.
+// Copies of blocks between the store and memory of a client.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,17 @@ struct BlockPlaces {
   int64_t num_pieces = 0;
 };
 
-// These return the checksum of each block. Up to `num_threads` threads copy: the caller's and others that end with the
-// call. Each thread has at least a few MiB to copy, because a new thread costs tens of microseconds.
+// Up to `num_threads` threads copy: the caller's and others that end with the call. Each thread has at least a few MiB to
+// copy, because a new thread costs tens of microseconds. What is returned are the checksums of the blocks.
 
 // Copies blocks into the store.
 std::vector<uint64_t> copy_into_store(const BlockPlaces& places, int num_threads);
 
 // Copies blocks out of the store.
 std::vector<uint64_t> copy_out_of_store(const BlockPlaces& places, int num_threads);
+
+// Does the same a quarter faster, since it computes no checksums.
+void move_out_of_store(const BlockPlaces& places, int num_threads);
 
 // Reads blocks in the store. Uses neither places nor pieces.
 std::vector<uint64_t> store_checksums(const BlockPlaces& places, int num_threads);

@@ -21,6 +21,7 @@ from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.values import (
     KEY_BYTES,
+    MAX_MISSING,
     Keys,
     SharedUses,
     chosen_keys,
@@ -276,13 +277,14 @@ class EngineBlocks:
         """Return how many blocks before the first missing one are there, and come in less time than computing them
         takes. `counted`: as a look-up of a request."""
         memory, packed = self._store.memory, key_bytes(keys)
-        if memory is not None and (seen := memory.find(packed)) is not None and seen.all():
+        if memory is not None and (num_blocks := _num_seen(memory, packed)) is not None:
             if counted:
-                self._note(packed, hits=len(keys))
-            return len(keys)
+                found, missing = packed[: KEY_BYTES * num_blocks], packed[KEY_BYTES * num_blocks :][:KEY_BYTES]
+                self._note(found, hits=num_blocks, misses=len(keys) - num_blocks, missing=missing)
+            return num_blocks
         try:
-            found = find_blocks(self._store, keys, self._compute, counted=counted, timeout_s=self._lookup_timeout_s)
-            return found.num_leading
+            limit_s = self._lookup_timeout_s
+            return find_blocks(self._store, keys, self._compute, counted=counted, timeout_s=limit_s).num_leading
         except KVServiceError as error:
             logger.warning("blocks could not be looked up: %s", error)
             return 0
@@ -366,18 +368,23 @@ class EngineBlocks:
             self._note(chosen_keys(keys, found), read=int(found.sum()))
         return found
 
-    def _note(self, keys: bytes, *, hits: int = 0, read: int = 0) -> None:
-        """Note the use of blocks, for the next report."""
+    def _note(self, keys: bytes, *, hits: int = 0, misses: int = 0, missing: bytes = b"", read: int = 0) -> None:
+        """Note the use of blocks, and the first one that was missing, for the next report."""
         with self._uses_lock:
-            self._uses.hits += hits
-            self._uses.read += read
-            self._used.append(keys)
+            uses = self._uses
+            uses.hits += hits
+            uses.misses += misses
+            uses.read += read
+            if missing and len(uses.missing) < MAX_MISSING:
+                uses.missing.append(missing)
+            if keys:
+                self._used.append(keys)
 
     def _report(self) -> None:
         """Tell the daemon what was used, so that it counts this, and the blocks are the last to be evicted."""
         with self._uses_lock:
             uses, used, self._uses, self._used = self._uses, self._used, SharedUses(), []
-        if used:
+        if used or uses != SharedUses():
             try:
                 self._store.touch(distinct_keys(reversed(used), _MAX_REPORTED), uses=uses)
             except KVServiceError as error:
@@ -419,3 +426,13 @@ class EngineBlocks:
 
     def _check(self, piece_bytes: Sequence[int]) -> None:
         assert sum(piece_bytes) == self._block_bytes, f"{sum(piece_bytes)} bytes are not a block"
+
+
+def _num_seen(memory: MappedStore, keys: bytes) -> int | None:
+    """Return how many blocks before the first missing one are in mapped memory; None: ask the daemon."""
+    seen = memory.find(keys)
+    if seen is not None and not seen.all():
+        seen = memory.find(keys, max_age_s=0.0) if memory.tells_now else None
+    if seen is None:
+        return None
+    return len(seen) if seen.all() else int(seen.argmin())

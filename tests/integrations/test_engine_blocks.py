@@ -21,6 +21,7 @@ from store_memory import zero_values
 from vllm_connector import stores_of
 
 from kvservice.client import StoreNamespace
+from kvservice.client.store import memory as memory_module
 from kvservice.client.store.values import SharedUses
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.common import ConnectorOptions, EngineBlocks, digest_key, hexadecimal_key
@@ -31,6 +32,8 @@ from kvservice.launch import Daemon
 PIECES = (64, 192)
 BLOCK_BYTES = sum(PIECES)
 KEYS = [bytes([n]) * 32 for n in range(6)]
+# More blocks than the store of these tests has.
+MANY = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,8 @@ def test_all_memory_is_mapped_before_blocks_are_copied(blocks: EngineBlocks) -> 
 def test_mapped_blocks_are_found_and_loaded_without_a_call(
     blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon hears of it later. What the memory does not show, it is asked for."""
+    """The daemon hears of it later. For what the memory does not show when a block is loaded, it is asked."""
+    monkeypatch.setattr(memory_module, "LOOKED_AT", MANY)
     waiting.until(lambda: blocks._store.memory)
     mapped = blocks._store.memory
     assert mapped is not None
@@ -110,7 +114,9 @@ def test_mapped_blocks_are_found_and_loaded_without_a_call(
     def touch(keys: bytes, *, uses: SharedUses) -> None:
         touched.append(keys)
         reported.hits += uses.hits
+        reported.misses += uses.misses
         reported.read += uses.read
+        reported.missing += uses.missing
 
     assert blocks.save(KEYS[:3], memory.addresses(0, 1, 2), PIECES).all()
     waiting.until(lambda: np.all(mapped.find(b"".join(KEYS[:3]))))
@@ -120,13 +126,33 @@ def test_mapped_blocks_are_found_and_loaded_without_a_call(
             patched.setattr(blocks._store, name, None)
         assert blocks.num_leading(KEYS[:3]) == 3
         assert blocks.num_leading(KEYS[:2], counted=False) == 2
+        assert blocks.num_leading([*KEYS[1:3], KEYS[5], KEYS[0]]) == 2
+        assert blocks.num_leading(KEYS[4:]) == 0
         assert blocks.load(KEYS[:3], memory.addresses(3, 4, 5), PIECES).all()
         assert blocks.save(KEYS[:3], memory.addresses(0, 1, 2), PIECES).all()
     assert [memory.block(n) for n in (3, 4, 5)] == expected[:3]
     assert blocks.load(KEYS[:4], memory.addresses(5, 4, 3, 0), PIECES).tolist() == [True, True, True, False]
     assert [memory.block(n) for n in (5, 4, 3)] == expected[:3]
-    waiting.until(lambda: (reported.hits, reported.read) == (3, 6))
+    waiting.until(lambda: (reported.hits, reported.misses, reported.read) == (5, 4, 6))
+    assert reported.missing == [KEYS[5], KEYS[4]]
     assert touched[-1][: 3 * 32] == b"".join(KEYS[:3])
+
+
+def test_a_store_of_more_blocks_than_a_look_sees_is_asked_for_the_missing_ones(
+    blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting.until(lambda: blocks._store.memory)
+    lookup, asked = blocks._store.lookup, list[int]()
+
+    def count(keys: Any, **options: Any) -> Any:
+        asked.append(len(keys) // 32)
+        return lookup(keys, **options)
+
+    monkeypatch.setattr(blocks._store, "lookup", count)
+    for most, expected in ((MANY, []), (1, [len(KEYS)])):
+        monkeypatch.setattr(memory_module, "LOOKED_AT", most)
+        assert blocks.num_leading(KEYS) == 0
+        assert asked == expected
 
 
 @contextlib.contextmanager

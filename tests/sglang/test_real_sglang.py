@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +102,12 @@ def test_a_wrong_number_of_tokens_is_refused(rig: Any, address: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"interface_v1": 0}, "interface_v1"), ({"kvservice": {}}, "address"), ({"weights": ""}, "weights")],
+    [
+        ({"interface_v1": 0}, "interface_v1"),
+        ({"kvservice": {}}, "address"),
+        ({"kvservice": {"address": "unix:///none", "switch_interval_s": 1}}, "switch_interval_s"),
+        ({"weights": ""}, "weights"),
+    ],
 )
 def test_bad_options_are_refused(rig: Any, address: str, change: dict[str, Any], field: str) -> None:
     weights = change.pop("weights", "some")
@@ -111,6 +117,15 @@ def test_bad_options_are_refused(rig: Any, address: str, change: dict[str, Any],
     ):
         pass
     assert caught.value.field == field
+
+
+def test_the_interpreter_lock_is_passed_on_sooner(rig: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    intervals = list[float]()
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
+    for options in ({}, {"switch_interval_s": 0}, {"switch_interval_s": 0.002}, {"switch_interval_s": 0.5}):
+        with rig.engine(address, "page_first", extra={"kvservice": {"address": address, **options}}):
+            pass
+    assert intervals == [0.0005, 0.002, sys.getswitchinterval()]
 
 
 def test_pools_beside_k_and_v_are_refused(rig: Any, address: str) -> None:

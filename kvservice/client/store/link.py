@@ -194,8 +194,9 @@ GIB = 1 << 30
 # Largest quota of a namespace, in GiB.
 MAX_QUOTA_GIB = 1 << 20
 UNREACHABLE_IS = ("miss", "raise")
-# Most threads that copy blocks for one call, unless the caller says otherwise.
-COPY_THREADS = 4
+# Most threads that copy blocks for one call, unless the caller says otherwise. One copies 6 to 8 GB/s where the link to
+# a GPU takes 50.
+COPY_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ def _quota_bytes(quota_gib: float, block_bytes: int) -> int:
 
 def default_threads() -> int:
     """Half of the cores: an engine computes meanwhile."""
-    return max(1, min(COPY_THREADS, (os.cpu_count() or 1) // 2))
+    return max(1, min(COPY_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True)

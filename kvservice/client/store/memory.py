@@ -197,6 +197,11 @@ class MappedStore:
         """Whether a block that `find` does not find is nowhere: there are no tiers below this memory."""
         return self._mirror is not None and not self._geometry.has_tiers
 
+    @property
+    def tells_now(self) -> bool:
+        """Whether this is true of what `find` does not find at an age of 0: it looks at all blocks each time."""
+        return self.tells_all and self._num_records <= LOOKED_AT
+
     def find(self, keys: bytes, *, max_age_s: float = LOOK_S) -> Flags | None:
         """Return which blocks are there now, without asking the daemon. Those that were stored in the last `max_age_s`
         seconds may be missing, in a store of very many blocks also others until `look` was called. None: the daemon is

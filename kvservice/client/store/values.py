@@ -102,6 +102,10 @@ class Lookup:
         return Lookup(len(found) if found.all() else int(found.argmin()), found, num_in_memory)
 
 
+# The most keys that `missing` of SharedUses may have.
+MAX_MISSING = 256
+
+
 @dataclass
 class SharedUses:
     """Blocks that a process has looked up in the mapped memory and found, or not found, and that it has read there. Of

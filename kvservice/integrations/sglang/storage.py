@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import sglang
 import torch
@@ -23,6 +25,18 @@ from kvservice.integrations.sglang.pages import HostPages, page_namespace, weigh
 logger = logging.getLogger("sglang.kvservice")
 
 
+@dataclasses.dataclass(frozen=True)
+class SGLangOptions(ConnectorOptions):
+    """`kvservice` of the extra config."""
+
+    LIMITS: ClassVar[dict[str, tuple[float, float]]] = ConnectorOptions.LIMITS | {"switch_interval_s": (-1, 1)}
+
+    switch_interval_s: float = 0.0005
+    """How long SGLang's scheduler keeps Python's interpreter lock when other threads wait for it; 0: as Python has it,
+    5 ms. The scheduler computes without a pause, and each request that is looked up and loaded passes from thread to
+    thread several times."""
+
+
 class KVServiceStorage(HiCacheStorage):  # type: ignore[misc]
     """See the package. SGLang calls the batches on threads of its own and takes a miss for every page that is not
     there, so a daemon that is away costs no more than the pages."""
@@ -32,10 +46,12 @@ class KVServiceStorage(HiCacheStorage):  # type: ignore[misc]
         extra = storage_config.extra_config or {}
         if not extra.get("interface_v1"):
             raise InvalidArgumentError('set "interface_v1": 1 in the extra config', field="interface_v1")
-        self._options = ConnectorOptions.of(extra.get("kvservice") or {})
+        self._options = SGLangOptions.of(extra.get("kvservice") or {})
         self._config = storage_config
         self._pages: HostPages | None = None
         self._blocks: EngineBlocks | None = None
+        if self._options.switch_interval_s:
+            sys.setswitchinterval(min(self._options.switch_interval_s, sys.getswitchinterval()))
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the namespace of the pool's pages."""

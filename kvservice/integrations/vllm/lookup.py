@@ -32,7 +32,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from kvservice.client.store.memory import LOOK_S, MappedStore, SharedLease
-from kvservice.client.store.values import KEY_BYTES, Flags, SharedUses, distinct_keys, num_keys, some_keys
+from kvservice.client.store.values import (
+    KEY_BYTES,
+    MAX_MISSING,
+    Flags,
+    SharedUses,
+    distinct_keys,
+    num_keys,
+    some_keys,
+)
 from kvservice.errors import KVServiceError
 from kvservice.integrations.common import ComputeTime, FoundBlocks, find_blocks
 from kvservice.integrations.vllm.groups import Wanted
@@ -47,8 +55,6 @@ TOUCH_INTERVAL_S = 0.5
 MAX_TOUCHED = 16384
 # How many keys are gathered for that. Requests with a common prefix repeat its keys.
 MAX_GATHERED = 8 * MAX_TOUCHED
-# The most missing keys of which one such request asks the daemon to count the reason. It takes no more.
-MAX_MISSING = 256
 # Requests whose blocks are brought into the daemon's memory at one time.
 NUM_BRINGING = 8
 # Promises that vLLM has not used: the most of them, and how long one is kept. That of no blocks is asked again sooner,
