@@ -23,6 +23,9 @@ IN_FLIGHT = 8
 SAVE_S, POLL_S = 60.0, 0.02
 # Prompts of this length push all others out of the engine's pool.
 PUSHING_TOKENS = 2048
+# An engine that was not pushed computes so many small prompts instead: to empty its pool it pauses for a second, and is
+# slower by some milliseconds then than one that has just computed.
+NUM_WAKING, WAKING_TOKENS = 8, 32
 
 
 class SGLangEngine:
@@ -75,6 +78,9 @@ class SGLangEngine:
             self.wait_for_saves()
         elif not (answer := self._run(self._manager.flush_cache(timeout_s=SAVE_S))).success:
             raise TimeoutError(f"the cache is not emptied: {answer.message}")
+        else:
+            for each in range(NUM_WAKING):
+                serve(self, [prompt_of(self, WAKING_TOKENS, "waking", each)], 1)
 
     def wait_for_saves(self) -> None:
         """Poll until SGLang is idle. It refuses a change of its storage for that reason as long as it is not, and then

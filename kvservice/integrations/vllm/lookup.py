@@ -94,6 +94,9 @@ class BlockLease(Protocol):
     def release(self) -> None: ...
 
 
+Leases = Mapping[Rank, BlockLease]
+
+
 class StoreFinder:
     """The blocks of one worker, in the store. A daemon that is away has none. The worker reads the blocks, so leases do
     not count as reads unless it reads under them. Keys are those of blocks, one after the other. Methods raise
@@ -118,16 +121,17 @@ class StoreFinder:
         """Return which blocks are there, from the mapped memory; None: ask the daemon."""
         return None if (memory := self.memory) is None else memory.find(keys, max_age_s=max_age_s)
 
-    def lacks(self, key: bytes, max_age_s: float) -> bool:
-        """Whether a block is nowhere, as far as this can be told without the daemon."""
-        memory = self.memory
-        return memory is not None and memory.tells_all and memory.writable and not memory.has(key, max_age_s=max_age_s)
-
     def share(self, keys: bytes, max_age_s: float) -> SharedLease | None:
-        """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon. The daemon
-        counts nothing."""
+        """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon, which may have
+        more. It counts nothing."""
         memory = self.memory
-        return None if memory is None else memory.lease(keys, leading_only=True, max_age_s=max_age_s)
+        lease = None if memory is None else memory.lease(keys, leading_only=True, max_age_s=max_age_s)
+        if memory is None or lease is None:
+            return None
+        if lease.num_blocks < num_keys(keys) and not memory.tells_all:
+            lease.release()
+            return None
+        return lease
 
     def look(self) -> None:
         """Take the time to see all new blocks."""
@@ -207,10 +211,10 @@ class _Promise:
     until_s: float
     fresh_s: float = 0.0
     found: Found = NOTHING
-    leases: dict[Rank, BlockLease] = field(default_factory=dict)
+    leases: Leases = field(default_factory=dict)
     is_shared: bool = False
     read: tuple[int, list[tuple[Any, LeasedBlocks]]] = (0, [])
-    bringing: Future[tuple[Found, dict[Rank, BlockLease]]] | None = None
+    bringing: Future[tuple[Found, Leases]] | None = None
 
 
 @dataclass(eq=False)
@@ -252,7 +256,7 @@ class StoreLookup:
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
         # By the load, for each of its requests: the leases, and what it reads in which memory.
-        self._taken: dict[str | int, list[tuple[dict[Rank, BlockLease], list[tuple[Any, LeasedBlocks]]]]] = {}
+        self._taken: dict[str | int, list[tuple[Leases, list[tuple[Any, LeasedBlocks]]]]] = {}
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
@@ -291,25 +295,6 @@ class StoreLookup:
         if keys and len(self._expected) < MAX_EXPECTED and not self.sees_all:
             self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
-
-    def is_miss(self, request_id: str, first: Wanted, num_keys: int, *, hurries: bool = False) -> bool:
-        """Whether the `first` block is nowhere, without which nothing can be used; then `num_keys` count as misses, but
-        not again while vLLM asks in each step. False: `find` tells. Most prompts are new, and a step may admit dozens:
-        this looks at one block of each."""
-        if len(self._finders) != 1:
-            return False
-        now, promise = self._clock(), self._promises.get(request_id)
-        if promise is not None:
-            if promise.wanted != first or promise.found.num_blocks or promise.bringing is not None:
-                return False
-            if now < promise.until_s:
-                return True
-        key = first.key(0)
-        if not self._finders[0].lacks(key, SEEN_S if hurries else LOOK_S):
-            return False
-        self._count(0, num_keys, key)
-        self._keep(request_id, _Promise(first, now + NOTHING_S))
-        return True
 
     def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:
         """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
@@ -356,32 +341,32 @@ class StoreLookup:
     def _share(self, wanted: Wanted, began: float, max_age_s: float) -> _Promise | None:
         """Find and lease blocks in the mapped memories of all workers; None: ask the daemon. It has to be asked for
         blocks below its memory, and if a memory is mapped for reading only."""
-        leading, keys, num_wanted, most = wanted.groups.leading, wanted.keys, len(wanted), 0
-        num_blocks = num_wanted
+        leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
-            num_blocks = wanted.longest(np.logical_and.reduce(seen))
-            most = max(map(wanted.leading, seen))
+            most, num_blocks = max(map(wanted.leading, seen)), wanted.longest(np.logical_and.reduce(seen))
+            if num_blocks < len(wanted) and not self.sees_all:
+                return None
             keys = wanted.needed(num_blocks)
-        leases: dict[Rank, BlockLease] = {}
-        counts: list[int] = []
+        leases: dict[Rank, SharedLease] = {}
         for finder in self._finders:
             if (lease := finder.share(keys, max_age_s)) is None:
-                break
+                self._release(leases)
+                return None
             leases[finder.rank] = lease
-            counts.append(lease.num_blocks)
-        all_see = bool(counts) and len(counts) == len(self._finders)
-        if all_see and min(counts) < num_keys(keys):
-            num_blocks = min(counts) if leading else 0
-        if not all_see or (num_blocks < num_wanted and not self.sees_all):
-            self._release(leases)
+        if not leases:
             return None
+        counts = [lease.num_blocks for lease in leases.values()]
+        fewest = min(counts)
+        if leading:
+            num_blocks, most = fewest, max(counts)
+        elif fewest < num_keys(keys):
+            num_blocks = 0  # they went after they were seen
+        self._found(wanted, num_blocks, most, counted=True)
         if not num_blocks:
             self._release(leases)
-        self._found(wanted, num_blocks, max(counts) if leading else most, counted=True)
-        if not num_blocks:
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
@@ -576,7 +561,8 @@ class StoreLookup:
     def _ask(self, wanted: Wanted, began: float, *, likely: bool, reads: bool) -> _Promise:
         """Ask all finders, and lease what they have in memory. An error is a miss. `likely`: the first block is there,
         so that a lease answers as well."""
-        promise = _Promise(wanted, began + NOTHING_S)
+        leases: dict[Rank, BlockLease] = {}
+        promise = _Promise(wanted, began + NOTHING_S, leases=leases)
 
         def left_s() -> float:
             return max(self._step_s - (self._clock() - began), _NO_WAIT_S)
@@ -585,10 +571,10 @@ class StoreLookup:
             """Return how many keys all have leased before the first that is missing."""
 
             def of(finder: StoreFinder) -> None:
-                promise.leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
+                leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
 
             self._of_each(of)
-            return min(map(_num_leading, promise.leases.values()))
+            return min(map(_num_leading, leases.values()))
 
         def bring_up(num_blocks: int, num_in_memory: int) -> int:
             self._release(promise.leases)
@@ -646,7 +632,7 @@ class StoreLookup:
             wait(asked)
         return answers + [each.result() for each in asked]
 
-    def _bring_up(self, wanted: Wanted, num_blocks: int, num_in_memory: int) -> tuple[Found, dict[Rank, BlockLease]]:
+    def _bring_up(self, wanted: Wanted, num_blocks: int, num_in_memory: int) -> tuple[Found, Leases]:
         """Lease blocks when they are in memory, so that loads do not wait for one another. On a thread of its own."""
         leases: dict[Rank, BlockLease] = {}
         try:
@@ -664,7 +650,7 @@ class StoreLookup:
             leases = {}
         return Found(num_blocks, False), leases
 
-    def _release_brought(self, done: Future[tuple[Found, dict[Rank, BlockLease]]]) -> None:
+    def _release_brought(self, done: Future[tuple[Found, Leases]]) -> None:
         if not done.cancelled():
             self._release(done.result()[1])
 
@@ -688,7 +674,7 @@ class StoreLookup:
                 logger.debug("the daemon does not answer: %s", error)
             self._closing.wait(PING_S)
 
-    def _release(self, leases: dict[Rank, BlockLease]) -> None:
+    def _release(self, leases: Leases) -> None:
         """End leases: those in the mapped memory at once, others on the thread, since the daemon is asked."""
         for lease in leases.values():
             if isinstance(lease, SharedLease):

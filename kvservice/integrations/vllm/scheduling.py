@@ -188,8 +188,6 @@ class ConnectorScheduler:
             self._lookup.drop(request_id)
             return 0, False
         hurries = self._others_compute(request_id)
-        if self._is_miss(request, first, stop, hurries):
-            return 0, False
         every = self._keys(request, 0, stop)
         keys = every[self._groups.key_bytes * first :]
         if not keys:
@@ -206,17 +204,6 @@ class ConnectorScheduler:
         if num_computed_tokens + num_tokens == request.num_tokens:
             num_tokens -= 1
         return num_tokens, num_tokens > 0 and not in_step
-
-    def _is_miss(self, request: Any, first: int, stop: int, hurries: bool) -> bool:
-        """Whether no block of a request can be found, since its first one is nowhere."""
-        if self._groups.full is None:
-            return False  # no block is always needed
-        keys = self._keys(request, first, first + 1)
-        if not keys:
-            return True  # nobody knows them
-        assert self._lookup is not None
-        block = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        return self._lookup.is_miss(request.request_id, block, (stop - first) * len(self._groups), hurries=hurries)
 
     def allocated(
         self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
