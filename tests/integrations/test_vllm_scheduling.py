@@ -258,7 +258,7 @@ def test_full_blocks_are_saved_once_in_chunks(engine: OpenEngine) -> None:
 def test_a_step_begins_to_save_a_limited_number_of_blocks(engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next ones, or the end of their requests, save the others."""
     made = engine(FakeStore())
-    monkeypatch.setitem(made.scheduler._scheduler.step.__globals__, "OFFERED_AT_ONCE", 3)
+    monkeypatch.setitem(made.scheduler._scheduler.step.__globals__, "HELD_AT_ONCE", 3)
     first, second = FakeRequest("a", TOKENS), FakeRequest("b", [9] * 16)
     run(made, first, [1, 2, 3, 4, 5])
     run(made, second, [6, 7, 8, 9])
@@ -649,6 +649,25 @@ def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> 
     assert len(tight.store.values) == 4 + 2 + 37
     assert tight.skipped() == 0
     assert tight.pool.used == {6, 7}
+
+
+def test_a_long_prompt_that_ends_is_held_in_parts(engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = TightPool(engine)
+    pool = tight.made.scheduler._scheduler._pool
+    assert pool is not None
+    monkeypatch.setitem(pool.choose.__globals__, "HELD_AT_ONCE", 3)
+    request = FakeRequest("b", [8] * 40)
+    tight.pool.cache(request, [*range(10, 20)])
+    run(tight.made, request, [*range(10, 20)])
+    tight.save_first()
+    tight.made.scheduler.request_finished(request, [*range(10, 20)])
+    # The first step saves what was held when the request ended, and as many again. The last token has no K/V.
+    message = tight.made.step()
+    assert [block_ids for _, block_ids in saves(message)] == [[10, 11, 12], [13, 14, 15]]
+    tight.made.compute(message)
+    tight.made.settle()
+    assert set(tight.store.values) == {*chain(TOKENS), *chain([8] * 36)}
+    assert tight.skipped() == 0
 
 
 def test_a_block_that_waits_is_skipped_if_it_is_taken_for_others(engine: OpenEngine) -> None:

@@ -20,7 +20,10 @@ from kvservice.integrations.vllm.steps import BlockIds
 # and hears of a save one step later: the blocks of three steps are held, each of which fills a fifth of a small pool.
 # Blocks for which there is no room cost the scheduler three times as much.
 SHARED = 8
-# The most blocks that waited for room and are saved by one step: vLLM is asked for each.
+# The most blocks that one call begins to hold: the tokens of a large step. Of a long prompt that vLLM had itself, the
+# others wait.
+HELD_AT_ONCE = 1024
+# The most of these that waited: vLLM is asked for each.
 AT_ONCE = 256
 # One block of a save stands for so many: looking at all held blocks would take 0.2 ms of each step.
 COUNTED_AS_ONE = 8
@@ -93,7 +96,7 @@ class PoolBlocks:
     def choose(self, offers: Sequence[Offer]) -> tuple[bytes, list[int], int]:
         """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
         once and without those that are held; and how many that waited are not there any more. The others wait."""
-        block_ids, room = _block_ids(offers), self._room()
+        block_ids, room = _block_ids(offers), min(self._room(), HELD_AT_ONCE)
         # Sets, since numpy's functions take longer than that when the step has not called them for a while.
         distinct = set(block_ids)
         is_new = len(distinct) == len(block_ids) and self._held.isdisjoint(distinct)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvservice.client.store.values import KEY_BYTES, chosen_keys, num_keys, some_keys
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
-from kvservice.integrations.vllm.holding import FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
+from kvservice.integrations.vllm.holding import HELD_AT_ONCE, FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
 from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.settings import AdapterIdentities
 from kvservice.integrations.vllm.steps import (
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 # The least number of decoded blocks of a request that are saved together, unless it ends.
 DECODED_BLOCKS = 8
-# About the most blocks that a step begins to save of requests that go on: the tokens of a large step.
-OFFERED_AT_ONCE = 1024
 # How long blocks are held for workers that do not report.
 HOLD_S = 30.0
 
@@ -338,7 +336,7 @@ class ConnectorScheduler:
 
     def step(self, output: Any) -> ConnectorStep:
         """Return what the workers do in a step. `output`: vLLM's SchedulerOutput."""
-        offers, room = [], OFFERED_AT_ONCE
+        offers, room = [], HELD_AT_ONCE
         for request_id, num_computed_tokens in self._note_blocks(output):
             tracked = self._requests[request_id]
             num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
