@@ -405,12 +405,11 @@ def shared_entries(tables: Any, rows: Any, starts: Any, counts: Any, ref_count: 
     """Return which of the table entries starts[i], ..., starts[i] + counts[i] - 1 of each row, concatenated, have a
     block with ref_count int32[num_blocks] above 1 or with indexed bool[num_blocks]: int64[m], ascending."""
 
-def fill_sequences(
-    tables: Any, token_ids: Any, rows: list[int], found: list[Any], tokens: list[Any], blocks: Any
-) -> None:
-    """Write the tables of new sequences: their prefix-cache hits found[i] int64[f], then the next of the new `blocks`
-    int64[b], and the tokens past the hits, of tokens[i] int32[n], to the new blocks of token_ids int32[num_blocks,
-    block_size]. Raises InvalidArgumentError, before anything is written, unless they need exactly these blocks."""
+def rows_of(rows: dict[int, int], ids: Any) -> Any:
+    """Return the rows of these ids int64[n], int64[n]. None if an id is not in `rows`, or two have the same row."""
+
+def first_negative(numbers: Any) -> int:
+    """Return the index of the first negative one of numbers int32[n], -1 if there is none."""
 
 def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
     """Add a reference to each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns (the
@@ -451,6 +450,11 @@ class StepTables:
     def start(self, rows: Any, lengths: Any, step_id: int) -> list[int]:
         """Make a step the newest one of sequences, and lengths int64[n] their lengths. Returns the distinct steps that
         it replaces."""
+
+    def create(self, rows: list[int], found: list[Any], tokens: list[Any], blocks: Any) -> None:
+        """Write the tables of new sequences: their prefix-cache hits found[i] int64[f], then the next of the new
+        `blocks` int64[b]; the tokens past the hits, of tokens[i] int32[n], to the new blocks; and the first columns of
+        their states. They need exactly these blocks."""
 
     def fork(self, parent: int, child: int) -> int:
         """Give the row `child` the table of the row `parent` and the first columns of its state, which steps use, and

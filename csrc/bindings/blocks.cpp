@@ -90,28 +90,6 @@ int block_shift(const py::array& token_ids) {
   return shift;
 }
 
-void fill(const py::object& tables, const py::object& token_ids, const std::vector<int64_t>& rows,
-          const py::list& found, const py::list& tokens, const py::object& blocks) {
-  py::array table = plain(tables, "tables", kInt32, "int32", 2);
-  py::array pool = plain(token_ids, "token_ids", kInt32, "int32", 2);
-  require(found.size() == rows.size(), "found", "has another length than rows");
-  require(tokens.size() == rows.size(), "tokens", "has another length than rows");
-  const py::array added = int64_vector(blocks, "blocks");
-  std::vector<py::array> kept;  // the arrays that the sequences point to
-  std::vector<NewSequence> sequences;
-  kept.reserve(2 * rows.size());
-  sequences.reserve(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const py::array& hits = kept.emplace_back(int64_vector(found[i], "found"));
-    const py::array& prompt = kept.emplace_back(int32_vector(tokens[i], "tokens"));
-    sequences.push_back(
-        {rows[i], int64_of(hits), hits.shape(0), static_cast<const int32_t*>(prompt.data()), prompt.shape(0)});
-  }
-  fill_sequences(static_cast<int32_t*>(table.mutable_data()), table.shape(0), table.shape(1),
-                 static_cast<int32_t*>(pool.mutable_data()), pool.shape(0), block_shift(pool), sequences,
-                 int64_of(added), added.shape(0));
-}
-
 py::tuple add(const py::object& ref_count, const py::object& blocks) {
   py::array counted = plain(ref_count, "ref_count", kInt32, "int32", 1);
   const py::array referenced = int64_vector(blocks, "blocks");
@@ -160,6 +138,34 @@ py::tuple match(const py::dict& index, const py::list& hashes, size_t limit, con
   }
   for (size_t i = 0; i < found.size(); ++i) num_held += counts[out[i]] != 0 ? 1 : 0;
   return py::make_tuple(std::move(blocks), num_held);
+}
+
+// Returns None if an id is unknown or occurs twice.
+py::object rows_of(const py::dict& rows, const py::object& ids) {
+  const py::array names = int64_vector(ids, "ids");
+  const int64_t* name = int64_of(names);
+  py::array_t<int64_t> found(names.shape(0));
+  int64_t* row = found.mutable_data();
+  for (py::ssize_t i = 0; i < names.shape(0); ++i) {
+    const py::int_ key(name[i]);
+    PyObject* value = PyDict_GetItemWithError(rows.ptr(), key.ptr());
+    if (value == nullptr) return py::none();
+    row[i] = as_int(value, "rows");
+  }
+  std::vector<int64_t> sorted(row, row + names.shape(0));
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) return py::none();
+  return std::move(found);
+}
+
+// Returns -1 if there is none.
+py::ssize_t first_negative(const py::object& numbers) {
+  const py::array all = int32_vector(numbers, "numbers");
+  const auto* first = static_cast<const int32_t*>(all.data());
+  int32_t signs = 0;  // without a branch, so that the compiler takes many at a time
+  for (py::ssize_t i = 0; i < all.shape(0); ++i) signs |= first[i];
+  if (signs >= 0) return -1;
+  return std::find_if(first, first + all.shape(0), [](int32_t number) { return number < 0; }) - first;
 }
 
 bool has_type(const py::handle& object, int type_num) {
@@ -253,6 +259,24 @@ class Steps {
     return start_step(pool_, int64_of(row), int64_of(length), row.shape(0), step_id);
   }
 
+  void create(const std::vector<int64_t>& rows, const py::list& found, const py::list& tokens,
+              const py::object& blocks) {
+    require(found.size() == rows.size(), "found", "has another length than rows");
+    require(tokens.size() == rows.size(), "tokens", "has another length than rows");
+    const py::array added = int64_vector(blocks, "blocks");
+    std::vector<py::array> kept;  // the arrays that the sequences point to
+    std::vector<NewSequence> sequences;
+    kept.reserve(2 * rows.size());
+    sequences.reserve(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const py::array& hits = kept.emplace_back(int64_vector(found[i], "found"));
+      const py::array& prompt = kept.emplace_back(int32_vector(tokens[i], "tokens"));
+      sequences.push_back(
+          {rows[i], int64_of(hits), hits.shape(0), static_cast<const int32_t*>(prompt.data()), prompt.shape(0)});
+    }
+    create_sequences(pool_, sequences, int64_of(added), added.shape(0));
+  }
+
   int64_t fork(int64_t parent, int64_t child) { return fork_row(pool_, parent, child); }
 
   py::object full_blocks(const py::object& rows, const py::object& context_lens) const {
@@ -279,9 +303,9 @@ void define_blocks(py::module_& m) {
         py::arg("shift"));
   m.def("shared_entries", &shared, py::arg("tables"), py::arg("rows"), py::arg("starts"), py::arg("counts"),
         py::arg("ref_count"), py::arg("indexed"));
-  m.def("fill_sequences", &fill, py::arg("tables"), py::arg("token_ids"), py::arg("rows"), py::arg("found"),
-        py::arg("tokens"), py::arg("blocks"));
   m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
+  m.def("rows_of", &rows_of, py::arg("rows"), py::arg("ids"));
+  m.def("first_negative", &first_negative, py::arg("numbers"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
   m.def("drop_references", &drop, py::arg("ref_count"), py::arg("blocks"));
   m.def("distinct_blocks", &distinct, py::arg("blocks"));
@@ -295,6 +319,7 @@ void define_blocks(py::module_& m) {
       .def("append", &Steps::append, py::arg("rows"), py::arg("slots"), py::arg("tokens"), py::arg("fresh"),
            py::arg("blocks"))
       .def("start", &Steps::start, py::arg("rows"), py::arg("lengths"), py::arg("step_id"))
+      .def("create", &Steps::create, py::arg("rows"), py::arg("found"), py::arg("tokens"), py::arg("blocks"))
       .def("fork", &Steps::fork, py::arg("parent"), py::arg("child"))
       .def("full_blocks", &Steps::full_blocks, py::arg("rows"), py::arg("context_lens"));
 }

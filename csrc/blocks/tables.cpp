@@ -62,33 +62,6 @@ std::vector<int64_t> shared_entries(const BlockTables& tables, const RowRanges& 
   return shared;
 }
 
-void fill_sequences(int32_t* tables, int64_t num_rows, int64_t width, int32_t* token_ids, int64_t num_blocks, int shift,
-                    const std::vector<NewSequence>& sequences, const int64_t* blocks, int64_t num_new) {
-  const int64_t block_size = int64_t{1} << shift;
-  int64_t needed = 0;
-  for (const NewSequence& one : sequences) {
-    const int64_t entries = (one.num_tokens + block_size - 1) >> shift;
-    require(one.row >= 0 && one.row < num_rows, "rows", "is not a row of the tables");
-    require(one.num_found <= entries && entries <= width, "tokens", "do not fit into the table");
-    check_blocks(one.found, one.num_found, num_blocks);
-    needed += entries - one.num_found;
-  }
-  require(needed == num_new, "blocks", "are not as many as the sequences need");
-  check_blocks(blocks, num_new, num_blocks);
-  for (const NewSequence& one : sequences) {
-    int32_t* table = tables + one.row * width;
-    for (int64_t i = 0; i < one.num_found; ++i) table[i] = static_cast<int32_t>(one.found[i]);
-    const int32_t* tokens = one.tokens + (one.num_found << shift);
-    for (int64_t left = one.num_tokens - (one.num_found << shift), entry = one.num_found; left > 0; ++entry, ++blocks) {
-      table[entry] = static_cast<int32_t>(*blocks);
-      const int64_t count = std::min(block_size, left);
-      std::memcpy(token_ids + (*blocks << shift), tokens, static_cast<size_t>(count) * sizeof(int32_t));
-      tokens += count;
-      left -= count;
-    }
-  }
-}
-
 AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size) {
   check_blocks(blocks, size, num_blocks);
   AddedReferences added;
@@ -200,6 +173,38 @@ std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, con
   std::sort(replaced.begin(), replaced.end());
   replaced.erase(std::unique(replaced.begin(), replaced.end()), replaced.end());
   return replaced;
+}
+
+void create_sequences(const StepTables& pool, const std::vector<NewSequence>& sequences, const int64_t* blocks,
+                      int64_t num_new) {
+  const int64_t block_size = int64_t{1} << pool.shift;
+  int64_t needed = 0;
+  for (const NewSequence& one : sequences) {
+    require(one.row >= 0 && one.row < pool.num_rows, "rows", "is not a row of the tables");
+    const int64_t entries = (one.num_tokens + block_size - 1) >> pool.shift;
+    require(one.num_found <= entries && entries <= pool.width, "tokens", "do not fit into the table");
+    check_blocks(one.found, one.num_found, pool.num_blocks);
+    needed += entries - one.num_found;
+  }
+  require(needed == num_new, "blocks", "are not as many as the sequences need");
+  check_blocks(blocks, num_new, pool.num_blocks);
+  for (const NewSequence& one : sequences) {
+    int32_t* table = pool.tables + one.row * pool.width;
+    int64_t entry = 0;
+    for (; entry < one.num_found; ++entry) table[entry] = static_cast<int32_t>(one.found[entry]);
+    const int64_t computed = one.num_found << pool.shift;
+    for (int64_t done = computed; done < one.num_tokens; done += block_size, ++entry, ++blocks) {
+      table[entry] = static_cast<int32_t>(*blocks);
+      const int64_t count = std::min(block_size, one.num_tokens - done);
+      std::memcpy(pool.token_ids + (*blocks << pool.shift), one.tokens + done,
+                  static_cast<size_t>(count) * sizeof(int32_t));
+    }
+    int64_t* state = pool.states + one.row * pool.num_columns;
+    state[kLength] = one.num_tokens;
+    state[kNumComputed] = computed;
+    state[kNumBlocks] = entry;
+    state[kStep] = state[kSwapped] = 0;
+  }
 }
 
 int64_t fork_row(const StepTables& pool, int64_t parent, int64_t child) {

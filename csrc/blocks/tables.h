@@ -34,21 +34,6 @@ void slot_mapping(const BlockTables& tables, const RowRanges& positions, int shi
 std::vector<int64_t> shared_entries(const BlockTables& tables, const RowRanges& entries, const int32_t* ref_count,
                                     const bool* indexed, int64_t num_blocks);
 
-// A new sequence: its row, the blocks of its prefix-cache hits, and its tokens.
-struct NewSequence {
-  int64_t row;
-  const int64_t* found;
-  int64_t num_found;
-  const int32_t* tokens;
-  int64_t num_tokens;
-};
-
-// Writes the tables of new sequences, which are their hits and the next blocks of `blocks`, and the tokens past the
-// hits to the new blocks of token_ids, int32[num_blocks, 1 << shift]. Throws ArgumentError, before anything is written,
-// unless all of it fits and the sequences need exactly these blocks.
-void fill_sequences(int32_t* tables, int64_t num_rows, int64_t width, int32_t* token_ids, int64_t num_blocks, int shift,
-                    const std::vector<NewSequence>& sequences, const int64_t* blocks, int64_t num_new);
-
 struct AddedReferences {
   std::vector<int64_t> first;  // the blocks that had no reference, in the order of their first occurrence
   int64_t num_shared = 0;      // how many blocks got their second reference
@@ -126,6 +111,21 @@ void append_tokens(const StepTables& pool, const int64_t* rows, int64_t* slots, 
 // replaces, ascending. Throws ArgumentError, before anything is written, for a row that is out of range.
 std::vector<int64_t> start_step(const StepTables& pool, const int64_t* rows, const int64_t* lengths, int64_t size,
                                 int64_t step);
+
+// A new sequence: its row, the blocks of its prefix-cache hits, and its tokens.
+struct NewSequence {
+  int64_t row;
+  const int64_t* found;
+  int64_t num_found;
+  const int32_t* tokens;
+  int64_t num_tokens;
+};
+
+// Writes the tables of new sequences, which are their hits and the next blocks of `blocks`, the tokens past the hits to
+// the new blocks, and the states that steps read and write. What says whose sequences they are, it does not write.
+// Throws ArgumentError, before anything is written, unless all of it fits and they need exactly these blocks.
+void create_sequences(const StepTables& pool, const std::vector<NewSequence>& sequences, const int64_t* blocks,
+                      int64_t num_new);
 
 // Gives the row `child` the table of the row `parent`, whose blocks get one reference more, and the state that steps
 // read and write. What says whose sequence it is, it does not get. Returns how many of the blocks got their second

@@ -6,13 +6,11 @@ plan, so they cannot contradict each other."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import check_request_blocks, extra_keys_by_block, int32_array, whole_number
 from kvservice.blocks.kept import extra_keys_bytes
 from kvservice.blocks.plans import NO_STEP, Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
@@ -81,8 +79,7 @@ class FoundPrompt(NamedTuple):
         return self.new.required - self.new.num_held
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """`hits` are the prefix-cache hits of all sequences. `required` is the number of blocks of all tables."""
 
     sequences: list[NewSequence]
@@ -255,7 +252,7 @@ def _check_request(state: BlockState, request: AllocationRequest, field: str) ->
         extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", state.config.block_size, limit)
     found = _NO_BLOCKS
     if state.config.enable_prefix_caching:  # the last token is always computed
-        found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
+        found = state.device.index.match(tokens[:-1], extra)
     num_blocks = (len(tokens) + state.mask) >> state.shift
     required = (len(tokens) + lookahead + state.mask) >> state.shift
     return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
@@ -267,38 +264,40 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         state.sequences.require_places(len(plan.sequences), "requests", namespace)
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
-    sequences, slots, shift = plan.sequences, state.sequences, state.shift
-    keyed = [new.extra for new in sequences if new.extra]
+    sequences, slots = plan.sequences, state.sequences
+    found: list[Int64Array] = []
+    tokens: list[Int32Array] = []
+    keyed: list[dict[int, bytes]] = []
+    num_new = queried = 0
+    for new in sequences:
+        found.append(new.found)
+        tokens.append(new.tokens)
+        if new.extra:
+            keyed.append(new.extra)
+        num_new += new.num_blocks - len(new.found)
+        queried += len(new.tokens)
     if keyed:
         slots.extra_keys.require(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
     if namespace.lost:
         state.require_lost(namespace)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref(plan.hits)
-    found: list[Int64Array] = []
-    tokens: list[Int32Array] = []
-    num_new = queried = 0
-    for new in sequences:
-        found.append(new.found)
-        tokens.append(new.tokens)
-        num_new += new.num_blocks - len(new.found)
-        queried += len(new.tokens)
     blocks = state.device.allocate(num_new)
     rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
     del slots.free_rows[-len(sequences) :]
-    fill_sequences(slots.block_tables, state.device.token_ids, rows, found, tokens, blocks)
     state.intents.begin_new(rows)
-    states, number = slots.states, namespace.number
+    state.step_tables.create(rows, found, tokens, blocks)
+    items, number = slots.items, namespace.number
     for new, row in zip(sequences, rows, strict=True):
         if new.extra:
             slots.extra_keys.set(row, number, new.extra)
         namespace.rows[new.sequence_id] = row
-        length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
-        states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
+        at, made = row * STATE_COLUMNS, slots.new_flags(flags)
+        items[at + NAMESPACE], items[at + SEQUENCE_ID], items[at + FLAGS] = number, new.sequence_id, made
     if namespace.lost:
         state.create_lost(namespace, [new.sequence_id for new in sequences])
     # Tokens that were looked up in the prefix cache, and those found there.
-    counters, hit = state.counters, len(plan.hits) << shift
+    counters, hit = state.counters, len(plan.hits) << state.shift
     slots.num_tokens += queried
     counters.prefix_cache_query_tokens += queried
     counters.prefix_cache_hit_tokens += hit

@@ -12,6 +12,7 @@ from typing import NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvservice._ext import first_negative
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.chain_hash import encoded_extra_keys
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
@@ -134,7 +135,7 @@ def int32_array(value: npt.ArrayLike, field: str) -> Int32Array:
         if int(wide.min()) < 0:
             refuse(field, wide < 0, "must not be negative")
         return wide.astype(np.int32)
-    if np.count_nonzero(array < 0):
+    if first_negative(array) >= 0:
         refuse(field, array < 0, "must not be negative")
     return array
 

@@ -109,7 +109,7 @@ class Loader:
         """Return the missing blocks of a prefix, of which every full block counts. Raises InvalidArgumentError."""
         tokens, limit = int32_array(token_ids, "token_ids"), self._config.max_sequence_tokens
         extra = extra_keys_by_block(extra_keys, "extra_keys", self._config.block_size, limit)
-        found = np.array(self._device.index.match(tokens, extra), np.int64)
+        found = self._device.index.match(tokens, extra)
         return self.missing(np.append(tokens, np.int32(0)), extra, found, most, quota)
 
     def missing_of(

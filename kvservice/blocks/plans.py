@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +76,7 @@ class AllocStatus(Enum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationRequest:
+class AllocationRequest(NamedTuple):
     """A sequence to allocate: its id within the namespace, its prompt, and the extra keys of its block hashes.
 
     token_ids: int32[n], n >= 1. extra_keys: (token position, bytes) pairs. A key belongs to the block that contains its
@@ -91,8 +90,7 @@ class AllocationRequest:
     lookahead: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Result of an allocation. The first `num_cached_tokens` tokens are already computed; steps cover the rest."""
 
     sequence_id: int

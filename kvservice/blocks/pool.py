@@ -437,9 +437,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of these tokens, in order. It stops hashing at the first
-        miss."""
+    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> Int64Array:
+        """Return the blocks of the longest cached prefix of these tokens, in order: int64[n]. It stops hashing at the
+        first miss."""
         size = 4 * self.block_size
         data = token_bytes(token_ids)
         blocks, parent = self.blocks, self.root
@@ -450,7 +450,7 @@ class PrefixIndex:
             if block is None:
                 break
             found.append(block)
-        return found
+        return np.array(found, np.int64) if found else _NO_BLOCKS
 
     def match_hashes(self, chain_hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks that these chain hashes find, in order, up to the first miss."""

@@ -133,4 +133,4 @@ def _find(state: BlockState, token_ids: npt.ArrayLike, extra_keys: Sequence[tupl
     if len(tokens) > limit:
         raise InvalidArgumentError(f"has more than max_sequence_tokens = {limit} tokens", field="token_ids")
     extra = extra_keys_by_block(extra_keys, "extra_keys", state.config.block_size, limit)
-    return np.array(state.device.index.match(tokens, extra), np.int64)
+    return state.device.index.match(tokens, extra)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvservice._ext import StepTables, shared_entries, slot_mapping
+from kvservice._ext import StepTables, rows_of, shared_entries, slot_mapping
 from kvservice.blocks.arguments import BlocksConfig, int64_array, whole_number
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import ExtraKeyTable, KeptMaps, PinTable, pack_ids
@@ -130,22 +130,15 @@ class SessionNamespace:
         The last batch of several is cached, because a running batch stays the same for many steps.
         """
         ids = id_array(sequence_ids, field)
-        if len(ids) == 1:
-            row = self.rows.get(ids.item())
-            if row is None:
-                raise self.unknown_sequence(ids.tolist(), field)
-            return ids.copy(), np.array((row,), np.int64)
         key = ids.tobytes()
         if key == self._batch[0]:
             return self._batch[1], self._batch[2]
-        names = ids.tolist()
-        try:
-            rows = np.array(list(map(self.rows.__getitem__, names)), np.int64)
-        except KeyError:
-            raise self.unknown_sequence(names, field) from None
-        if len(set(names)) != len(names):
-            raise _repeated(names, field)
+        rows: Int64Array | None = rows_of(self.rows, ids)
+        if rows is None:
+            raise self._wrong_batch(ids.tolist(), field)
         ids = ids.copy()
+        if len(ids) == 1:
+            return ids, rows
         ids.setflags(write=False)
         rows.setflags(write=False)
         self._batch = (key, ids, rows)
@@ -221,6 +214,14 @@ class SessionNamespace:
             return SequenceLostError(f"sequence {name} did not survive a restart", field=where, sequence_id=name)
         return UnknownSequenceError(f"sequence {name} is not known", field=where, sequence_id=name)
 
+    def _wrong_batch(self, names: list[int], field: str) -> KVServiceError:
+        """Return the error for ids of which one is unknown or occurs twice."""
+        if not self.rows.keys() >= set(names):
+            return self.unknown_sequence(names, field)
+        first = {name: i for i, name in reversed(list(enumerate(names)))}
+        i = next(i for i, name in enumerate(names) if first[name] != i)
+        return InvalidArgumentError(f"sequence {names[i]} appears twice", field=f"{field}[{i}]")
+
     def remove(self, sequence_id: int) -> int:
         self._batch = _NO_BATCH
         return self.rows.pop(sequence_id)
@@ -249,12 +250,6 @@ def id_array(value: npt.ArrayLike, field: str) -> Int64Array:
     if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1 and value.size:
         return value
     return int64_array(value, field)
-
-
-def _repeated(names: list[int], field: str) -> KVServiceError:
-    seen: set[int] = set()
-    i = next(i for i, name in enumerate(names) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-    return InvalidArgumentError(f"sequence {names[i]} appears twice", field=f"{field}[{i}]")
 
 
 def distinct_steps(steps: Int64Array) -> Iterator[int]:

@@ -23,7 +23,7 @@ def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens
 
 def missing_of(manager: BlockManager, tokens: Any, most: int = 100) -> MissingBlocks:
     prompt = np.array(tokens, np.int32)
-    found = np.array(manager.device.index.match(prompt[:-1], {}), np.int64)
+    found = manager.device.index.match(prompt[:-1], {})
     missing = manager.loader.missing(prompt, {}, found, most)
     assert missing is not None
     return missing
@@ -220,7 +220,7 @@ def test_a_block_that_is_written_again_has_lost_its_copy(make: Make) -> None:
 
 
 def missing_free(manager: BlockManager, tokens: Any) -> Any:
-    return np.array(manager.device.index.match(np.array(tokens, np.int32), {}), np.int64)
+    return manager.device.index.match(np.array(tokens, np.int32), {})
 
 
 def test_blocks_that_are_known_to_have_copies_are_not_copied(make: Make) -> None:

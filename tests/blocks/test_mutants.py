@@ -71,8 +71,8 @@ OF_MACHINE = {
 -            self._reuse(unreferenced)
 """,
     "a hit on the whole prompt": """
--        found = np.array(state.device.index.match(tokens[:-1], extra), np.int64)
-+        found = np.array(state.device.index.match(tokens, extra), np.int64)
+-        found = state.device.index.match(tokens[:-1], extra)
++        found = state.device.index.match(tokens, extra)
 """,
     "a rewritten block that stays findable": """
 -    device.remove_from_index(copies.unindexed)

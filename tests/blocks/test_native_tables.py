@@ -80,15 +80,20 @@ def test_new_sequences_and_references() -> None:
                 counts = [-(-len(one) // size) - len(hits) for one, hits in zip(tokens, found, strict=True)]
                 blocks = NUM_BLOCKS + rng.permutation(150)[: sum(counts)]
                 expected_tables, expected_tokens = tables.copy(), token_ids.copy()
+                states, counted = rng.integers(0, 9, (9, 7)), np.zeros(200, np.int32)
+                expected_states = states.copy()
                 left = iter(blocks.tolist())
                 for number, prompt, hits in zip(rows, tokens, found, strict=True):
+                    expected_states[number, :5] = len(prompt), len(hits) * size, -(-len(prompt) // size), 0, 0
                     for entry in range(-(-len(prompt) // size)):
                         block = hits[entry] if entry < len(hits) else next(left)
                         expected_tables[number, entry] = block
                         if entry >= len(hits):
                             part = prompt[entry * size : (entry + 1) * size]
                             expected_tokens[block, : len(part)] = part
-                _ext.fill_sequences(tables, token_ids, rows, found, tokens, blocks)
+                steps = _ext.StepTables(tables, states, counted, np.zeros(200, np.bool_), token_ids, 999)
+                steps.create(rows, found, tokens, blocks)
+                assert np.array_equal(states, expected_states)
                 assert np.array_equal(tables, expected_tables)
                 assert np.array_equal(token_ids, expected_tokens)
 
@@ -319,14 +324,15 @@ def test_ranges_outside_the_tables_are_refused() -> None:
 
 def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:
     ref_count, tables, token_ids = np.zeros(4, np.int32), np.zeros((2, 3), np.int32), np.zeros((4, 2), np.int32)
-    prompt, none = np.ones(3, np.int32), np.zeros(0, np.int64)
+    prompt, none, states = np.ones(3, np.int32), np.zeros(0, np.int64), np.zeros((2, 5), np.int64)
+    steps = _ext.StepTables(tables, states, ref_count, np.zeros(4, np.bool_), token_ids, 6)
     for bad in (4, -1):
         with pytest.raises(InvalidArgumentError, match="blocks"):
             _ext.add_references(ref_count, np.array([1, bad]))
         with pytest.raises(InvalidArgumentError, match="blocks"):
             _ext.drop_references(np.ones(4, np.int32), np.array([1, bad]))
         with pytest.raises(InvalidArgumentError, match="blocks"):
-            _ext.fill_sequences(tables, token_ids, [1], [none], [prompt], np.array([1, bad]))
+            steps.create([1], [none], [prompt], np.array([1, bad]))
         tables[0, 0] = bad
         with pytest.raises(InvalidArgumentError, match="tables"):
             _ext.shared_entries(tables, ROW, ROW, ROW + 1, ref_count, np.zeros(4, np.bool_))
@@ -338,7 +344,9 @@ def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:
         (1, none, np.ones(7, np.int32), np.arange(4)),
     ):
         with pytest.raises(InvalidArgumentError):
-            _ext.fill_sequences(tables, token_ids, [row], [found], [tokens], blocks)
+            steps.create([row], [found], [tokens], blocks)
+    for array in (states, tables, token_ids):
+        assert not array.any()
     once = np.ones(4, np.int32)
     with pytest.raises(InvalidArgumentError, match="fewer references"):
         _ext.drop_references(once, np.array([3, 1, 2, 1]))
@@ -375,3 +383,22 @@ def test_forks_and_full_blocks_outside_the_tables_are_refused() -> None:
     assert not tables[0].any()
     assert not states[0].any()
     assert ref_count.all()
+
+
+def test_rows_of_ids() -> None:
+    rows = {5: 3, 2**62: 0, -1: 8}
+    with each_row() as row:
+        for ids, expected in (([2**62, 5], [0, 3]), ([-1], [8]), ([5, 6], None), ([5, -1, 5], None)):
+            with row(ids):
+                found = _ext.rows_of(rows, np.array(ids))
+                assert (found if found is None else found.tolist()) == expected
+    with pytest.raises(InvalidArgumentError, match="ids"):
+        _ext.rows_of(rows, np.array([5], np.int32))
+
+
+def test_the_first_negative_number() -> None:
+    with each_row() as row:
+        for numbers, expected in (([], -1), ([0, 2**31 - 1], -1), ([1] * 100 + [-1, -(2**31)], 100), ([-5], 0)):
+            with row((numbers, expected)):
+                assert _ext.first_negative(np.array(numbers, np.int32)) == expected
+                assert _ext.first_negative(np.repeat(np.array(numbers, np.int32), 2)[::2]) == expected

@@ -78,7 +78,7 @@ class CountedTables:
     def __init__(self, tables: Any) -> None:
         self._tables, self.num_decodes = tables, 0
         self.plan_decode, self.start = tables.plan_decode, tables.start
-        self.fork, self.full_blocks = tables.fork, tables.full_blocks
+        self.create, self.fork, self.full_blocks = tables.create, tables.fork, tables.full_blocks
 
     def append(self, *arguments: Any) -> None:
         self.num_decodes += 1

@@ -332,7 +332,7 @@ class Operations(Rig):
         loader = self.manager.loader
         tokens, salt = np.array([*self.prompt(), *self.prompt()], np.int32), self.random.choice(SALTS)
         extra = extra_keys_by_block(salt, "keys", CONFIG.block_size, 64)
-        found = np.array(self.manager.device.index.match(tokens[:-1], extra), np.int64)
+        found = self.manager.device.index.match(tokens[:-1], extra)
         missing = loader.missing(tokens, extra, found, self.random.randint(1, 8))
         if missing is None:
             return

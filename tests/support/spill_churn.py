@@ -163,7 +163,7 @@ class SpillChurn:
             self.reset()
         prompt = np.array(tokens, np.int32)
         extra = extra_keys_by_block(keys, "keys", self.system.manager.config.block_size, 1 << 20)
-        found = np.array(self.system.manager.device.index.match(prompt[:-1], extra), np.int64)
+        found = self.system.manager.device.index.match(prompt[:-1], extra)
         missing = self.loader.missing(prompt, extra, found, MOST_AT_ONCE)
         if missing is None:
             return
