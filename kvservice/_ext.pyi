@@ -49,6 +49,19 @@ class WireScanner:
     def scan(self, data: bytes) -> int:
         """Return the number of a counter that exceeds its limit, or one of the constants above."""
 
+def packed_fixed64(data: bytes, number: int) -> Any:
+    """Return the elements of a packed field of 64-bit integers, int64[n], in a message that protobuf has serialized.
+    Raises InvalidArgumentError for other bytes."""
+
+def packed_fixed32(data: bytes, number: int) -> Any:
+    """Return the elements of a packed field of 32-bit integers, int32[n], as `packed_fixed64`."""
+
+def varint_field(number: int, numbers: Any) -> bytes:
+    """Return a packed field of varints, which are int32[n] or int64[n], as a part of a message."""
+
+def pack_fixed32(numbers: list[int]) -> bytes | None:
+    """Return integers as the elements of a packed field of 32 bits. None if one is no int, or is out of range."""
+
 # Lanes: Decode and Extend through shared memory. csrc/lane/ring.h defines the format.
 
 # Size of a lane's memory, a multiple of 4096.

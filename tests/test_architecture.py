@@ -79,7 +79,7 @@ ROOMS: dict[str, set[str]] = {
         "pool.sealed",
     },
     "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout", "scheduler"},
-    "wire": {"auth", "errors", "pool.layout", "v1"},
+    "wire": {"_ext", "auth", "errors", "pool.layout", "v1"},
     # Arrays in memory files, which the daemon uses not only for the observer.
     "telemetry.arrays": {"pool.sealed"},
     # Data that daemon and observer share.

@@ -1,14 +1,18 @@
 #include "bindings/wire.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "errors.h"
+#include "wire/packed.h"
 #include "wire/scanner.h"
 
 namespace kvservice {
@@ -63,6 +67,47 @@ class WireScanner {
   ScanRules rules_;
 };
 
+// The elements are little-endian, as those of every machine that the daemon runs on.
+template <class Number>
+py::array_t<Number> packed(const py::bytes& data, uint32_t number) {
+  const auto view = static_cast<std::string_view>(data);
+  const PackedField field = find_packed(reinterpret_cast<const uint8_t*>(view.data()), view.size(), number);
+  require(field.size % sizeof(Number) == 0, "data", "has elements of another size");
+  py::array_t<Number> numbers(static_cast<py::ssize_t>(field.size / sizeof(Number)));
+  std::memcpy(numbers.mutable_data(), field.begin, field.size);
+  return numbers;
+}
+
+// Negative numbers have 10 bytes each, as in every message.
+py::bytes varint_field(uint32_t number,
+                       const py::array_t<int64_t, py::array::c_style | py::array::forcecast>& numbers) {
+  std::string elements, data;
+  elements.reserve(static_cast<size_t>(numbers.size()) * 2);
+  const int64_t* first = numbers.data();
+  for (py::ssize_t i = 0; i < numbers.size(); ++i) put_varint(elements, static_cast<uint64_t>(first[i]));
+  put_varint(data, uint64_t{number} << 3 | 2);
+  put_varint(data, elements.size());
+  return data + elements;
+}
+
+// Returns None if one is no int, or is out of range.
+py::object pack_fixed32(const py::list& numbers) {
+  const auto size = static_cast<py::ssize_t>(numbers.size());
+  auto data = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(nullptr, size * 4));
+  if (!data) throw py::error_already_set();
+  char* at = PyBytes_AS_STRING(data.ptr());
+  for (py::ssize_t i = 0; i < size; ++i, at += 4) {
+    PyObject* number = PyList_GET_ITEM(numbers.ptr(), i);
+    if (!PyLong_CheckExact(number)) return py::none();
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    const auto narrow = static_cast<int32_t>(value);
+    if (overflow != 0 || narrow != value) return py::none();
+    std::memcpy(at, &narrow, 4);
+  }
+  return data;
+}
+
 }  // namespace
 
 void define_wire(py::module_& m) {
@@ -73,6 +118,10 @@ void define_wire(py::module_& m) {
       .def(py::init<const std::vector<std::vector<FieldTuple>>&, std::vector<uint64_t>, uint64_t>(),
            py::arg("messages"), py::arg("limits"), py::arg("max_records"))
       .def("scan", &WireScanner::scan, py::arg("data"));
+  m.def("packed_fixed64", &packed<int64_t>, py::arg("data"), py::arg("number"));
+  m.def("packed_fixed32", &packed<int32_t>, py::arg("data"), py::arg("number"));
+  m.def("pack_fixed32", &pack_fixed32, py::arg("numbers"));
+  m.def("varint_field", &varint_field, py::arg("number"), py::arg("numbers"));
 }
 
 }  // namespace kvservice

@@ -41,6 +41,7 @@ from kvservice.client.messages import (
     make_call,
     open_stub,
     parse_replies,
+    sequence_allocation,
     take_reply,
 )
 from kvservice.launch import Daemon
@@ -190,7 +191,7 @@ class Allocate(Sequences):
 
     @staticmethod
     def _request(sequence_id: int, prompt: list[int]) -> Any:
-        sequence = blocks_pb2.SequenceAllocation(sequence_id=sequence_id, token_ids=prompt)
+        sequence = sequence_allocation(sequence_id, prompt)
         return blocks_pb2.AllocateRequest(request_id=sequence_id, sequences=[sequence])
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import Message
 
+from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
@@ -20,8 +21,6 @@ Array = np.ndarray[Any, Any]
 _TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in TENSOR_DTYPES}
 _DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in TENSOR_DTYPES.items()}
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
-# From this length on, token fields are decoded from the serialized message; see `token_array`.
-_MANY_TOKENS = 256
 
 
 # Reads a place in shared memory as uint8. The string is the field's name, for errors.
@@ -77,32 +76,10 @@ def put_type(array: Array, message: tensor_pb2.Tensor) -> None:
 def token_array(message: Any) -> Array:
     """Return the field `token_ids` (packed sfixed32) of a message as int32[n].
 
-    Protobuf creates a Python object for each element. For many elements it is faster to serialize the message and to
-    view the packed field in it as an array.
-    """
-    count = len(message.token_ids)
-    if count < _MANY_TOKENS:
-        return np.fromiter(message.token_ids, np.int32, count)
-    data = message.SerializeToString()
-    start = _find_packed(data, message.DESCRIPTOR.fields_by_name["token_ids"].number)
-    return np.frombuffer(data, "<i4", count, start).astype(np.int32, copy=False)
-
-
-def _find_packed(data: bytes, number: int) -> int:
-    """Return the offset of a packed field's elements in a serialized message that has the field."""
-    at = 0
-    while True:
-        tag, at = _parse_varint(data, at)
-        wire_type = tag & 7
-        if wire_type == 0:
-            _, at = _parse_varint(data, at)
-        elif wire_type == 2:
-            size, at = _parse_varint(data, at)
-            if tag >> 3 == number:
-                return at
-            at += size
-        else:
-            at += 8 if wire_type == 1 else 4
+    Protobuf makes a Python object of each element. It is faster to serialize the message, and to copy the packed field
+    from there."""
+    tokens: Array = _ext.packed_fixed32(message.SerializeToString(), message.TOKEN_IDS_FIELD_NUMBER)
+    return tokens
 
 
 # ---- serialization and parsing without protobuf, which copies the elements five times and aborts the process if a copy

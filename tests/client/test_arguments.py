@@ -12,8 +12,10 @@ import torch
 from each_row import each_row
 
 from kvservice.client import AsyncKVClient, BlockSparse, KVClient, Session, Step
+from kvservice.client.messages import sequence_allocation
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.launch import Daemon
+from kvservice.v1 import blocks_pb2
 
 LIMIT_TOKENS = 4 * 2**20 // 4  # max_message_mib of the shared daemon, in token ids
 KV = np.ones((3, 2, 32), np.float32)
@@ -221,3 +223,15 @@ def test_a_daemon_on_the_cpu_refuses_block_sparse_attention(kv: Session) -> None
 
 def test_what_is_stored_is_told(client: KVClient) -> None:
     assert (client.info.kv_cache_dtype, client.info.dtype, client.info.batch_invariant) == ("float32", "float32", False)
+
+
+def test_a_prompt_is_the_message_that_protobuf_makes() -> None:
+    keys = [blocks_pb2.ExtraKey(position=1, key=b"adapter")]
+    prompts: tuple[Any, ...] = ([], [0, 2**31 - 1, -1], [np.int64(5), 6])
+    with each_row() as row:
+        for token_ids in prompts:
+            with row(token_ids):
+                made = sequence_allocation(7, token_ids, keys)
+                expected = blocks_pb2.SequenceAllocation(sequence_id=7, token_ids=token_ids, extra_keys=keys)
+                assert made == expected
+                assert made.SerializeToString() == expected.SerializeToString()

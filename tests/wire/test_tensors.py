@@ -9,6 +9,7 @@ from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
 from kvservice.v1 import blocks_pb2, tensor_pb2
 from kvservice.wire import put_tensor, to_array, token_array
@@ -128,3 +129,71 @@ def test_token_ids_as_an_array() -> None:
                     array = token_array(message)
                     assert array.dtype == np.int32
                     assert array.tolist() == tokens
+
+
+def test_ids_as_an_array() -> None:
+    unknown = b"\xc5\x3e1234\xc1\x3e12345678\xc0\x3e\xff\xff\x03"
+    with each_row() as row:
+        for count in (0, 1, 300):
+            ids = [(-1) ** i * ((7919 << i) % (1 << 62)) for i in range(count)]
+            message = blocks_pb2.AppendRequest(
+                sequence_ids=[4], num_tokens=[300, -1], expected_lengths=ids, lookahead=7
+            )
+            with row(count):
+                message.MergeFromString(unknown)
+                array = _ext.packed_fixed64(message.SerializeToString(), message.EXPECTED_LENGTHS_FIELD_NUMBER)
+                assert array.dtype == np.int64
+                assert array.tolist() == ids
+
+
+def test_bytes_that_protobuf_has_not_serialized_are_refused() -> None:
+    wrong = {
+        "ends within a tag": b"\x80",
+        "ends within a number": b"\x08\x80",
+        "ends within a field": b"\x12\x05abcd",
+        "longer than can be addressed": b"\x12" + b"\xff" * 9 + b"\x01",
+        "a number of more than 64 bits": b"\x08" + b"\xff" * 11,
+        "a group": b"\x0b\x0c",
+        "a part of an element": b"\x12\x03abc",
+    }
+    with each_row() as row:
+        for name, data in wrong.items():
+            with row(name):
+                for read in (_ext.packed_fixed32, _ext.packed_fixed64):
+                    with pytest.raises(InvalidArgumentError) as caught:
+                        read(data, 2)
+                    assert caught.value.field == "data"
+
+
+def test_a_field_of_another_form_is_unknown() -> None:
+    """As in protobuf, which keeps it."""
+    message = blocks_pb2.SequenceAllocation.FromString(b"\x11" + bytes(8) + b"\x10\x05")
+    assert message.SerializeToString()
+    assert not len(token_array(message))
+    message.token_ids.append(7)
+    assert token_array(message).tolist() == [7]
+
+
+def test_numbers_of_any_size_in_a_message() -> None:
+    """It is the message that protobuf makes of them."""
+    with each_row() as row:
+        for numbers in ([], [0], [127, 128, 16383, 16384, 2**31 - 1], [-1, -(2**31)], list(range(1000))):
+            for dtype in (np.int32, np.int64):
+                with row((numbers[:5], dtype)):
+                    array = np.repeat(np.array(numbers, dtype), 2)[::2]  # not contiguous
+                    message = blocks_pb2.StepResponse(step_id=5)
+                    message.MergeFromString(_ext.varint_field(message.QUERY_LENS_FIELD_NUMBER, array))
+                    assert message == blocks_pb2.StepResponse(step_id=5, query_lens=numbers)
+    slots = np.array([2**63 - 1, -(2**63)])
+    message = blocks_pb2.StepResponse()
+    message.MergeFromString(_ext.varint_field(message.SLOT_MAPPING_FIELD_NUMBER, slots))
+    assert list(message.slot_mapping) == slots.tolist()
+
+
+def test_integers_of_32_bits_as_their_bytes() -> None:
+    numbers = [0, 1, -1, 2**31 - 1, -(2**31)]
+    assert _ext.pack_fixed32(numbers) == np.array(numbers, "<i4").tobytes()
+    with each_row() as row:
+        for other in (2**31, -(2**31) - 1, 2**70, 1.0, True, np.int32(1), None, "1"):
+            with row(other):
+                assert _ext.pack_fixed32([1, other]) is None  # type: ignore[list-item]

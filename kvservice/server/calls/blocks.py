@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvservice._ext import packed_fixed32, packed_fixed64, varint_field
 from kvservice.blocks import (
     AllocationRequest,
     AllocStatus,
@@ -100,10 +101,12 @@ class BlockCalls:
             allocations = yield from _allocated(self._allocate, session, request)
         finally:
             session.allocated_soon -= soon
-        return blocks_pb2.AllocateResponse(
-            num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
-            num_blocks=[allocation.num_blocks for allocation in allocations],
-        )
+        response = blocks_pb2.AllocateResponse()
+        cached, blocks = response.num_cached_tokens, response.num_blocks
+        for allocation in allocations:
+            cached.append(allocation.num_cached_tokens)
+            blocks.append(allocation.num_blocks)
+        return response
 
     def can_allocate(
         self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
@@ -112,12 +115,14 @@ class BlockCalls:
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
     def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Published[blocks_pb2.StepResponse]:
+        data = request.SerializeToString()
+        lengths = packed_fixed64(data, request.EXPECTED_LENGTHS_FIELD_NUMBER)
         step = self._manager.append(
             session.namespace,
-            _own_ids(session, request),
-            token_array(request),
+            _own_ids(session, request, data),
+            packed_fixed32(data, request.TOKEN_IDS_FIELD_NUMBER),
             optional_ints(request.num_tokens, np.int32),
-            optional_ints(request.expected_lengths),
+            lengths if len(lengths) else None,
             request.lookahead,
         )
         return self._opened(session, step, request.return_slot_mapping)
@@ -186,7 +191,9 @@ class BlockCalls:
         return blocks_pb2.TruncateResponse()
 
     def fork(self, session: ServerSession, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
-        parents, children = to_ints(request.parent_ids), to_ints(request.child_ids)
+        data = request.SerializeToString()
+        parents = packed_fixed64(data, request.PARENT_IDS_FIELD_NUMBER)
+        children = packed_fixed64(data, request.CHILD_IDS_FIELD_NUMBER)
         if session.scheduler is not None:
             session.scheduler.check_unscheduled(parents, "parent_ids[{}]")
             session.scheduler.check_unscheduled(children, "child_ids[{}]")
@@ -340,9 +347,12 @@ def _own_ids(
     | blocks_pb2.SwapOutRequest
     | blocks_pb2.SwapInRequest
     | blocks_pb2.FreeRequest,
+    data: bytes | None = None,
 ) -> Array:
-    """Return the sequences that a request changes. Raises SequenceScheduledError if one belongs to the scheduler."""
-    ids = to_ints(request.sequence_ids)
+    """Return the sequences that a request changes; `data` is the request, if it is serialized already. Raises
+    SequenceScheduledError if one belongs to the scheduler."""
+    data = request.SerializeToString() if data is None else data
+    ids: Array = packed_fixed64(data, request.SEQUENCE_IDS_FIELD_NUMBER)
     if session.scheduler is not None:
         session.scheduler.check_unscheduled(ids, "sequence_ids[{}]")
     return ids
@@ -385,7 +395,7 @@ def extra_keys(
 
 
 def to_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
-    """Return a repeated integer field as an array. `token_array` is faster for many elements."""
+    """Return a repeated integer field as an array. `packed_fixed64` is faster for those of 64 bits each."""
     return np.fromiter(repeated, dtype, len(repeated))
 
 
@@ -396,14 +406,11 @@ def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int
 
 def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
     """Encode a step. `mapped` has the slot and the offset of the step in the session's step tables."""
-    response = blocks_pb2.StepResponse(
-        step_id=step.step_id,
-        query_lens=step.query_lens.tolist(),
-        context_lens=step.context_lens.tolist(),
-        cow_copies=len(step.copies.src),
-    )
+    response = blocks_pb2.StepResponse(step_id=step.step_id, cow_copies=len(step.copies.src))
+    lens = varint_field(response.QUERY_LENS_FIELD_NUMBER, step.query_lens)
+    response.MergeFromString(lens + varint_field(response.CONTEXT_LENS_FIELD_NUMBER, step.context_lens))
     if return_slot_mapping:
-        response.slot_mapping.extend(step.slot_mapping.tolist())
+        response.MergeFromString(varint_field(response.SLOT_MAPPING_FIELD_NUMBER, step.slot_mapping))
     if mapped is not None:
         response.mapped.slot, response.mapped.offset = mapped
     return response

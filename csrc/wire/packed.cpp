@@ -1,0 +1,52 @@
+#include "wire/packed.h"
+
+#include "errors.h"
+
+namespace kvservice {
+namespace {
+
+constexpr int kMaxVarintBytes = 10;
+enum WireType : uint64_t { kVarint = 0, kFixed64 = 1, kLength = 2, kFixed32 = 5 };
+
+uint64_t varint(const uint8_t*& at, const uint8_t* end) {
+  uint64_t value = 0;
+  for (int i = 0; i < kMaxVarintBytes && at < end; ++i) {
+    const uint64_t byte = *at++;
+    value |= (byte & 0x7F) << (7 * i);
+    if (byte < 0x80) return value;
+  }
+  throw ArgumentError("data", "is no message");
+}
+
+void skip(const uint8_t*& at, const uint8_t* end, uint64_t size) {
+  require(size <= static_cast<uint64_t>(end - at), "data", "is no message");
+  at += size;
+}
+
+}  // namespace
+
+PackedField find_packed(const uint8_t* data, size_t size, uint32_t number) {
+  const uint8_t *at = data, *end = data + size;
+  while (at < end) {
+    const uint64_t tag = varint(at, end), kind = tag & 7;
+    if (kind == kLength) {
+      const uint64_t length = varint(at, end);
+      const uint8_t* first = at;
+      skip(at, end, length);
+      if (tag >> 3 == number) return {first, static_cast<size_t>(length)};
+    } else if (kind == kVarint) {
+      varint(at, end);
+    } else {
+      require(kind == kFixed64 || kind == kFixed32, "data", "is no message");
+      skip(at, end, kind == kFixed64 ? 8 : 4);
+    }
+  }
+  return {end, 0};
+}
+
+void put_varint(std::string& message, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) message.push_back(static_cast<char>(value | 0x80));
+  message.push_back(static_cast<char>(value));
+}
+
+}  // namespace kvservice
