@@ -147,6 +147,11 @@ class StepPlan:
         """int32[n, blocks of the longest context], padded with PADDING_BLOCK. Valid while the step is live."""
         return gather_block_tables(self.tables, self.rows, self.context_lens, self.block_size)
 
+    @cached_property
+    def num_scores(self) -> int:
+        """The pairs of a token of this step and a token of its context, at most."""
+        return int(np.dot(self.query_lens.astype(np.int64), self.context_lens))
+
     def part(self, first: int, stop: int) -> StepPlan:
         """Return the tokens first <= token < stop of this step, counted over all its sequences, as a step of the
         sequences concerned. They attend to the earlier tokens of this step, which must be written before."""

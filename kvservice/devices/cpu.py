@@ -179,8 +179,7 @@ class CpuDevice:
                 return_lse=True,
             )
 
-        scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
-        return self._run(work, step, completed, scores * query[0].nbytes)
+        return self._run(work, step, completed, step.num_scores * (query.nbytes // len(query)))
 
     def write(
         self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
@@ -194,6 +193,8 @@ class CpuDevice:
     def _run(self, work: Callable[[], T], step: StepPlan, completed: StepPlan | None, num_bytes: int) -> Awaitable[T]:
         """Run a call. If it completes a step and is not done when this returns, the step's blocks are unfinished until
         then. All work on the step's blocks precedes it, so the step's other layers and parts are written too."""
+        if num_bytes <= ON_LOOP_BYTES and self._queue.idle:
+            return ready(self._queue.guarded(work))
         use = functools.cache(partial(blocks_of_step, step if completed is None else completed))
         if num_bytes <= ON_LOOP_BYTES and self._queue.is_free(use):
             return ready(self._queue.guarded(work))
@@ -347,7 +348,7 @@ class ByteQueue:
 
     @property
     def idle(self) -> bool:
-        return all(worker.idle for worker in self._workers)
+        return all(worker.last_done.is_set() for worker in self._workers)
 
     def is_free(self, use: Callable[[], BlockUse] | None) -> bool:
         """Return whether nothing precedes small work that uses these blocks."""

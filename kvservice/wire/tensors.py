@@ -35,28 +35,36 @@ def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None
     dtype = _DTYPE_OF_TYPE.get(tensor.data_type)
     if dtype is None:
         raise InvalidArgumentError(f"unknown type {tensor.data_type}", field=f"{field}.data_type")
-    shape = tuple(tensor.shape)
-    if len(shape) > 8 or min(shape, default=0) < 0:
-        raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)[:9]}", field=f"{field}.shape")
+    shape = tuple(tensor.shape[:9])
+    if len(shape) > 8:
+        raise _no_shape(shape, field)
     num_bytes = math.prod(shape) * dtype.itemsize
     data: bytes | Array
     if read_place is not None and tensor.HasField("shared_memory"):
-        name = f"{field}.shared_memory"
-        if tensor.shared_memory.byte_size != num_bytes:
-            raise _wrong_size(tensor.shared_memory.byte_size, num_bytes, shape, f"{name}.byte_size")
-        data = read_place(tensor.shared_memory, name)
+        place = tensor.shared_memory
+        if place.byte_size != num_bytes:
+            raise _wrong_size(place.byte_size, num_bytes, shape, field, "shared_memory.byte_size")
+        data = read_place(place, f"{field}.shared_memory")
     else:
         data = tensor.inline
         if len(data) != num_bytes:
-            raise _wrong_size(len(data), num_bytes, shape, f"{field}.inline")
+            raise _wrong_size(len(data), num_bytes, shape, field, "inline")
     try:
-        return np.frombuffer(data, dtype).reshape(shape)
-    except ValueError:  # one dimension is 0 and the product of the others overflows
-        raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape") from None
+        return np.ndarray(shape, dtype, data)
+    except ValueError:  # a dimension is negative, or one is 0 and the product of the others overflows
+        raise _no_shape(shape, field) from None
 
 
-def _wrong_size(found: int, expected: int, shape: tuple[int, ...], field: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{found} bytes, a tensor of shape {list(shape)} takes {expected}", field=field)
+def _no_shape(shape: tuple[int, ...], field: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape")
+
+
+def _wrong_size(found: int, expected: int, shape: tuple[int, ...], field: str, part: str) -> InvalidArgumentError:
+    if min(shape, default=0) < 0:
+        return _no_shape(shape, field)
+    return InvalidArgumentError(
+        f"{found} bytes, a tensor of shape {list(shape)} takes {expected}", field=f"{field}.{part}"
+    )
 
 
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:
@@ -114,10 +122,16 @@ class Encoded:
 
 def encode_tensor(array: Array) -> Encoded:
     """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
-    message = tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape)
-    elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    header = field_header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(elements))
-    return Encoded((message.SerializeToString(), header, elements))
+    elements = array.reshape(-1).view(np.uint8).data
+    return Encoded((_tensor_head(array.dtype, array.shape), elements))
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return what precedes the elements of a Tensor message. Most tensors have the shape of one before."""
+    message = tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[dtype], shape=shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return message.SerializeToString() + field_header(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, num_bytes)
 
 
 @functools.lru_cache(maxsize=1024)

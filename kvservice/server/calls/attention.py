@@ -67,42 +67,47 @@ class AttentionCalls:
         if request.HasField("lse_place") and not request.return_lse:
             raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
         query, key, value = self._arrays(session, query=request.query, key=request.key, value=request.value)
+        if not (request.HasField("output_place") or request.HasField("lse_place")):
+            return await self._attend(session, request, (query, key, value), options)
         with contextlib.ExitStack() as in_use:
             output_target = lse_target = None
             if request.HasField("output_place"):
                 target = session.regions.target(place_of(request.output_place), "output_place")
                 output_target = in_use.enter_context(target)
+                output_target.check_size(query.nbytes)
             if request.HasField("lse_place"):
                 lse_target = in_use.enter_context(session.regions.target(place_of(request.lse_place), "lse_place"))
-            if output_target is None:
-                # The output is as large as the query, and the log-sum-exp adds at most an eighth.
-                if (num_bytes := query.nbytes * 9 // 8) > self._max_response_bytes:
-                    raise response_too_large(num_bytes, self._max_response_bytes, "query")
-            else:
-                output_target.check_size(query.nbytes)
-            if lse_target is not None and query.ndim == 3:
-                lse_target.check_size(query.shape[0] * query.shape[1] * 4)
-            out = None if output_target is None else output_target.view_for(query, key, value)
-            part = request.first_token, request.num_tokens
-            output, lse = await self._engine.attend(
-                session.namespace,
-                request.step_id,
-                request.layer,
-                query,
-                key,
-                value,
-                options,
-                request.return_lse,
-                out,
-                part,
-            )
-            kind = attention_pb2.AttendResponse
-            encoded = encode_tensor(output) if output_target is None else place_output(output, output_target)
-            response = encoded.inside(kind.OUTPUT_FIELD_NUMBER)
-            if lse is not None:
-                encoded = encode_tensor(lse) if lse_target is None else place_output(lse, lse_target)
-                response += encoded.inside(kind.LSE_FIELD_NUMBER)
-            return response
+                if query.ndim == 3:
+                    lse_target.check_size(query.shape[0] * query.shape[1] * 4)
+            return await self._attend(session, request, (query, key, value), options, output_target, lse_target)
+
+    async def _attend(
+        self,
+        session: ServerSession,
+        request: attention_pb2.AttendRequest,
+        tensors: tuple[Array, Array, Array],
+        options: AttentionOptions,
+        output_target: Target | None = None,
+        lse_target: Target | None = None,
+    ) -> Encoded:
+        """Attend with the tensors of a request. The results go to the targets, and the others to the response."""
+        out = None
+        if output_target is not None:
+            out = output_target.view_for(*tensors)
+        # The output is as large as the query, and the log-sum-exp adds at most an eighth.
+        elif (num_bytes := tensors[0].nbytes * 9 // 8) > self._max_response_bytes:
+            raise response_too_large(num_bytes, self._max_response_bytes, "query")
+        part = request.first_token, request.num_tokens
+        output, lse = await self._engine.attend(
+            session.namespace, request.step_id, request.layer, *tensors, options, request.return_lse, out, part
+        )
+        kind = attention_pb2.AttendResponse
+        encoded = encode_tensor(output) if output_target is None else place_output(output, output_target)
+        response = encoded.inside(kind.OUTPUT_FIELD_NUMBER)
+        if lse is not None:
+            encoded = encode_tensor(lse) if lse_target is None else place_output(lse, lse_target)
+            response += encoded.inside(kind.LSE_FIELD_NUMBER)
+        return response
 
     async def write(self, session: ServerSession, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
         if session.regions.is_remote(request.key.shared_memory.region):
