@@ -170,8 +170,14 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
   MirroredBlocks result;
   result.found.resize(num_keys);
   const std::lock_guard lock(mutex_);
+  size_t num_prefetched = 0;
   for (size_t i = 0; i < num_keys; ++i) {
-    if (i % kTogether == 0) prefetch(keys + i * kKeyBytes, std::min(num_keys - i, kTogether));
+    if (i == num_prefetched) {
+      // Most prompts are new: without the first block, nothing else is looked at.
+      const size_t count = std::min(num_keys - i, leading_only && i == 0 ? 1 : kTogether);
+      prefetch(keys + i * kKeyBytes, count);
+      num_prefetched += count;
+    }
     const Key key = Key::load(keys + i * kKeyBytes);
     const Block* block = find(key);
     const auto offset = [&] {

@@ -28,8 +28,9 @@ from kvservice.bench import table
 from kvservice.client import KVClient, StoreNamespace
 from kvservice.integrations.common import ComputeTime
 from kvservice.integrations.vllm.copies import HostCopier, StepRead, block_layout
+from kvservice.integrations.vllm.finder import StoreFinder
 from kvservice.integrations.vllm.groups import CacheGroups, Group
-from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup
+from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler, SchedulingOptions
 from kvservice.integrations.vllm.steps import LeasedBlocks, WorkerReport
 from kvservice.integrations.vllm.working import ConnectorWorker

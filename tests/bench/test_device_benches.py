@@ -9,13 +9,13 @@ import subprocess
 import sys
 from typing import Any
 
+import click
 from click.testing import CliRunner
 from each_row import each_row
 from rich.console import Console
 
 from kvservice.bench import attention_cuda, cuda_copies
 from kvservice.cli import main
-from kvservice.commands.bench import bench
 from kvservice.environment import missing_environment
 
 DECODE: dict[str, Any] = {
@@ -78,6 +78,7 @@ SWAP: dict[str, Any] = {
 # Runs commands one after the other in a process that sees no device, and prints the status and the errors of each.
 RUN = """
 import json, sys
+import click
 from click.testing import CliRunner
 from kvservice.cli import main
 done = [CliRunner().invoke(main, ["bench", *words]) for words in json.loads(sys.argv[1])]
@@ -95,6 +96,8 @@ def benches(*commands: list[str]) -> list[tuple[int, str]]:
 
 
 def test_without_a_device_the_error_says_so() -> None:
+    bench = main.commands["bench"]
+    assert isinstance(bench, click.Group)
     either = [name for name, one in bench.commands.items() if any(given.name == "device" for given in one.params)]
     commands = [["lane"], ["swap"], ["slots"], *([name, "--device", "cuda"] for name in either if name != "vllm")]
     of_shapes = ["attention", "--device", "cuda", "--shapes", "extend,13x7"]

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_store import FakeStore
 from model_families import build
 from transformers import PreTrainedModel
+from vllm_connector import NUM_BLOCKS, Engine, OpenEngine, connector_config
 from vllm_stub import stub_vllm
 
 from kvservice.client import KVClient, Session
@@ -106,3 +108,18 @@ def vllm_connector() -> Iterator[Any]:
     """The connector's class, over a stub of vLLM."""
     with stub_vllm() as connector:
         yield connector
+
+
+@pytest.fixture
+def engine(vllm_connector: Any) -> Iterator[OpenEngine]:
+    """Return an engine whose workers have these stores, and as many blocks. `config`: changes of its configuration."""
+    with ExitStack() as stack:
+
+        def make(*stores: FakeStore, num_blocks: int = NUM_BLOCKS, replicas: int = 1, **config: Any) -> Engine:
+            made = Engine(
+                vllm_connector, *stores, config=connector_config(**config), num_blocks=num_blocks, replicas=replicas
+            )
+            stack.callback(made.close)
+            return made
+
+        yield make

@@ -20,6 +20,7 @@ from waiting import until
 from kvservice.client import KVClient
 from kvservice.client.store.values import SharedUses, num_keys, split_keys
 from kvservice.integrations.common import ComputeTime, FoundBlocks
+from kvservice.integrations.vllm.finder import StoreFinder
 from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import (
     EXPECTED_S,
@@ -32,7 +33,6 @@ from kvservice.integrations.vllm.lookup import (
     RENEW_S,
     RENEWED_S,
     Found,
-    StoreFinder,
     StoreLookup,
 )
 from kvservice.integrations.vllm.steps import LeasedBlocks

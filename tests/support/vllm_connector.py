@@ -19,6 +19,7 @@ from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest
 from vllm_stub import Role, name_of_block
 
 from kvservice.client import KVClient
+from kvservice.client.store.values import split_keys
 from kvservice.integrations.vllm.steps import BlockLoad, ConnectorStep
 
 NUM_BLOCKS = 8
@@ -356,3 +357,16 @@ class KeyedRequest(FakeRequest):
 def blocks_of(values: int, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
     """Return int32 `[num_blocks, values]` whose block b is full of b + 1."""
     return (torch.arange(num_blocks, dtype=torch.int32)[:, None] + 1).repeat(1, values)
+
+
+OpenEngine = Callable[..., Engine]
+
+
+def run(made: Engine, request: FakeRequest, blocks: list[int], external: int = 0) -> None:
+    made.matched(request)
+    made.allocated(request, blocks, external)
+
+
+def saves(message: Any) -> list[tuple[list[bytes], list[int]]]:
+    """Return the keys and blocks that the workers are told to save."""
+    return [(split_keys(save.keys), save.block_ids.tolist()) for save in message.step.saves]

@@ -31,9 +31,10 @@ from kvservice.client.store.memory import StoreChanges
 from kvservice.integrations.common import ComputeTime, digest, session_name
 from kvservice.integrations.vllm import versions
 from kvservice.integrations.vllm.copies import BlockLayout, block_layout
+from kvservice.integrations.vllm.finder import StoreFinder
 from kvservice.integrations.vllm.gpu_copies import block_copier
 from kvservice.integrations.vllm.groups import CacheGroups
-from kvservice.integrations.vllm.lookup import StoreFinder, StoreLookup
+from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler, SchedulingOptions
 from kvservice.integrations.vllm.settings import VLLMOptions, check_supported, worker_namespace
 from kvservice.integrations.vllm.steps import ConnectorStep, MemoryId, Rank, TransferCounters, WorkerReport
