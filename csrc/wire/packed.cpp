@@ -6,7 +6,7 @@ namespace kvservice {
 namespace {
 
 constexpr int kMaxVarintBytes = 10;
-enum WireType : uint64_t { kVarint = 0, kFixed64 = 1, kLength = 2, kFixed32 = 5 };
+enum WireType : uint64_t { kVarint = 0, kFixed64 = 1, kLength = 2, kGroup = 3, kEndGroup = 4, kFixed32 = 5 };
 
 uint64_t varint(const uint8_t*& at, const uint8_t* end) {
   uint64_t value = 0;
@@ -27,20 +27,26 @@ void skip(const uint8_t*& at, const uint8_t* end, uint64_t size) {
 
 PackedField find_packed(const uint8_t* data, size_t size, uint32_t number) {
   const uint8_t *at = data, *end = data + size;
+  int64_t depth = 0;  // of groups, which are unknown fields: what is in them is not of this message
   while (at < end) {
     const uint64_t tag = varint(at, end), kind = tag & 7;
     if (kind == kLength) {
       const uint64_t length = varint(at, end);
       const uint8_t* first = at;
       skip(at, end, length);
-      if (tag >> 3 == number) return {first, static_cast<size_t>(length)};
+      if (depth == 0 && tag >> 3 == number) return {first, static_cast<size_t>(length)};
     } else if (kind == kVarint) {
       varint(at, end);
+    } else if (kind == kGroup) {
+      ++depth;
+    } else if (kind == kEndGroup) {
+      require(--depth >= 0, "data", "is no message");
     } else {
       require(kind == kFixed64 || kind == kFixed32, "data", "is no message");
       skip(at, end, kind == kFixed64 ? 8 : 4);
     }
   }
+  require(depth == 0, "data", "is no message");
   return {end, 0};
 }
 

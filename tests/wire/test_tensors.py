@@ -153,7 +153,8 @@ def test_bytes_that_protobuf_has_not_serialized_are_refused() -> None:
         "ends within a field": b"\x12\x05abcd",
         "longer than can be addressed": b"\x12" + b"\xff" * 9 + b"\x01",
         "a number of more than 64 bits": b"\x08" + b"\xff" * 11,
-        "a group": b"\x0b\x0c",
+        "a group without an end": b"\x0b",
+        "the end of no group": b"\x0c",
         "a part of an element": b"\x12\x03abc",
     }
     with each_row() as row:
@@ -172,6 +173,16 @@ def test_a_field_of_another_form_is_unknown() -> None:
     assert not len(token_array(message))
     message.token_ids.append(7)
     assert token_array(message).tolist() == [7]
+
+
+def test_groups_are_unknown() -> None:
+    """Protobuf keeps these, too. What is in them is not of the message."""
+    inner = b"\x5b\x12\x04abcd\x5c"
+    for group in (b"\x0b\x0c", b"\x13" + inner + b"\x12\x04abcd\x14", inner + inner):
+        message = blocks_pb2.SequenceAllocation.FromString(group)
+        assert message.SerializeToString() == group
+        assert not len(token_array(message))
+        assert _ext.packed_fixed32(group + b"\x12\x04\x07\x00\x00\x00", 2).tolist() == [7]
 
 
 def test_numbers_of_any_size_in_a_message() -> None:
