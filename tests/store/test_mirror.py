@@ -9,7 +9,8 @@ import pytest
 from store_rig import DONE, NO_ROOM, Store, bits, key_of, keys_of, pack, unpack
 
 from kvservice import _ext
-from kvservice.client.store.memory import StoreChanges
+from kvservice.client.store import memory as memory_module
+from kvservice.client.store.memory import Geometry, MappedStore, StoreChanges
 from kvservice.client.store.values import split_keys
 from kvservice.errors import InvalidArgumentError
 
@@ -82,6 +83,26 @@ def age(store: Store, namespace: int, offset: int, units: int) -> None:
     start = slab + (offset - slab - first_block) // stride * RECORD_BYTES + LEASE_BYTE
     word = store.memory[start : start + 4].view("<u4")
     word[0] = (int(word[0]) & 0xFF) | ((int(word[0]) >> 8) - units) % (1 << 24) << 8
+
+
+def test_a_look_that_sees_all_now_sees_every_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if these have few blocks each: a slab counts as one record more."""
+    one = SLAB_BYTES - 8192
+    store = Store(num_slabs=64, slab_bytes=SLAB_BYTES)
+    namespace = store.index.open(one, PLENTY)
+    first_block, stride, per_slab = store.index.geometry(namespace)
+    assert per_slab == 1
+    place = Geometry(one, SLAB_BYTES, first_block, stride, per_slab, namespace, has_tiers=False)
+    mapped = MappedStore(store.map, place, True, 1, (0, 0))
+    for most, tells_now in ((128, True), (127, False), (64, False)):
+        monkeypatch.setattr(memory_module, "LOOKED_AT", most)
+        assert mapped.tells_now == tells_now
+    monkeypatch.setattr(memory_module, "LOOKED_AT", 128)
+    for name in range(64):
+        assert store.put(namespace, [name]) == [DONE]
+        found = mapped.find(key_of(name), max_age_s=0.0)
+        assert found is not None
+        assert found.all()
 
 
 def test_committed_blocks_are_seen_as_the_index_has_them(store: Store) -> None:

@@ -154,7 +154,8 @@ class MappedStore:
         self.address = int(self._bytes.ctypes.data)
         self._mirror = self._open_mirror()
         self.num_slabs = self.num_bytes // self.slab_bytes
-        self._num_records = self.num_slabs * geometry.blocks_per_slab
+        # As `refresh` counts, for which a slab is one record more.
+        self._num_records = self.num_slabs * (geometry.blocks_per_slab + 1)
         self._looked_s = 0.0
 
     def _open_mirror(self) -> _ext.StoreMirror | None:
