@@ -122,7 +122,7 @@ class Encoded:
 
 def encode_tensor(array: Array) -> Encoded:
     """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
-    elements = array.reshape(-1).view(np.uint8).data
+    elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return Encoded((_tensor_head(array.dtype, array.shape), elements))
 
 

@@ -28,10 +28,20 @@ def test_a_tensor_is_what_protobuf_makes_of_it() -> None:
 
 
 def test_elements_in_another_order_are_put_in_row_major_order() -> None:
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
-    expected = tensor_pb2.Tensor()
-    put_tensor(array, expected)
-    assert tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes()) == expected
+    numbers = np.arange(24, dtype=np.float32)
+    orders = {
+        "transposed": numbers.reshape(2, 3, 4).transpose(2, 0, 1),
+        "every second": numbers[::2],
+        "reversed": numbers[::-1],
+        "one column": numbers.reshape(6, 4)[:, 1:2],
+        "repeated": np.broadcast_to(numbers[:1], 5),
+    }
+    with each_row() as row:
+        for name, array in orders.items():
+            with row(name):
+                expected = tensor_pb2.Tensor()
+                put_tensor(array, expected)
+                assert tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes()) == expected
 
 
 def test_fields_of_fields() -> None:
