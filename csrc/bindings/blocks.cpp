@@ -159,13 +159,9 @@ py::object rows_of(const py::dict& rows, const py::object& ids) {
 }
 
 // Returns -1 if there is none.
-py::ssize_t first_negative(const py::object& numbers) {
+int64_t negative(const py::object& numbers) {
   const py::array all = int32_vector(numbers, "numbers");
-  const auto* first = static_cast<const int32_t*>(all.data());
-  int32_t signs = 0;  // without a branch, so that the compiler takes many at a time
-  for (py::ssize_t i = 0; i < all.shape(0); ++i) signs |= first[i];
-  if (signs >= 0) return -1;
-  return std::find_if(first, first + all.shape(0), [](int32_t number) { return number < 0; }) - first;
+  return first_negative(static_cast<const int32_t*>(all.data()), all.shape(0));
 }
 
 bool has_type(const py::handle& object, int type_num) {
@@ -305,7 +301,7 @@ void define_blocks(py::module_& m) {
         py::arg("ref_count"), py::arg("indexed"));
   m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
   m.def("rows_of", &rows_of, py::arg("rows"), py::arg("ids"));
-  m.def("first_negative", &first_negative, py::arg("numbers"));
+  m.def("first_negative", &negative, py::arg("numbers"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
   m.def("drop_references", &drop, py::arg("ref_count"), py::arg("blocks"));
   m.def("distinct_blocks", &distinct, py::arg("blocks"));

@@ -16,6 +16,13 @@ void check_blocks(const int64_t* blocks, int64_t size, int64_t num_blocks) {
 
 }  // namespace
 
+int64_t first_negative(const int32_t* numbers, int64_t size) {
+  int32_t signs = 0;  // without a branch, so that the compiler takes many at a time
+  for (int64_t i = 0; i < size; ++i) signs |= numbers[i];
+  if (signs >= 0) return -1;
+  return std::find_if(numbers, numbers + size, [](int32_t number) { return number < 0; }) - numbers;
+}
+
 int64_t RowRanges::total() const {
   int64_t sum = 0;
   for (int64_t i = 0; i < size; ++i) sum += counts[i];

@@ -7,6 +7,9 @@
 
 namespace kvservice {
 
+// Returns the index of the first negative one of numbers[size], -1 if there is none.
+int64_t first_negative(const int32_t* numbers, int64_t size);
+
 // int32[num_rows, width]: each row lists the blocks of one sequence.
 struct BlockTables {
   const int32_t* blocks;
