@@ -18,8 +18,8 @@ struct BlockPlaces {
   int64_t num_pieces = 0;
 };
 
-// Up to `num_threads` threads copy: the caller's and others that end with the call. Each thread has at least a few MiB to
-// copy, because a new thread costs tens of microseconds. What is returned are the checksums of the blocks.
+// Up to `num_threads` threads copy: the caller's and others that end with the call. Each thread has at least a few MiB
+// to copy, because a new thread costs tens of microseconds. What is returned are the checksums of the blocks.
 
 // Copies blocks into the store.
 std::vector<uint64_t> copy_into_store(const BlockPlaces& places, int num_threads);
