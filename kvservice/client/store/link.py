@@ -453,12 +453,12 @@ async def _open_remote(
 
 # Most bytes of blocks in one request. It bounds the time of a request, and how much is leased or reserved at a time.
 REQUEST_BYTES = 256 << 20
-# Most bytes of blocks in a message, unless one block is larger. Larger messages are slower: each of their copies is
-# made in new memory.
-MESSAGE_BYTES = 4 << 20
+# Most bytes of blocks in a message, unless one block is larger. Larger messages are slower: the memory of their copies
+# goes back to the system, and the next ones are made in new memory.
+MESSAGE_BYTES = 2 << 20
 # Most messages of a call that wait for an answer, and most bytes of blocks in them, unless one message has more.
 MESSAGES_IN_FLIGHT = 3
-IN_FLIGHT_BYTES = 12 << 20
+IN_FLIGHT_BYTES = 6 << 20
 # Bytes of a piece of a block in a request: an offset.
 OFFSET_BYTES = 8
 

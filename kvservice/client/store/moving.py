@@ -11,7 +11,7 @@ By Transfer Engines, through remote regions:
 Blocks that do not lie in a region of the caller are copied through the staging region. Blocks that did not arrive, or
 with another checksum, are left to messages.
 
-In messages, of 4 MiB, of which several are on their way:
+In messages, of 2 MiB, of which several are on their way:
 
     client    make 1, 2, 3 ─────────▶ take answer 1, make 4 ─▶ take answer 2, make 5
     daemon    read 1 ─▶ store 1, read 2 ─▶ store 2, read 3 ─▶ store 3, read 4
