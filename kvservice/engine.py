@@ -1,8 +1,8 @@
 """The engine connects bookkeeping and bytes: it takes plans from the block manager and submits them to the device.
 
-Bookkeeping runs immediately, on the event loop. The device executes plans that use the same
-blocks in the order of their creation, so a block that moves from one sequence to another is never written before it has
-been read.
+Bookkeeping runs immediately, on the event loop. The device executes plans that use the same blocks
+in the order of their creation, so a block that moves from one sequence to another is never written before it has been
+read.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class StoreMirror {
   // `layout` is that of the namespace's slabs.
   StoreMirror(char* memory, int64_t num_bytes, int64_t slab_bytes, const SlabLayout& layout, uint32_t namespace_number);
 
-  // Looks at the next slabs, until that were `most` records or all; a slab counts as one record more. Returns the number
-  // of blocks in the table.
+  // Looks at the next slabs, until that were `most` records or all; a slab counts as one record more. Returns the
+  // number of blocks in the table.
   size_t refresh(int64_t most);
 
   // Finds the blocks of `num_keys` keys, or with `leading_only` those before the first that is missing.

@@ -16,7 +16,7 @@ layers       written layers of a step, and its commit
 steps        append and open a step: new blocks, copies of shared ones
 allocation   new sequences: allocated, forked, rearranged
 
-state        BlockState: session namespaces, sequence slots, pins and the intent of the operation in progress
+state        BlockState: session namespaces, rows of sequences, pins and the intent of the operation in progress
 pool         ref counts, free blocks, the prefix index, the eviction queue, ages
 quotas       TenantQuota: what the namespaces of a tenant may have together
 events       EventJournal: changes of the index

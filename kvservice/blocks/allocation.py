@@ -1,7 +1,7 @@
 """How sequences begin: they are allocated, forked, or they continue others.
 
-The computed blocks of a prompt are shared through the prefix index. `can_allocate` and `allocate` compute the same
-plan, so they cannot contradict each other."""
+The computed blocks of a prompt are shared through the prefix index. `can_allocate_in_slices` and `allocate_in_slices`
+compute the same plan, so they cannot contradict each other."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def can_allocate_in_slices(
     """Return whether the whole batch fits above the watermark (the three answers of vLLM v0).
 
     OK: after the allocation at least `watermark_blocks` blocks remain available. A prefix-cache hit needs no new
-    block, but a hit on an evictable block makes that block unavailable; each block is counted exactly once.
+    block, but a hit on an evictable block makes that block unavailable; each block is counted exactly once. There are
+    places for the sequences, too.
     NEVER: not OK, and `num_blocks - required < watermark_blocks`, where `required` is the number of blocks of all
     tables, ceil((tokens + lookahead) / block_size) each; or the batch has more than max_sequences sequences.
     LATER: otherwise. As in vLLM v0, this check includes the lookahead slots; the steps reserve them.
@@ -193,6 +194,7 @@ def _plan_for(state: BlockState, sequences: list[NewSequence]) -> _Plan:
             hits.append(new.found)
     found = hits[0] if len(hits) == 1 else np.concatenate(hits) if hits else _NO_BLOCKS
     status = allocation_status(state, len(sequences), required, required - num_held)
+    # At most so many are taken. Only if these are too many, the hits are counted exactly.
     if status is not AllocStatus.OK and hits:
         num_consumed = required + state.device.num_evictable(np.unique(found)) - len(found)
         status = allocation_status(state, len(sequences), required, num_consumed)
@@ -264,7 +266,7 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         state.sequences.require_places(len(plan.sequences), "requests", namespace)
         never = plan.status is AllocStatus.NEVER
         raise state.device.out_of_blocks(plan.required, never=never, num_kept=state.config.watermark_blocks)
-    sequences, slots = plan.sequences, state.sequences
+    sequences, all_rows = plan.sequences, state.sequences
     found: list[Int64Array] = []
     tokens: list[Int32Array] = []
     keyed: list[dict[int, bytes]] = []
@@ -277,28 +279,28 @@ def _execute(state: BlockState, namespace: SessionNamespace, plan: _Plan, flags:
         num_new += new.num_blocks - len(new.found)
         queried += len(new.tokens)
     if keyed:
-        slots.extra_keys.require(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
+        all_rows.extra_keys.require(namespace.number, len(keyed), sum(map(extra_keys_bytes, keyed)), "requests")
     if namespace.lost:
         state.require_lost(namespace)
     if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
         state.device.incref(plan.hits)
     blocks = state.device.allocate(num_new)
-    rows = slots.free_rows[-1 : -1 - len(sequences) : -1]
-    del slots.free_rows[-len(sequences) :]
+    rows = all_rows.free_rows[-1 : -1 - len(sequences) : -1]
+    del all_rows.free_rows[-len(sequences) :]
     state.intents.begin_new(rows)
     state.step_tables.create(rows, found, tokens, blocks)
-    items, number = slots.items, namespace.number
+    items, number = all_rows.items, namespace.number
     for new, row in zip(sequences, rows, strict=True):
         if new.extra:
-            slots.extra_keys.set(row, number, new.extra)
+            all_rows.extra_keys.set(row, number, new.extra)
         namespace.rows[new.sequence_id] = row
-        at, made = row * STATE_COLUMNS, slots.new_flags(flags)
+        at, made = row * STATE_COLUMNS, all_rows.new_flags(flags)
         items[at + NAMESPACE], items[at + SEQUENCE_ID], items[at + FLAGS] = number, new.sequence_id, made
     if namespace.lost:
         state.create_lost(namespace, [new.sequence_id for new in sequences])
     # Tokens that were looked up in the prefix cache, and those found there.
     counters, hit = state.counters, len(plan.hits) << state.shift
-    slots.num_tokens += queried
+    all_rows.num_tokens += queried
     counters.prefix_cache_query_tokens += queried
     counters.prefix_cache_hit_tokens += hit
     namespace.counters[QUERY_TOKENS] += queried

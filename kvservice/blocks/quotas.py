@@ -43,7 +43,7 @@ class QuotaPool(Protocol):
 
 
 class QuotaSlots(Protocol):
-    """A quota reads these parts of SequenceSlots."""
+    """A quota reads these parts of SequenceTable."""
 
     @property
     def swapped(self) -> Int64Array: ...

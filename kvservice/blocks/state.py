@@ -1,4 +1,4 @@
-"""The state of a block manager: session namespaces, sequence slots, and the intent of the operation in progress.
+"""The state of a block manager: session namespaces, rows of sequences, and the intent of the operation in progress.
 
 `BlockState` at the end has all of it, and the pools. Operations are functions of their own modules over it.
 """
@@ -92,8 +92,8 @@ class SessionNamespace:
 
     `quota` is None if its tenant has none.
     `lost` are the ids of sequences that did not survive a restart of the daemon, and `on_disk` sequences that have no
-    row, because they are swapped out to a disk. Steps up to
-    `last_step_before_restart` were opened before it. `kept_ids` int64[2] holds the last ids for the next restart."""
+    row, because they are swapped out to a disk. Steps up to `last_step_before_restart` were opened before it.
+    `kept_ids` int64[2] holds the last ids for the next restart."""
 
     number: int
     # Counts of the client's tokens: computed, looked up in the prefix cache, found there.
@@ -276,7 +276,7 @@ def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Arr
     return which, np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
 
 
-class SequenceSlots:
+class SequenceTable:
     """One row of block tables and one row of sequence states per sequence. A fork copies both.
 
     Block tables int32[max_sequences, >= max_blocks_per_sequence] and sequence states int64[max_sequences, 8].
@@ -494,8 +494,8 @@ class Intents:
 
 
 class BlockState:
-    """Block pools of both tiers, sequence slots, pins, namespaces and counters. One thread uses it, the daemon's event
-    loop. Operations begin with `enter`.
+    """Block pools of both tiers, rows of sequences, pins, namespaces and counters. One thread uses it, the daemon's
+    event loop. Operations begin with `enter`.
 
     `generation` is incremented by each slice of an operation that may change the state.
     `last_ids` int64[max_namespaces, 2] are the last step id and the last pin id of each namespace, by its number - 1.
@@ -503,6 +503,7 @@ class BlockState:
     BlockManager.finished_ids. `lane_lens` int32[max_sequences] is the context length of each row after the newest of
     its steps that a lane got.
     `unsubmitted` bool[num_blocks] are the blocks that a swap-in fills and whose copies the device has not got yet.
+    `step_tables` are the native loops over tables, tokens and states; those of the mapped pool are others.
     `unfinished_device` int32[num_blocks] and `unfinished_swap` int32[num_swap_blocks] are the device's counts of
     writes in progress to each block.
     """
@@ -523,7 +524,7 @@ class BlockState:
         self.kept = kept = kept or KeptMaps()
         self.device = CachingBlockPool(config.num_blocks, config.block_size, clock, journal, memory)
         self.swap = BlockPool(config.num_swap_blocks, config.block_size, "swap", memory)
-        self.sequences = SequenceSlots(config, memory, kept)
+        self.sequences = SequenceTable(config, memory, kept)
         self.intents = Intents(self.sequences.states, memory)
         self.last_ids: Int64Array = memory.kept("last_ids", (config.max_namespaces, 2), np.int64, private=True)
         self.lane_finished_ids: Int64Array = memory.kept(

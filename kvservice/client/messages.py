@@ -119,7 +119,8 @@ def size_of(values: Sized, field: str) -> int:
 
 
 def int_list(values: Iterable[int], field: str) -> list[int]:
-    """Convert integers to a plain list, the fastest input for protobuf. Raises InvalidArgumentError naming `field`."""
+    """Convert integers to a plain list, as `pack_fixed32` and protobuf take it. Raises InvalidArgumentError naming
+    `field`."""
     if type(values) is list:
         return values
     array = np.asarray(values if hasattr(values, "__array__") else listed(values, field))
@@ -320,7 +321,7 @@ def traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-# Replies of at least so many bytes may have blocks.
+# From this size on, the blocks of a reply are not parsed by protobuf.
 LARGE_BYTES = 64 << 10
 # The limits on the calls that wait together and go as one message: a larger call goes alone.
 MAX_JOINED_CALLS = 128

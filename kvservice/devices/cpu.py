@@ -265,7 +265,6 @@ def _counted(work: Callable[[], T], unfinished: UnfinishedBlocks, blocks: Array)
 
 
 # ---- the queue in which work runs in order
-#
 
 # Work waits for work of its size class and below. It waits for larger work only if one of them writes blocks that the
 # other one uses. So small work is not behind work of seconds, and small work that cannot pass is in order behind it.

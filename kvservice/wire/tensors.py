@@ -1,4 +1,5 @@
-"""Tensor messages and token ids as NumPy arrays, and messages with tensors or blocks without protobuf."""
+"""Tensor messages and token ids as NumPy arrays; messages with tensors or blocks, and the fields around every call,
+without protobuf."""
 
 from __future__ import annotations
 
@@ -102,8 +103,9 @@ _MAX_FIELDS: Final = 32
 
 @dataclass(slots=True)
 class Encoded:
-    """Serialized fields of a message, in pieces. Arrays among them must not change before `to_bytes`. In a response of
-    the daemon they may be views of its memory, so it is serialized before anything else runs on the event loop."""
+    """Serialized fields of a message, in pieces. Arrays among them must not change before they are joined
+    (`to_bytes`, `with_field`). In a response of the daemon they may be views of its memory, so they are joined before
+    anything else runs on the event loop."""
 
     pieces: tuple[Any, ...] = ()
 
@@ -121,7 +123,8 @@ class Encoded:
 
 
 def encode_tensor(array: Array) -> Encoded:
-    """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
+    """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It copies them only if they
+    are not contiguous."""
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return Encoded((_tensor_head(array.dtype, array.shape), elements))
 

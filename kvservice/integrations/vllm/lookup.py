@@ -9,7 +9,7 @@
     ask ── expected, and not there ─▶ a miss, without a call
       ├── in memory ─▶ leased, a promise
       ├── below memory ─▶ None; a thread brings them up ─▶ leased, a promise
-      └── late, an error, away ─▶ a miss; then misses without asking, until a ping is answered in time
+      └── an error, away ─▶ a miss. Then, and after a late answer: misses without asking, until a ping is in time
 
 vLLM's scheduler waits for the daemon's answers, for a short time in each step. What is seen in the memory that this
 process maps for writing costs it microseconds. Everything else is done by a thread.

@@ -179,8 +179,7 @@ class BlockCalls:
         """Submit the copies of a step, and publish it to the session's client. Return the response, and what to wait
         for before the client may work on the step."""
         mapped = published = None
-        if len(step.copies.src):
-            self._engine.copy_on_write(step)
+        self._engine.copy_on_write(step)
         if session.shared.shares_steps:
             mapped, published = session.shared.publish(step, to_lane=to_lane, run=run)
         response = step_response(step, return_slot_mapping, mapped)

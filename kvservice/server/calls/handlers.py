@@ -1,5 +1,5 @@
-"""The table of RPC handlers. A handler checks the request, calls the engine or the
-block manager once, and translates the result.
+"""The table of RPC handlers. A handler checks the request, calls the engine or the block manager, and translates
+the result.
 
 There is one handler per RPC, named like the RPC and like the field of a stream's `Call`. The same handler serves unary
 RPCs and calls on a session's stream. The table says what a handler is:
