@@ -21,7 +21,8 @@ from kvservice.launch import Daemon
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("transfer_engine")]
 
 BLOCK_BYTES = 64 << 10
-COUNT = 40
+# They travel in messages of 2 MiB and of 1, which is the least that counts.
+COUNT = 48
 NUM_BYTES = COUNT * BLOCK_BYTES
 # A client registers three slots of 4 MiB.
 REGION_BYTES = 3 * (4 << 20)
