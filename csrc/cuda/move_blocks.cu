@@ -226,7 +226,8 @@ BlockStage::BlockStage(int device, int64_t num_bytes) : device_(device), half_by
     for (Half& half : halves_) {
       check_cuda(cudaMalloc(&half.memory, static_cast<size_t>(half_bytes_)), "cudaMalloc");
       check_cuda(cudaEventCreateWithFlags(&half.filled, cudaEventDisableTiming), "cudaEventCreate");
-      check_cuda(cudaEventCreateWithFlags(&half.emptied, cudaEventDisableTiming), "cudaEventCreate");
+      check_cuda(cudaEventCreateWithFlags(&half.emptied, cudaEventDisableTiming | cudaEventBlockingSync),
+                 "cudaEventCreate");
     }
   } catch (...) {
     free();
@@ -277,7 +278,8 @@ void BlockStage::save(const MoveBlocksParams& params, const BlockChecksums& chec
   check_cuda(cudaMemsetAsync(checksums.sums, 0, num_bytes, stream), "cudaMemsetAsync");
   for_each_part(params, half_bytes_, [&](const Part& part) {
     Half& half = next();
-    make_wait(stream, half.emptied);
+    // The driver's queues are short. Were they full of copies, it would hold up every thread that uses the device.
+    check_cuda(cudaEventSynchronize(half.emptied), "cudaEventSynchronize");
     move_to_or_from_stage<true>(params, part, half.memory, checksums.sums, stream);
     record(half.filled, stream);
     make_wait(link_, half.filled);

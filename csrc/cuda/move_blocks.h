@@ -38,7 +38,7 @@ class BlockStage {
 
   // To the device. Host memory may be read before the stream has reached this: only the blocks wait for it.
   void load(const MoveBlocksParams& params, cudaStream_t stream);
-  // To host memory.
+  // To host memory. Waits until all but the last parts of the blocks have been copied.
   void save(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream);
   // Waits for all copies over the link, also those of a call that has failed in the middle.
   void synchronize();

@@ -3,7 +3,8 @@ memory, where a block is contiguous.
 
 They pass through memory of the device: its copy engines move whole blocks over the link, and a kernel gathers and
 scatters their pieces. So a copy costs the driver a call for each block, and the kernels that compute meanwhile little.
-All work is enqueued on the given stream.
+Work is enqueued on the given stream. Of a load all of it is at once; a save waits, so that at most the copies of two
+parts are enqueued: the driver's queues are short, and hold up all threads when they are full.
 """
 
 from __future__ import annotations

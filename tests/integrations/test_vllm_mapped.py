@@ -255,6 +255,27 @@ def test_slabs_are_locked_when_they_are_there() -> None:
     assert rig.gpu.locks == []
 
 
+def test_memory_stays_locked_while_a_copy_is_launched_which_holds_up_no_other() -> None:
+    rig, addresses = Rig(), np.array([1 << 20], np.uint64)
+    memory = SimpleNamespace(address=1 << 20, num_slabs=2, slab_bytes=1 << 12, writable=True, has_slab=lambda _: True)
+    locks = PageLocks(rig.gpu)
+    locks.use(memory)
+    until(lambda: locks.complete)
+
+    def is_covered() -> bool:
+        with locks.covering(memory, addresses) as locked:
+            return locked
+
+    with locks.covering(memory, addresses) as locked, ThreadPoolExecutor(1) as thread:
+        assert locked
+        assert thread.submit(is_covered).result(60)
+        locks.use(None)
+        until(lambda: not is_covered())
+        assert len(rig.gpu.locks) == 2
+    until(lambda: rig.gpu.locks == [])
+    locks.close()
+
+
 def test_locking_stops_when_vllm_ends(store_daemon: OpenStore) -> None:
     rig = Rig()
     rig.gpu.may_lock.clear()

@@ -73,7 +73,7 @@ class HostGpu:
     def follow(self, passing: Any) -> None:
         self.followed.append(passing)
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: object, *, at_once: bool = False) -> HostGpu:  # noqa: ARG002
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
         self._copy(addresses, block_ids, to_host=False)
         return self
 

@@ -294,7 +294,8 @@ class PageLocks:
         self._next = 0
         self._refused = self._closed = False
         self._busy_s = -BUSY_S
-        self._lock = threading.Lock()
+        self._num_covering = 0
+        self._lock = threading.Condition()
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvservice-page-locks", daemon=True)
@@ -323,11 +324,17 @@ class PageLocks:
     def covering(self, memory: Any, addresses: Numbers) -> Iterator[bool]:
         """Yield whether the slabs of these blocks are locked. They are not unlocked before copies end that are launched
         inside of the block."""
+        slabs = np.unique((addresses - np.uint64(memory.address)) // np.uint64(memory.slab_bytes)).tolist()
         with self._lock:
-            slabs = np.unique((addresses - np.uint64(memory.address)) // np.uint64(memory.slab_bytes)).tolist()
             missing = slabs if memory is not self._memory else [slab for slab in slabs if slab not in self._slabs]
             self._asked.extendleft(reversed(missing))
+            self._num_covering += 1
+        try:
             yield not missing
+        finally:
+            with self._lock:
+                self._num_covering -= 1
+                self._lock.notify()
 
     def close(self) -> None:
         """Unlock everything."""
@@ -383,11 +390,13 @@ class PageLocks:
     def _unlock(self) -> None:
         """Unlock everything after the copies in flight, and go on with the mapping that is wanted."""
         with self._lock:
-            if self._slabs:
-                self._gpu.wait_for_copies()
-            for lock in self._slabs.values():
-                lock.close()
-            self._slabs.clear()
+            slabs, self._slabs, self._memory = self._slabs, {}, None  # nothing is covered from now on
+            self._lock.wait_for(lambda: not self._num_covering)
+        if slabs:
+            self._gpu.wait_for_copies()
+        for lock in slabs.values():
+            lock.close()
+        with self._lock:
             self._asked.clear()
             self._memory, self._next, self._refused = self._wanted, 0, False
 
