@@ -119,6 +119,17 @@ class Event:
     def done(self) -> bool: ...
     def elapsed_ms(self, start: Event) -> float: ...
 
+class StreamMark:
+    """What is on a stream when this is made. That and `make_wait` take microseconds, unless a stream is full, and keep
+    the interpreter lock: a thread that computes would return it only after the 5 ms of the switch interval."""
+
+    def __init__(self, device: int, stream: int) -> None: ...
+    def make_wait(self, stream: int) -> None:
+        """Let what is put on another stream from now on wait for it."""
+
+    def synchronize(self) -> None:
+        """Wait for it, asleep and without the interpreter lock."""
+
 def synchronize_stream(stream: int) -> None:
     """Wait for all work on a stream, without the interpreter lock."""
 
@@ -260,9 +271,9 @@ class BlockStage:
         checksums: int,
         stream: int,
     ) -> None:
-        """The inverse of `load`. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
-        address of pinned uint64[num_copies]. `sums` is the address of scratch memory on the device for
-        uint64[num_copies, 16]."""
+        """The inverse of `load`, which waits until all but the last parts are copied. Also writes the checksums of the
+        blocks (csrc/store/checksum.h) to `checksums`, the address of pinned uint64[num_copies]. `sums` is the address
+        of scratch memory on the device for uint64[num_copies, 16]."""
 
     def synchronize(self) -> None:
         """Wait for all copies to and from pinned memory, also those of a call that has failed in the middle."""

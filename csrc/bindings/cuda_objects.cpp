@@ -82,6 +82,17 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// What is on a stream at one time.
+class StreamMark {
+ public:
+  StreamMark(int device, uintptr_t stream) : event_(device, false, true) { event_.record(stream); }
+  void make_wait(uintptr_t stream) const { event_.wait(stream); }
+  void synchronize() const { event_.synchronize(); }
+
+ private:
+  Event event_;
+};
+
 class Stream {
  public:
   Stream(int device, bool high_priority) {
@@ -185,6 +196,11 @@ void define_streams(py::module_& m) {
       .def("synchronize", &Event::synchronize, Unlocked())
       .def("done", &Event::done)
       .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
+  // Without Unlocked: see _cuda.pyi.
+  py::class_<StreamMark>(m, "StreamMark")
+      .def(py::init<int, uintptr_t>(), py::arg("device"), py::arg("stream"))
+      .def("make_wait", &StreamMark::make_wait, py::arg("stream"))
+      .def("synchronize", &StreamMark::synchronize, Unlocked());
   m.def(
       "synchronize_stream",
       [](uintptr_t stream) { check_cuda(cudaStreamSynchronize(stream_at(stream)), "cudaStreamSynchronize"); },

@@ -35,6 +35,22 @@ class PageLock(Protocol):
         """Unlock the memory. No copy may use it any more."""
 
 
+class StreamMark(Protocol):
+    """What was on a stream at one time."""
+
+    def make_wait(self, stream: int) -> None:
+        """Let what is put on another stream from now on wait for it."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+def stream_mark(stream: int, *, device: int) -> StreamMark:
+    """Return what is on a stream now. No other thread gets the interpreter lock meanwhile."""
+    mark: StreamMark = load_extension().StreamMark(device, stream)
+    return mark
+
+
 class BlockPieces:
     """`num_blocks` blocks of `block_bytes` bytes. `table` is int64[3, num_pieces] on the device: piece p of block b
     starts at the address table[0, p] + b * table[1, p], and ends before byte table[2, p] of the block. All numbers are

@@ -48,7 +48,9 @@ from kvservice.ops.block_pieces import (
     SUMS_PER_BLOCK,
     BlockPieces,
     PageLock,
+    StreamMark,
     page_lock,
+    stream_mark,
 )
 from kvservice.ops.cuda import HOST, DeviceArray
 
@@ -401,12 +403,28 @@ class PageLocks:
             self._memory, self._next, self._refused = self._wanted, 0, False
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was on a stream at one time, with the methods of torch.cuda.Event that are called here. vLLM's thread makes
+    them in each step: torch would give the interpreter lock away meanwhile, and get it back after milliseconds."""
+
+    native: StreamMark
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what is put on a stream from now on wait for it."""
+        self.native.make_wait(stream.cuda_stream)
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.native.synchronize()
+
+
 @dataclass(frozen=True, eq=False)
 class Save:
     """A copy to host memory. It keeps the memory in which the GPU computes checksums: `values` are those of the blocks
     with the numbers `order`."""
 
-    event: torch.cuda.Event
+    event: Mark
     sums: torch.Tensor
     values: torch.Tensor
     order: npt.NDArray[np.intp]
@@ -424,7 +442,7 @@ class Save:
 
 class GpuBlocks:
     """Copies run on streams of their own, one for each direction. They begin after the computations of their `mark` and
-    have ended when the event that they return has passed."""
+    have ended when the mark that they return has passed."""
 
     def __init__(self, layout: BlockLayout, stage_bytes: int = STAGE_BYTES) -> None:
         self._device = layout.memories[0].device
@@ -445,30 +463,30 @@ class GpuBlocks:
         one_device = len({memory.device for memory in layout.memories}) == 1
         return aligned and one_device and layout.block_bytes <= MAX_BLOCK_BYTES and cuda.available()
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Mark:
         """Return the computations that are queued now."""
-        return self._event(torch.cuda.current_stream(self._device))
+        return self._mark(torch.cuda.current_stream(self._device))
 
-    def follow(self, passing: torch.cuda.Event) -> None:
+    def follow(self, passing: Mark) -> None:
         """Let the computations that are queued from now on wait for a load."""
-        torch.cuda.current_stream(self._device).wait_event(passing)
+        passing.wait(torch.cuda.current_stream(self._device))
 
-    def load(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> torch.cuda.Event:
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Mark:
         """Fill blocks with the values at `addresses`."""
-        self._loads.wait_event(mark)
+        mark.wait(self._loads)
         self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
-        return self._event(self._loads)
+        return self._mark(self._loads)
 
-    def save(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> Save:
+    def save(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Save:
         """Copy blocks to `addresses`, and compute their checksums."""
-        self._saves.wait_event(mark)
+        mark.wait(self._saves)
         with torch.cuda.stream(self._saves):
             sums = torch.empty((len(block_ids), SUMS_PER_BLOCK), dtype=torch.int64, device=self._device)
             checksums = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
         order = self._pieces.save(
             addresses, block_ids, sums=_array(sums), checksums=_array(checksums), stream=self._saves.cuda_stream
         )
-        return Save(self._event(self._saves), sums, checksums, order)
+        return Save(self._mark(self._saves), sums, checksums, order)
 
     def wait_for_copies(self) -> None:
         """Wait for all copies."""
@@ -486,11 +504,8 @@ class GpuBlocks:
         assert index is not None, "the tensors are on a device"
         return index
 
-    @staticmethod
-    def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+    def _mark(self, stream: torch.cuda.Stream) -> Mark:
+        return Mark(stream_mark(stream.cuda_stream, device=self._index))
 
 
 class StagedCopier:
@@ -511,21 +526,21 @@ class StagedCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Flags]:
+    def get(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         def fill(part: slice, staged: torch.Tensor) -> Flags:
             found: Flags = store.get(some_keys(keys, part), staged, verify=self.verifies)
             return found
 
         return done(self._gets.load(block_ids, mark, fill))
 
-    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Statuses]:
+    def put(self, store: Any, keys: bytes, block_ids: BlockIds, mark: Any) -> Future[Statuses]:
         def store_part(part: slice, staged: torch.Tensor) -> Statuses:
             statuses: Statuses = store.put(some_keys(keys, part), staged)
             return statuses
 
         return done(self._puts.save(block_ids, mark, store_part))
 
-    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: torch.cuda.Event) -> Future[Flags]:
+    def fetch(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds, mark: Any) -> Future[Flags]:
         return done(self._gets.load(block_ids, mark, _reader(memory, leased)))
 
     def read(self, memory: Any, leased: LeasedBlocks, block_ids: BlockIds) -> StepRead:
@@ -562,9 +577,9 @@ class _Staging:
         self._buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def load(self, block_ids: BlockIds, mark: torch.cuda.Event, fill: Callable[[slice, torch.Tensor], Flags]) -> Flags:
+    def load(self, block_ids: BlockIds, mark: Any, fill: Callable[[slice, torch.Tensor], Flags]) -> Flags:
         """`fill` fills the buffer for a part of the blocks, and returns which of them are right."""
-        self._stream.wait_event(mark)
+        mark.wait(self._stream)
         found = []
         for part, buffer in self._parts(len(block_ids)):
             found.append(fill(part, buffer))
@@ -578,11 +593,9 @@ class _Staging:
             self._stream.synchronize()
         return np.concatenate(found)
 
-    def save(
-        self, block_ids: BlockIds, mark: torch.cuda.Event, store: Callable[[slice, torch.Tensor], Statuses]
-    ) -> Statuses:
+    def save(self, block_ids: BlockIds, mark: Any, store: Callable[[slice, torch.Tensor], Statuses]) -> Statuses:
         """`store` stores a part of the blocks from the buffer."""
-        self._stream.wait_event(mark)
+        mark.wait(self._stream)
         statuses = []
         for part, buffer in self._parts(len(block_ids)):
             with torch.cuda.stream(self._stream):
