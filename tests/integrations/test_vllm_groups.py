@@ -44,7 +44,7 @@ def attended(group: Group, num_tokens: int) -> list[int]:
 
 def places(groups: CacheGroups, first: int, num_tokens: int) -> list[tuple[int, int]]:
     """Return block and group of what is needed."""
-    pairs = (divmod(place, len(groups)) for place in groups.needed(first, num_tokens).tolist())
+    pairs = (divmod(place, groups.num) for place in groups.needed(first, num_tokens).tolist())
     return [(first + block, group) for block, group in pairs]
 
 

@@ -22,7 +22,7 @@ def chain(tokens: Sequence[int]) -> list[bytes]:
 
 def wanted(keys: Sequence[bytes], first: int = 0, groups: CacheGroups = FULL) -> Wanted:
     """Return blocks of a prompt that has a token more."""
-    return Wanted(b"".join(keys), groups, first, (first + len(keys) // len(groups)) * groups.block_size)
+    return Wanted(b"".join(keys), groups, first, (first + len(keys) // groups.num) * groups.block_size)
 
 
 @dataclass

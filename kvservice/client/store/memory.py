@@ -87,25 +87,21 @@ class Geometry:
 
 class SharedLease:
     """A lease that this process took in the memory itself, see `MappedStore.lease`. `offsets` and `versions` are those
-    of the blocks found. They stay as they are until the lease is released, or was not renewed for 8 seconds."""
+    of the `num_blocks` blocks found. They stay as they are until the lease is released, or was not renewed for 8
+    seconds."""
 
     def __init__(
         self, memory: MappedStore, mirror: _ext.StoreMirror, num_keys: int, leased: tuple[bytes, bytes, bytes]
     ):
         self.memory = memory
         self._found, self.offsets, self.versions = leased
-        self._num_keys = num_keys
+        self._num_keys, self.num_blocks = num_keys, len(self.offsets) // 8
         self._mirror, self._until_s = mirror, time.monotonic() + SHARED_LEASE_S
 
     @property
     def found(self) -> Flags:
         """One flag per key."""
         return flags_of(self._found, self._num_keys)
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks found."""
-        return len(self.offsets) // 8
 
     @property
     def alive(self) -> bool:
@@ -133,7 +129,8 @@ class MappedStore:
 
     `offsets` are those of blocks, as the daemon packs them. A block can change as soon as its lease has ended;
     `unchanged` notices that afterwards. `identity` is the same in all processes that map this memory: what one of them
-    has leased, another one can read. `growing`: the daemon had not allocated all of it when it was mapped."""
+    has leased, another one can read. `tells_all`: a block that `find` does not find is nowhere, since there are no
+    tiers below this memory. `growing`: the daemon had not allocated all of it when it was mapped."""
 
     def __init__(
         self,
@@ -153,6 +150,7 @@ class MappedStore:
         self._words = self._bytes[: len(self._bytes) & ~7].view(np.uint64)
         self.address = int(self._bytes.ctypes.data)
         self._mirror = self._open_mirror()
+        self.tells_all = self._mirror is not None and not geometry.has_tiers
         self.num_slabs = self.num_bytes // self.slab_bytes
         # As `refresh` counts, for which a slab is one record more.
         self._num_records = self.num_slabs * (geometry.blocks_per_slab + 1)
@@ -194,13 +192,8 @@ class MappedStore:
         return not _ext.populate(self.address + slab * self.slab_bytes, self.slab_bytes)
 
     @property
-    def tells_all(self) -> bool:
-        """Whether a block that `find` does not find is nowhere: there are no tiers below this memory."""
-        return self._mirror is not None and not self._geometry.has_tiers
-
-    @property
     def tells_now(self) -> bool:
-        """Whether this is true of what `find` does not find at an age of 0: it looks at all blocks each time."""
+        """Whether `tells_all` is true of what `find` does not find at an age of 0: it looks at all blocks each time."""
         return self.tells_all and self._num_records <= LOOKED_AT
 
     def find(self, keys: bytes, *, max_age_s: float = LOOK_S) -> Flags | None:

@@ -145,7 +145,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         # Verified loads fail one by one, which vLLM must be able to mend. vLLM copies recurrent states to the block of
         # the next tokens before a step loads.
         max_step_mib = 0 if options.verify or self._groups.recurrent else options.max_step_load_mib
-        self._recomputes = len(self._groups) == 1 and not versions.schedules_ahead(vllm_config)
+        self._recomputes = self._groups.num == 1 and not versions.schedules_ahead(vllm_config)
         self._scheduler = ConnectorScheduler(
             SchedulingOptions(
                 groups=self._groups,
@@ -217,7 +217,7 @@ class KVServiceConnector(KVConnectorBase_V1, *versions.groups_of_caches()):  # t
         if self._worker is None:
             return None, None
         ended = self._worker.end_step(computes=self._step().computes)
-        if len(self._groups) == 1:
+        if self._groups.num == 1:
             self._failed_blocks |= ended.wrong
         else:
             self._failed_requests |= ended.failed

@@ -61,14 +61,12 @@ class StoreFinder:
     def share(self, keys: bytes, max_age_s: float) -> SharedLease | None:
         """Lease the blocks before the first that is missing, in the mapped memory; None: ask the daemon, which may have
         more. It counts nothing."""
-        memory = self.memory
+        memory: MappedStore | None = self._store.memory
         lease = None if memory is None else memory.lease(keys, leading_only=True, max_age_s=max_age_s)
-        if memory is None or lease is None:
-            return None
-        if lease.num_blocks < num_keys(keys) and not memory.tells_all:
-            lease.release()
-            return None
-        return lease
+        if memory is None or lease is None or memory.tells_all or lease.num_blocks == num_keys(keys):
+            return lease
+        lease.release()
+        return None
 
     def look(self) -> None:
         """Take the time to see all new blocks."""

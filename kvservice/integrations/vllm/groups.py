@@ -60,13 +60,13 @@ class CacheGroups:
     """The groups of a model, in vLLM's order."""
 
     def __init__(self, groups: Sequence[Group], block_size: int) -> None:
-        """`full` is the number of a group that needs all blocks of a prefix; None: there is none. `leading`: a prefix
-        is just its first blocks. `recurrent`: a prefix ends with a whole block, since there is no state after other
-        tokens. `key_bytes` are those of the keys of a block."""
-        self.groups, self.block_size = tuple(groups), block_size
-        self.key_bytes = KEY_BYTES * len(groups)
+        """`num` is how many there are. `full` is the number of one that needs all blocks of a prefix; None: there is
+        none. `leading`: a prefix is just its first blocks. `recurrent`: a prefix ends with a whole block, since there
+        is no state after other tokens. `key_bytes` are those of the keys of a block."""
+        self.groups, self.num, self.block_size = tuple(groups), len(groups), block_size
+        self.key_bytes = KEY_BYTES * self.num
         self.full = next((number for number, group in enumerate(groups) if group.is_full), None)
-        self.leading = len(groups) == 1 and groups[0].is_full
+        self.leading = self.num == 1 and groups[0].is_full
         self.recurrent = any(group.recurrent for group in groups)
 
     @staticmethod
@@ -76,9 +76,6 @@ class CacheGroups:
         if not groups:
             raise InvalidArgumentError("the model has no K/V caches", field="kv_cache_groups")
         return CacheGroups(groups, block_size)
-
-    def __len__(self) -> int:
-        return len(self.groups)
 
     def num_full_blocks(self, num_tokens: int) -> int:
         """Return how many of the first blocks of so many tokens a request can be given. It computes the last token
@@ -127,17 +124,17 @@ class Wanted:
 
     def longest(self, found: npt.NDArray[np.bool_]) -> int:
         """Return the most blocks that can be used if these `keys` are found."""
-        return self.groups.longest(found.reshape(-1, len(self.groups)), self.first, self.most_tokens)
+        return self.groups.longest(found.reshape(-1, self.groups.num), self.first, self.most_tokens)
 
     def leading(self, found: npt.NDArray[np.bool_]) -> int:
         """Return how many of the first blocks are found of a group that needs all, or of the first group."""
-        flags = found.reshape(-1, len(self.groups))[:, self.groups.full or 0]
+        flags = found.reshape(-1, self.groups.num)[:, self.groups.full or 0]
         return len(flags) if flags.all() else int(flags.argmin())
 
     def key(self, block: int) -> bytes:
         """Return the key of a block, of the same group."""
-        place = block * len(self.groups) + (self.groups.full or 0)
-        return some_keys(self.keys, slice(place, place + 1))
+        place = (block * self.groups.num + (self.groups.full or 0)) * KEY_BYTES
+        return self.keys[place : place + KEY_BYTES]
 
     def needed(self, num_blocks: int) -> bytes:
         """Return the keys without which the first blocks cannot be used."""

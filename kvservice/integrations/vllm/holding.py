@@ -36,12 +36,13 @@ NameOf = Callable[[Any, int], Any]
 
 class Offer(NamedTuple):
     """Full blocks of a request that may be saved: their keys and the hashes for which vLLM has them in a group, each
-    one after the other. A byte is the number of a group."""
+    one after the other. A byte is the number of a group. `is_shared`: other requests may offer some of them, too."""
 
     keys: bytes
     hashes: bytes
     block_ids: list[int]
     groups: bytes
+    is_shared: bool
 
 
 # Full blocks that may be saved, see Offer.
@@ -74,7 +75,7 @@ class PoolBlocks:
         self._most_shared = int(num_blocks * min(SHARED * most, 1.0))
         # By the number of a save: vLLM's blocks, their numbers, and when it began.
         self._saves: dict[int, tuple[list[Any], list[int], float]] = {}
-        self._held: set[int] = set()
+        self._num_held = 0
         # Some in this list do not wait any more. By the number of a block that waits: its place in the list, counted
         # from 1; otherwise 0.
         self._waiting = np.empty(0, FULL_BLOCK)
@@ -95,11 +96,16 @@ class PoolBlocks:
 
     def choose(self, offers: Sequence[Offer]) -> tuple[bytes, list[int], int]:
         """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
-        once and without those that are held; and how many that waited are not there any more. The others wait."""
+        once and without those that are held; and how many that waited are not there any more. The others wait. Blocks
+        that a request has computed itself are not held yet, or it makes no difference if they are held twice."""
         block_ids, room = _block_ids(offers), min(self._room(), HELD_AT_ONCE)
         # Sets, since numpy's functions take longer than that when the step has not called them for a while.
-        distinct = set(block_ids)
-        is_new = len(distinct) == len(block_ids) and self._held.isdisjoint(distinct)
+        held: set[int] = set()
+        is_new = True
+        if self.waits or any(offer.is_shared for offer in offers):
+            held = set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))
+            distinct = set(block_ids)
+            is_new = len(distinct) == len(block_ids) and held.isdisjoint(distinct)
         if is_new and not self.waits and len(block_ids) <= room:
             return b"".join([offer.keys for offer in offers]), block_ids, 0
         blocks, num_gone = full_blocks(offers), 0
@@ -107,11 +113,11 @@ class PoolBlocks:
             is_new = is_new and not self._place[block_ids].any()
             if room:
                 waited, num_gone = self._waited(min(room, AT_ONCE))
-                is_new = is_new and self._held.isdisjoint(waited["block_id"].tolist())
+                is_new = is_new and held.isdisjoint(waited["block_id"].tolist())
                 blocks = np.concatenate([waited, blocks])
         if not is_new:
             _, first = np.unique(blocks["block_id"], return_index=True)
-            is_free = np.array([block_id not in self._held for block_id in blocks["block_id"].tolist()], np.bool_)
+            is_free = np.array([block_id not in held for block_id in blocks["block_id"].tolist()], np.bool_)
             blocks = blocks[np.sort(first[is_free[first]])]
         self.wait(blocks[room:])
         blocks = blocks[:room]
@@ -165,8 +171,8 @@ class PoolBlocks:
 
     def _room(self) -> int:
         """Return how many more blocks may be held."""
-        shared = max(self._most_shared - len(self._held), 0)
-        if not shared or len(self._held) < self.most:
+        shared = max(self._most_shared - self._num_held, 0)
+        if not shared or self._num_held < self.most:
             return shared
         num_unused = 0
         for blocks, _, _ in self._saves.values():
@@ -174,17 +180,17 @@ class PoolBlocks:
         return shared if num_unused < self.most else 0
 
     def hold(self, number: int, block_ids: list[int]) -> None:
-        """Hold blocks that are not held yet."""
+        """Hold blocks."""
         blocks = self._blocks(block_ids)
         self._pool.touch(blocks)
         self._saves[number] = blocks, block_ids, self._clock()
-        self._held.update(block_ids)
+        self._num_held += len(blocks)
 
     def free(self, number: int) -> None:
         """Give the blocks of a save back, if they have not been given back before."""
         if (save := self._saves.pop(number, None)) is not None:
-            blocks, block_ids, _ = save
-            self._held.difference_update(block_ids)
+            blocks, _, _ = save
+            self._num_held -= len(blocks)
             # As vLLM does it: the last block of a prefix is the first to be evicted.
             self._pool.free_blocks(blocks[::-1])
 

@@ -84,7 +84,7 @@ class Found(NamedTuple):
 NOTHING = Found(0, True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Promise:
     """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `read` is what a load of
     so many blocks reads, in which memory of each worker. `bringing` is the work of the thread that brings blocks up."""
@@ -241,14 +241,15 @@ class StoreLookup:
         if not leases:
             return None
         counts = [lease.num_blocks for lease in leases.values()]
-        fewest = min(counts)
+        fewest, most_leased = min(counts), max(counts)
         if leading:
-            num_blocks, most = fewest, max(counts)
+            num_blocks, most = fewest, most_leased
         elif fewest < num_keys(keys):
             num_blocks = 0  # they went after they were seen
         self._found(wanted, num_blocks, most, counted=True)
         if not num_blocks:
-            self._release(leases)
+            if most_leased:
+                self._release(leases)
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
@@ -321,7 +322,8 @@ class StoreLookup:
             return
         if promise.bringing is not None:
             promise.bringing.add_done_callback(self._release_brought)
-        self._release(promise.leases)
+        if promise.leases:
+            self._release(promise.leases)
 
     def touch(self, keys: bytes) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
@@ -388,24 +390,16 @@ class StoreLookup:
         """Let the daemon count why a look-up has found no more than `num_blocks`, and with `counted` also how many
         blocks were looked up, for which it was not asked. `most`: how many leading blocks any worker has, of a group
         that needs all."""
-        width, num_missing = len(wanted.groups), len(wanted) - num_blocks
-        key = wanted.key(num_blocks) if num_missing and most <= num_blocks else b""
-        if counted:
-            self._count(num_blocks * width, num_missing * width, key)
-        else:
-            self._count(0, 0, key)
-        if num_missing and most > num_blocks:
-            with self._uses_lock:
-                self._uses.not_whole += 1
-
-    def _count(self, num_hits: int, num_misses: int, key: bytes) -> None:
-        """Let the daemon count these keys, and why the one with this `key` is missing."""
+        width, num_missing = wanted.groups.num, len(wanted) - num_blocks
         with self._uses_lock:
             uses = self._uses
-            uses.hits += num_hits
-            uses.misses += num_misses
-            if key and len(uses.missing) < MAX_MISSING:
-                uses.missing.append(key)
+            if counted:
+                uses.hits += num_blocks * width
+                uses.misses += num_missing * width
+            if num_missing and most > num_blocks:
+                uses.not_whole += 1
+            elif num_missing and len(uses.missing) < MAX_MISSING:
+                uses.missing.append(wanted.key(num_blocks))
 
     def _touch_and_count(self, keys: bytes) -> None:
         """On the thread: tell the daemon what was used. It counts for all ranks alike, but reasons of misses once."""

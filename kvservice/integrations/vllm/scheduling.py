@@ -79,14 +79,17 @@ class SchedulingOptions:
     checks_loads: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tracked:
-    """A request with blocks. `keys` are those of its first blocks, of all groups of a block one after the other.
-    `num_offered` of its blocks have been offered to be saved. Those from `loaded.start` to `loaded.stop` have come from
-    the store to the blocks `targets`. `relies_on` are the numbers of the loads of steps that fill blocks with which it
-    computes."""
+    """A request with blocks, of which `num_prompt` have tokens of its prompt only. `keys` are those of its first
+    blocks, of all groups of a block one after the other. `num_offered` of its blocks have been offered to be saved.
+    Those from `num_shared` on it has computed itself, and offers for the first time. Those from `loaded.start` to
+    `loaded.stop` have come from the store to the blocks `targets`. `relies_on` are the numbers of the loads of steps
+    that fill blocks with which it computes."""
 
     request: Any
+    num_prompt: int = 0
+    num_shared: int = 0
     keys: bytes = b""
     block_ids: BlockTable = field(default_factory=list)
     num_offered: int = 0
@@ -95,7 +98,7 @@ class _Tracked:
     relies_on: frozenset[int] = frozenset()
 
 
-@dataclass
+@dataclass(slots=True)
 class _StepLoading:
     """A load of a step, of which so many workers have ended their part."""
 
@@ -109,6 +112,9 @@ class _Answer(NamedTuple):
     num_local: int
     keys: bytes = b""
     in_step: bool = False
+
+
+_NO_ANSWER = _Answer(0)
 
 
 class ConnectorScheduler:
@@ -169,39 +175,39 @@ class ConnectorScheduler:
             and group is not None  # otherwise no block is always needed
         ):
             every = self._keys(request, 0, request.num_tokens // self._block_size)
-            places = np.arange(group, num_keys(every), len(self._groups))
+            places = np.arange(group, num_keys(every), self._groups.num)
             self._lookup.expect(request.request_id, chosen_keys(every, places))
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded, and whether
         that is asynchronous; None: not known yet, ask again. All full blocks are matched. vLLM computes the last token
         in any case, to get the logits: one token less is answered if the blocks have all."""
-        request_id = request.request_id
-        first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(request.num_tokens)
-        self._answers[request_id] = _Answer(first)
-        if not self._options.loads or self._lookup is None or getattr(request, "skip_reading_prefix_cache", False):
-            return 0, False
-        if first >= (request.num_tokens - 1) // self._block_size:
+        request_id, num_tokens, lookup = request.request_id, request.num_tokens, self._lookup
+        first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(num_tokens)
+        keys, every = b"", b""
+        if not self._options.loads or lookup is None or getattr(request, "skip_reading_prefix_cache", False):
+            pass
+        elif first >= (num_tokens - 1) // self._block_size:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
-            self._lookup.drop(request_id)
+            lookup.drop(request_id)
+        else:
+            every = self._keys(request, 0, stop)
+            keys = every[self._groups.key_bytes * first :]
+        if lookup is None or not keys:
+            self._answers[request_id] = _Answer(first)
             return 0, False
         hurries = self._others_compute(request_id)
-        every = self._keys(request, 0, stop)
-        keys = every[self._groups.key_bytes * first :]
-        if not keys:
-            return 0, False
-        fits = self._step_bytes + num_keys(keys) * self._block_bytes <= self._options.max_step_bytes
-        wanted = Wanted(keys, self._groups, first, request.num_tokens - 1)
-        found = self._lookup.find(request_id, wanted, reads=fits, hurries=hurries)
+        fits = self._step_bytes + len(keys) // KEY_BYTES * self._block_bytes <= self._options.max_step_bytes
+        wanted = Wanted(keys, self._groups, first, num_tokens - 1)
+        found = lookup.find(request_id, wanted, reads=fits, hurries=hurries)
         if found is None:
             return None, False
-        num_blocks = found.num_blocks
-        in_step = num_blocks > 0 and found.at_hand and self._can_be_in_step(request_id, num_blocks, hurries)
+        in_step = found.num_blocks > 0 and found.at_hand and self._can_be_in_step(request_id, found.num_blocks, hurries)
         self._answers[request_id] = _Answer(first, every, in_step)
-        num_tokens = num_blocks * self._block_size
-        if num_computed_tokens + num_tokens == request.num_tokens:
-            num_tokens -= 1
-        return num_tokens, num_tokens > 0 and not in_step
+        num_found = found.num_blocks * self._block_size
+        if num_computed_tokens + num_found == num_tokens:
+            num_found -= 1
+        return num_found, num_found > 0 and not in_step
 
     def allocated(
         self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
@@ -209,21 +215,21 @@ class ConnectorScheduler:
         """A request has blocks. Load those of `num_external_tokens` tokens. `list_blocks` returns the numbers of the
         blocks for each group; it asks vLLM for each, so it is not called if nobody needs them now."""
         request_id = request.request_id
-        answer = self._answers.pop(request_id, _Answer(0))
-        first = answer.num_local
-        needs_blocks = num_external_tokens > 0 or self._watches_taken or (first > 0 and self._loading)
-        block_ids = list_blocks() if needs_blocks else ()
-        if request_id not in self._requests:
-            self._figures["prompt_tokens"] += request.num_tokens - answer.num_local * self._block_size
+        answer = self._answers.pop(request_id, _NO_ANSWER)
+        first, watches = answer.num_local, self._watches_taken
+        block_ids = list_blocks() if num_external_tokens > 0 or watches or (first > 0 and self._loading) else ()
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            self._figures["prompt_tokens"] += request.num_tokens - first * self._block_size
             self._figures["found_tokens"] += num_external_tokens
             tracked = self._requests[request_id] = _Tracked(request)
-        else:
-            tracked = self._requests[request_id]
-            tracked.request = request
+        tracked.request, tracked.num_shared = request, first
+        tracked.num_prompt = request.num_prompt_tokens // self._block_size
         tracked.keys = answer.keys or tracked.keys
         if self._options.saves:
             self._unsaved.add(request_id)
-        self._taken(block_ids)
+        if watches:
+            self._taken(block_ids)
         if self._lookup is None:
             return
         if first:
@@ -280,6 +286,7 @@ class ConnectorScheduler:
         for request_id in again:
             # vLLM computes the blocks again.
             tracked = self._requests[request_id]
+            tracked.num_shared = max(tracked.num_shared, tracked.num_offered)
             tracked.num_offered, tracked.loaded = min(tracked.num_offered, tracked.loaded.start), range(0)
             if self._options.saves:
                 self._unsaved.add(request_id)
@@ -343,7 +350,7 @@ class ConnectorScheduler:
             if room > 0 and (offer := self._offer(tracked, num_tokens, most=room)) is not None:
                 offers.append(offer)
                 room -= len(offer.block_ids)
-            if not self._options.save_decode and self._num_prompt_blocks(tracked) <= tracked.num_offered:
+            if not self._options.save_decode and tracked.num_prompt <= tracked.num_offered:
                 self._unsaved.discard(request_id)
         self._hold(offers)
         if self._pool is not None:
@@ -448,7 +455,8 @@ class ConnectorScheduler:
                 self._replace(new.req_id, new.block_ids)
                 yield new.req_id, new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        self._taken(ids for block_ids in cached.new_block_ids if block_ids for ids in block_ids)
+        if self._watches_taken:
+            self._taken(ids for block_ids in cached.new_block_ids if block_ids for ids in block_ids)
         if not self._unsaved:
             return
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
@@ -473,8 +481,6 @@ class ConnectorScheduler:
 
     def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
         """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
-        if not self._watches_taken:
-            return
         taken = np.fromiter(itertools.chain.from_iterable(block_ids), np.int64)
         self._unsure = [(numbers, blocks[~np.isin(blocks["block_id"], taken)]) for numbers, blocks in self._unsure]
         if self._pool is not None:
@@ -482,16 +488,13 @@ class ConnectorScheduler:
 
     # ---- saves
 
-    def _num_prompt_blocks(self, tracked: _Tracked) -> int:
-        return int(tracked.request.num_prompt_tokens) // self._block_size
-
     def _offer(self, tracked: _Tracked, num_tokens: int, most: int | None = None) -> Offer | None:
         """Return the blocks that are full after `num_tokens` computed tokens and were not offered before, about so many
         at `most`; None: all, since the request ends. Blocks that vLLM had itself are among them: a daemon that has
         restarted does not have them. A request is passed over while blocks are being filled that it computes with: its
         own would be wrong if these were. If it ends, it is known when these loads end."""
         num_full = min(num_tokens // self._block_size, min(map(len, tracked.block_ids), default=0))
-        num_prompt = min(num_full, self._num_prompt_blocks(tracked))
+        num_prompt = min(num_full, tracked.num_prompt)
         stop = num_prompt
         if self._options.save_decode and (
             most is None or num_full - max(tracked.num_offered, num_prompt) >= DECODED_BLOCKS
@@ -507,7 +510,7 @@ class ConnectorScheduler:
         if most is not None:
             if filling:
                 return None
-            stop = min(stop, first + -(-most // len(self._groups)))
+            stop = min(stop, first + -(-most // self._groups.num))
         keys = self._known_keys(tracked, first, stop)
         tracked.num_offered += len(keys) // self._groups.key_bytes
         offer = self._offered(tracked, first, keys)
@@ -518,7 +521,7 @@ class ConnectorScheduler:
 
     def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
         """Return those blocks of a request from `first` on, with these keys, that have not come from the store."""
-        width, num_blocks = len(self._groups), len(keys) // self._groups.key_bytes
+        width, num_blocks = self._groups.num, len(keys) // self._groups.key_bytes
         # Those from `start` to `stop` have.
         start = stop = 0
         if tracked.loaded:
@@ -531,7 +534,7 @@ class ConnectorScheduler:
                 before, after = slice(0, start), slice(stop, num_blocks)
                 keys, hashes = (some_keys(of, before) + some_keys(of, after) for of in (keys, hashes))
                 ids = ids[:start] + ids[stop:]
-            return Offer(keys, hashes or keys, ids, bytes(len(ids)))
+            return Offer(keys, hashes or keys, ids, bytes(len(ids)), first < tracked.num_shared)
         every_hash = tracked.request.block_hashes[first : first + num_blocks]
         block_ids = np.array([ids[first : first + num_blocks] for ids in tracked.block_ids], np.int64).T.ravel()
         blocks = np.arange(len(block_ids)) // width
@@ -546,7 +549,7 @@ class ConnectorScheduler:
         places = places[np.array(has, np.bool_)]
         kept = b"".join([every_hash[block] for block in (places // width).tolist()])
         groups = (places % width).astype(np.uint8).tobytes()
-        return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups)
+        return Offer(chosen_keys(keys, places), kept, block_ids[places].tolist(), groups, first < tracked.num_shared)
 
     def _hold(self, offers: Sequence[Offer]) -> None:
         """Save blocks with the next step, and hold them until then and until they are saved, as far as there is room:
@@ -568,7 +571,7 @@ class ConnectorScheduler:
         identity = self._adapters.of(request)
         if identity is None:
             return b""
-        hashes, more, width = b"".join(request.block_hashes[first:stop]), self._epoch + identity, len(self._groups)
+        hashes, more, width = b"".join(request.block_hashes[first:stop]), self._epoch + identity, self._groups.num
         if width == 1 and not more:
             return hashes
         # Hashes that are combined with different numbers are as different as other hashes.
