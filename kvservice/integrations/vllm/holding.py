@@ -24,7 +24,7 @@ SHARED = 8
 # others wait.
 HELD_AT_ONCE = 1024
 # The most of these that waited: vLLM is asked for each.
-AT_ONCE = 256
+AT_ONCE = 64
 # One block of a save stands for so many: looking at all held blocks would take 0.2 ms of each step.
 COUNTED_AS_ONE = 8
 # How long vLLM waits for held blocks instead of preempting.
@@ -76,11 +76,11 @@ class PoolBlocks:
         # By the number of a save: vLLM's blocks, their numbers, and when it began.
         self._saves: dict[int, tuple[list[Any], list[int], float]] = {}
         self._num_held = 0
-        # Some in this list do not wait any more. By the number of a block that waits: its place in the list, counted
-        # from 1; otherwise 0.
-        self._waiting = np.empty(0, FULL_BLOCK)
-        self._place = np.zeros(num_blocks, np.int64)
-        self._num_waiting = 0
+        # Blocks that wait, in the parts in which they came, by the number of the part. Some of a part do not wait any
+        # more. By the number of a block that waits: its part, counted from 1; otherwise 0.
+        self._waiting: dict[int, FullBlocks] = {}
+        self._part_of = np.zeros(num_blocks, np.int64)
+        self._num_parts = self._num_waiting = 0
 
     @property
     def holds(self) -> bool:
@@ -95,39 +95,44 @@ class PoolBlocks:
         return bool(self._pool.blocks[block_id].block_hash == self._name_of(block_hash, group))
 
     def choose(self, offers: Sequence[Offer]) -> tuple[bytes, list[int], int]:
-        """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these, each
-        once and without those that are held; and how many that waited are not there any more. The others wait. Blocks
-        that a request has computed itself are not held yet, or it makes no difference if they are held twice."""
+        """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these; and
+        how many that waited are not there any more. The others wait. Shared ones that are held already are left out.
+        It would be harmless, but useless, to hold and save a block twice."""
         block_ids, room = _block_ids(offers), min(self._room(), HELD_AT_ONCE)
-        # Sets, since numpy's functions take longer than that when the step has not called them for a while.
-        held: set[int] = set()
-        is_new = True
-        if self.waits or any(offer.is_shared for offer in offers):
-            held = set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))
-            distinct = set(block_ids)
-            is_new = len(distinct) == len(block_ids) and held.isdisjoint(distinct)
+        is_new = not any(offer.is_shared for offer in offers) or self._are_new(block_ids)
         if is_new and not self.waits and len(block_ids) <= room:
             return b"".join([offer.keys for offer in offers]), block_ids, 0
         blocks, num_gone = full_blocks(offers), 0
-        if self.waits:
-            is_new = is_new and not self._place[block_ids].any()
-            if room:
-                waited, num_gone = self._waited(min(room, AT_ONCE))
-                is_new = is_new and held.isdisjoint(waited["block_id"].tolist())
-                blocks = np.concatenate([waited, blocks])
         if not is_new:
             _, first = np.unique(blocks["block_id"], return_index=True)
-            is_free = np.array([block_id not in held for block_id in blocks["block_id"].tolist()], np.bool_)
-            blocks = blocks[np.sort(first[is_free[first]])]
+            blocks = blocks[np.sort(first)]
+            held = self._held()
+            blocks = blocks[np.array([block_id not in held for block_id in blocks["block_id"].tolist()], np.bool_)]
+        if self.waits:
+            self._end_waiting(blocks["block_id"])
+            if room:
+                waited, num_gone = self._waited(min(room, AT_ONCE))
+                blocks = np.concatenate([waited, blocks])
         self.wait(blocks[room:])
         blocks = blocks[:room]
         return blocks["key"].tobytes(), blocks["block_id"].tolist(), num_gone
 
+    def _are_new(self, block_ids: list[int]) -> bool:
+        """Whether none of these is held, and none occurs twice."""
+        distinct = set(block_ids)  # numpy would take longer than that in a step that has not called it for a while
+        return len(distinct) == len(block_ids) and self._held().isdisjoint(distinct)
+
+    def _held(self) -> set[int]:
+        return set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))
+
     def _waited(self, most: int) -> tuple[FullBlocks, int]:
         """Take at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for saves alone,
         or half of all."""
-        waiting = self._still_waiting()
-        blocks = waiting[:most]
+        number, part = next(iter(self._waiting.items()))
+        while not len(part := part[self._part_of[part["block_id"]] == number]):
+            del self._waiting[number]
+            number, part = next(iter(self._waiting.items()))
+        blocks = part[:most]
         used = self._blocks(blocks["block_id"].tolist())
         pairs = zip(used, blocks["hash"].tolist(), blocks["group"].tolist(), strict=True)
         is_there = np.array([block.block_hash == self._name_of(key, group) for block, key, group in pairs], np.bool_)
@@ -135,39 +140,44 @@ class PoolBlocks:
         num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
         num_spare = max(num_free - min(self.most, num_blocks // 2), 0)
         stays = is_spare & (np.cumsum(is_spare) > num_spare)
-        self._set_waiting(np.concatenate([blocks[stays], waiting[most:]]))
+        self._waiting[number] = np.concatenate([blocks[stays], part[most:]])
+        self._end_waiting(blocks["block_id"][~stays])
         return blocks[is_there & ~stays], int((~is_there).sum())
 
     def wait(self, blocks: FullBlocks) -> None:
         """Let blocks wait for room."""
         if len(blocks):
-            self._set_waiting(np.concatenate([self._still_waiting(), blocks]))
+            self._end_waiting(blocks["block_id"])
+            self._num_parts += 1
+            self._waiting[self._num_parts] = blocks
+            self._part_of[blocks["block_id"]] = self._num_parts
+            self._num_waiting += len(np.unique(blocks["block_id"]))
 
     def taken(self, block_ids: BlockIds) -> int:
         """A request has these blocks now. Those of them with its tokens need not wait: it offers them itself. Returns
         how many waited and are not there any more."""
-        places = self._place[block_ids]
-        places = places[places > 0] - 1
-        if not len(places):
-            return 0
-        gone = self._waiting[places]
-        self._place[gone["block_id"]] = 0
-        self._num_waiting -= len(gone)
-        named = gone[["block_id", "hash", "group"]].tolist()
-        return sum(not self.is_cached(block_id, block_hash, group) for block_id, block_hash, group in named)
+        block_ids = block_ids[self._part_of[block_ids] > 0]
+        num_gone = 0
+        for number in set(self._part_of[block_ids].tolist()):
+            part = self._waiting[number]
+            is_taken = np.isin(part["block_id"], block_ids) & (self._part_of[part["block_id"]] == number)
+            named = part[["block_id", "hash", "group"]][is_taken].tolist()
+            num_gone += sum(not self.is_cached(block_id, block_hash, group) for block_id, block_hash, group in named)
+        self._end_waiting(block_ids)
+        return num_gone
 
     def forget_waiting(self) -> None:
-        self._set_waiting(np.empty(0, FULL_BLOCK))
+        self._waiting.clear()
+        self._part_of[:] = self._num_waiting = 0
 
-    def _still_waiting(self) -> FullBlocks:
-        places = np.arange(1, len(self._waiting) + 1)
-        blocks: FullBlocks = self._waiting[self._place[self._waiting["block_id"]] == places]
-        return blocks
-
-    def _set_waiting(self, blocks: FullBlocks) -> None:
-        self._place[self._waiting["block_id"]] = 0
-        self._waiting, self._num_waiting = blocks, len(blocks)
-        self._place[blocks["block_id"]] = np.arange(1, len(blocks) + 1)
+    def _end_waiting(self, block_ids: BlockIds) -> None:
+        """Let none of these blocks wait any more."""
+        waiting = block_ids[self._part_of[block_ids] > 0]
+        if len(waiting):
+            self._num_waiting -= len(np.unique(waiting))
+            self._part_of[waiting] = 0
+        if not self._num_waiting:
+            self._waiting.clear()
 
     def _room(self) -> int:
         """Return how many more blocks may be held."""

@@ -282,9 +282,11 @@ class StoreLookup:
         promise = self._promises.get(request_id)
         if promise is None or num_blocks > promise.found.num_blocks:
             return None
-        if num_blocks < promise.found.num_blocks and not promise.wanted.groups.leading:
-            return None  # fewer blocks need others than are leased
-        num_needed = num_keys(promise.wanted.needed(num_blocks))
+        num_needed = num_blocks
+        if not promise.wanted.groups.leading:
+            if num_blocks < promise.found.num_blocks:
+                return None  # fewer blocks need others than are leased
+            num_needed = num_keys(promise.wanted.needed(num_blocks))
         found: dict[Rank, LeasedBlocks] = {}
         for finder in self._finders:
             lease = promise.leases.get(finder.rank)

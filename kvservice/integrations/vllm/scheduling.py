@@ -216,8 +216,8 @@ class ConnectorScheduler:
         blocks for each group; it asks vLLM for each, so it is not called if nobody needs them now."""
         request_id = request.request_id
         answer = self._answers.pop(request_id, _NO_ANSWER)
-        first, watches = answer.num_local, self._watches_taken
-        block_ids = list_blocks() if num_external_tokens > 0 or watches or (first > 0 and self._loading) else ()
+        first = answer.num_local
+        block_ids = list_blocks() if num_external_tokens > 0 or (first > 0 and self._loading) else ()
         tracked = self._requests.get(request_id)
         if tracked is None:
             self._figures["prompt_tokens"] += request.num_tokens - first * self._block_size
@@ -228,8 +228,8 @@ class ConnectorScheduler:
         tracked.keys = answer.keys or tracked.keys
         if self._options.saves:
             self._unsaved.add(request_id)
-        if watches:
-            self._taken(block_ids)
+        if num_external_tokens > 0 and self._watches_taken:
+            self._taken(block_ids)  # it may not be in a step for long
         if self._lookup is None:
             return
         if first:
@@ -323,6 +323,8 @@ class ConnectorScheduler:
         most = self._options.max_step_bytes
         if others_compute:
             most = min(most, self._options.max_beside_bytes)
+        if self._groups.leading and self._step_bytes + num_blocks * self._block_bytes > most:
+            return False
         leased = self._lookup.places(request_id, num_blocks)
         return leased is not None and all(
             self._memories.get(worker) == leased[rank].memory
@@ -450,13 +452,14 @@ class ConnectorScheduler:
     def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
         """Keep the block tables of the requests of a step that have blocks to offer. Yields each with its number of
         computed tokens."""
+        cached = output.scheduled_cached_reqs
+        if self._watches_taken:
+            tables = [new.block_ids for new in output.scheduled_new_reqs] + [ids for ids in cached.new_block_ids if ids]
+            self._taken(itertools.chain.from_iterable(tables))
         for new in output.scheduled_new_reqs:
             if new.req_id in self._unsaved:
                 self._replace(new.req_id, new.block_ids)
                 yield new.req_id, new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        if self._watches_taken:
-            self._taken(ids for block_ids in cached.new_block_ids if block_ids for ids in block_ids)
         if not self._unsaved:
             return
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
