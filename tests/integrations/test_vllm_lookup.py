@@ -206,7 +206,7 @@ class Finder:
         self.leases.append(FakeLease(self.store, keys))
         return self.leases[-1]
 
-    def places(self, lease: Any, num_blocks: int) -> LeasedBlocks:
+    def places(self, _memory: Any, lease: Any, num_blocks: int) -> LeasedBlocks:
         return LeasedBlocks((0, 0), lease.offsets[: 8 * num_blocks], lease.versions[: 8 * num_blocks])
 
     def touch(self, keys: bytes, uses: SharedUses | None) -> None:

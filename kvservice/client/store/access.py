@@ -98,7 +98,7 @@ class StoreAccess:
         self._dialer, self._options, self._open_link = dialer, options, open_link
         self._process = OwnProcess()
         self._state_lock = threading.Lock()
-        self._link: StoreLink | None = None
+        self.link: StoreLink | None = None  # only this class sets it
         self._reports = LinkReports(dialer.address, options.namespace.model, raises=options.raises)
         # Why there is no link.
         self._cause = "the store was never opened"
@@ -113,13 +113,9 @@ class StoreAccess:
         self._closed = False
 
     @property
-    def link(self) -> StoreLink | None:
-        return self._link
-
-    @property
     def answering(self) -> StoreLink | None:
         """The link, if calls do not fail immediately."""
-        return link if (link := self._link) is not self._silent else None
+        return link if (link := self.link) is not self._silent else None
 
     @property
     def reachable(self) -> bool:
@@ -182,7 +178,7 @@ class StoreAccess:
             return
         with self._state_lock:
             self._closed = True
-            link, self._link = self._link, None
+            link, self.link = self.link, None
             self._silent = self._settling = None
             self._cause = "the store is closed"
         self._closing.set()
@@ -203,7 +199,7 @@ class StoreAccess:
         with self._state_lock:
             if self._closed:
                 return False
-            self._link = link
+            self.link = link
             if link.connection.connected:
                 self._reports.back()
         if not link.connection.connected:
@@ -212,7 +208,7 @@ class StoreAccess:
 
     def _broke(self, error: KVServiceError) -> None:
         """Handle the end of a connection, on any thread. It may be one that is not used yet, or not any more."""
-        link = self._link
+        link = self.link
         if link is not None and not link.connection.connected:
             self._lose(link, error)
 
@@ -220,7 +216,7 @@ class StoreAccess:
         """Give back in the background what unanswered calls hold. With the error of a call without an answer, other
         calls fail until then."""
         with self._state_lock:
-            if self._link is not link or self._closed:
+            if self.link is not link or self._closed:
                 return
             if error is not None and self._silent is None:
                 self._silent, self._cause = link, str(error)
@@ -252,9 +248,9 @@ class StoreAccess:
     def _lose(self, link: StoreLink, error: KVServiceError) -> None:
         """Open another link. Several callers may report the loss; the first report counts."""
         with self._state_lock:
-            if self._link is not link or self._closed:
+            if self.link is not link or self._closed:
                 return
-            self._link, self._lost, self._cause = None, link, str(error)
+            self.link, self._lost, self._cause = None, link, str(error)
             self._silent = self._settling = None
             self._reports.away(error)
             self._opening = self._dialer.waiting.start(self._reopen())

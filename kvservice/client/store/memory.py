@@ -209,10 +209,11 @@ class MappedStore:
         """Lease blocks that `find` finds, with `leading_only` those before the first that it does not find, without
         asking the daemon, which does not count that as a use. None: the memory is mapped for reading only, or the
         daemon is too old."""
-        if self._mirror is None or not self.writable:
+        mirror = self._mirror
+        if mirror is None or not self.writable:
             return None
-        self._look_around(self._mirror, max_age_s)
-        return SharedLease(self, self._mirror, num_keys(keys), self._mirror.lease(keys, leading_only))
+        self._look_around(mirror, max_age_s)
+        return SharedLease(self, mirror, num_keys(keys), mirror.lease(keys, leading_only))
 
     def changes(self) -> tuple[list[bytes], list[bytes], bool] | None:
         """Return the keys of the blocks that have gone, and then of those that have come, since the last call, as far

@@ -102,10 +102,11 @@ class StoreFinder:
         )
         return lease
 
-    def places(self, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
-        """Return where the first blocks of a lease lie, if the store's memory can be mapped."""
-        memory = self.memory
-        if memory is None or not lease.alive:
+    @staticmethod
+    def places(memory: MappedStore, lease: BlockLease, num_blocks: int) -> LeasedBlocks | None:
+        """Return where the first blocks of a lease lie in the memory of the store; None: it has ended, or is of
+        another memory."""
+        if not lease.alive:
             return None
         if isinstance(lease, SharedLease) and lease.memory.identity != memory.identity:
             return None

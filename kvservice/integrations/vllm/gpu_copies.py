@@ -445,7 +445,7 @@ class GpuBlocks:
     have ended when the mark that they return has passed."""
 
     def __init__(self, layout: BlockLayout, stage_bytes: int = STAGE_BYTES) -> None:
-        self._device = layout.memories[0].device
+        self._device, self._index = layout.memories[0].device, layout.memories[0].get_device()
         starts = [memory.data_ptr() + start for memory, start in zip(layout.memories, layout.starts, strict=True)]
         table = np.array([starts, layout.strides, np.cumsum(layout.piece_bytes)], np.int64)
         self._memories = layout.memories
@@ -465,28 +465,28 @@ class GpuBlocks:
 
     def mark(self) -> Mark:
         """Return the computations that are queued now."""
-        return self._mark(torch.cuda.current_stream(self._device))
+        return self._mark(self._computing())
 
     def follow(self, passing: Mark) -> None:
         """Let the computations that are queued from now on wait for a load."""
-        passing.wait(torch.cuda.current_stream(self._device))
+        passing.native.make_wait(self._computing())
 
     def load(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Mark:
         """Fill blocks with the values at `addresses`."""
-        mark.wait(self._loads)
+        mark.native.make_wait(self._loads.cuda_stream)
         self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
-        return self._mark(self._loads)
+        return self._mark(self._loads.cuda_stream)
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Save:
         """Copy blocks to `addresses`, and compute their checksums."""
-        mark.wait(self._saves)
+        mark.native.make_wait(self._saves.cuda_stream)
         with torch.cuda.stream(self._saves):
             sums = torch.empty((len(block_ids), SUMS_PER_BLOCK), dtype=torch.int64, device=self._device)
             checksums = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
         order = self._pieces.save(
             addresses, block_ids, sums=_array(sums), checksums=_array(checksums), stream=self._saves.cuda_stream
         )
-        return Save(self._mark(self._saves), sums, checksums, order)
+        return Save(self._mark(self._saves.cuda_stream), sums, checksums, order)
 
     def wait_for_copies(self) -> None:
         """Wait for all copies."""
@@ -498,14 +498,12 @@ class GpuBlocks:
         """Page-lock memory for copies. Returns None if the system refuses."""
         return page_lock(address, num_bytes, device=self._index, read_only=read_only)
 
-    @property
-    def _index(self) -> int:
-        index = self._device.index
-        assert index is not None, "the tensors are on a device"
-        return index
+    def _mark(self, stream: int) -> Mark:
+        return Mark(stream_mark(stream, device=self._index))
 
-    def _mark(self, stream: torch.cuda.Stream) -> Mark:
-        return Mark(stream_mark(stream.cuda_stream, device=self._index))
+    def _computing(self) -> int:
+        """Return the stream of vLLM's computations, without the objects of torch.cuda.current_stream."""
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
 
 class StagedCopier:

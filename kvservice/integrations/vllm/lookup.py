@@ -288,13 +288,15 @@ class StoreLookup:
                 return None  # fewer blocks need others than are leased
             num_needed = num_keys(promise.wanted.needed(num_blocks))
         found: dict[Rank, LeasedBlocks] = {}
+        reads = []
         for finder in self._finders:
-            lease = promise.leases.get(finder.rank)
-            places = None if lease is None else finder.places(lease, num_needed)
+            memory, lease = finder.memory, promise.leases.get(finder.rank)
+            places = None if lease is None or memory is None else finder.places(memory, lease, num_needed)
             if places is None or places.num_blocks != num_needed:
                 return None
             found[finder.rank] = places
-        promise.read = num_blocks, [(finder.memory, found[finder.rank]) for finder in self._finders]
+            reads.append((memory, places))
+        promise.read = num_blocks, reads
         return found
 
     def lasts(self, load: str | int) -> bool:

@@ -66,7 +66,7 @@ class _Load:
     failed: set[int] = field(default_factory=set)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Save:
     """The saves of one or more steps. `mark` is after the computations of the last. `num_parts` calls have not ended.
     If one of the saves is given up, all are."""
@@ -76,7 +76,7 @@ class _Save:
     began: float = 0.0
     num_parts: int = 0
     given_up: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class ConnectorWorker:
             for job in given_up:
                 job.given_up = True
             self._hurry(given_up)
-        for job in given_up:
-            job.ended.wait()  # a copy in progress
+            if given_up:
+                self._lock.wait_for(lambda: all(job.ended for job in given_up))  # copies in progress
         self._num_steps += 1
         self._look()
         self._mark = self._copier.mark() if step.loads else None
@@ -171,8 +171,9 @@ class ConnectorWorker:
 
     def start_saves(self, step: ConnectorStep) -> None:
         """Save blocks whose computation is queued or done."""
-        with self._lock:
-            self._counters.blocks_skipped += step.num_skipped
+        if step.num_skipped:
+            with self._lock:
+                self._counters.blocks_skipped += step.num_skipped
         if not step.saves:
             return
         if self.rank != self._blocks_of:
@@ -383,8 +384,8 @@ class ConnectorWorker:
             for save in job.saves:
                 del self._saving[save.number]
                 self._report.saves[save.number] += 1
+            job.ended = True
             self._lock.notify_all()
-        job.ended.set()
 
     def _parts(self, num_blocks: int) -> list[slice]:
         return [slice(first, first + self._at_once) for first in range(0, num_blocks, self._at_once)]
