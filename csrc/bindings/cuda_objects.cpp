@@ -2,11 +2,13 @@
 // memory.
 #include "bindings/cuda_handles.h"
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/gil.h"
 #include "cuda/ipc.h"
@@ -82,15 +84,35 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// What is on a stream at one time.
+// What is on a stream at one time. Destroying an event waits until it has passed, so events are used again: who waits
+// for the old work still does.
 class StreamMark {
  public:
-  StreamMark(int device, uintptr_t stream) : event_(device, false, true) { event_.record(stream); }
-  void make_wait(uintptr_t stream) const { event_.wait(stream); }
-  void synchronize() const { event_.synchronize(); }
+  StreamMark(int device, uintptr_t stream) : device_(device) {
+    std::vector<std::unique_ptr<Event>>& unused = unused_events()[device];
+    if (unused.empty()) {
+      event_ = std::make_unique<Event>(device, false, true);
+    } else {
+      event_ = std::move(unused.back());
+      unused.pop_back();
+    }
+    event_->record(stream);
+  }
+  ~StreamMark() { unused_events()[device_].push_back(std::move(event_)); }
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+  void make_wait(uintptr_t stream) const { event_->wait(stream); }
+  void synchronize() const { event_->synchronize(); }
 
  private:
-  Event event_;
+  // By the device. The interpreter lock is held where this is used; it is never released.
+  static std::map<int, std::vector<std::unique_ptr<Event>>>& unused_events() {
+    static auto* const events = new std::map<int, std::vector<std::unique_ptr<Event>>>();
+    return *events;
+  }
+
+  int device_;
+  std::unique_ptr<Event> event_;
 };
 
 class Stream {
