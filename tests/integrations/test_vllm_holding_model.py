@@ -1,0 +1,102 @@
+"""Random requests beside saves: what PoolBlocks holds keeps its content, and what waits is saved in the end, or gone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+
+from kvservice.bench.vllm_steps import StandInPool
+from kvservice.client.store.values import split_keys
+from kvservice.integrations.vllm.holding import Offer, PoolBlocks
+
+SEEDS = 150
+
+
+class Model:
+    """vLLM's scheduler, which allocates, shares and ends requests; `saves` are under way."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_blocks = self.random.choice([20, 60, 300])
+        self.pool = StandInPool(self.num_blocks)
+        self.held = PoolBlocks(self.pool, lambda key, _: key, self.random.choice([0.1, 0.3, 0.5]), lambda: 0.0)
+        self.keys = (number.to_bytes(32, "big") for number in itertools.count(1))
+        self.numbers = itertools.count()
+        self.requests: dict[int, list[int]] = {}
+        self.saves: dict[int, dict[int, bytes]] = {}
+        self.num_offered = self.num_saved = self.num_gone = 0
+
+    def end_some(self) -> None:
+        for request in [one for one in self.requests if self.random.random() < 0.3]:
+            self.pool.free_blocks([self.pool.blocks[block] for block in reversed(self.requests.pop(request))])
+
+    def start(self) -> Offer | None:
+        """Start a request, perhaps with the first blocks of another."""
+        count = self.random.randrange(1, max(2, self.num_blocks // 4))
+        if count > self.pool.get_num_free_blocks():
+            return None
+        shared: list[int] = []
+        if self.requests and self.random.random() < 0.4:
+            table = self.random.choice(list(self.requests.values()))
+            shared = table[: self.random.randrange(len(table) + 1)]
+            self.pool.touch([self.pool.blocks[block] for block in shared])
+            assert self.held.taken(np.array(shared, np.int64)) == 0, "they have their content"
+        own = self.pool.allocate(count)
+        self.num_gone += self.held.taken(np.array(own))
+        for block in own:
+            self.pool.blocks[block].block_hash = next(self.keys)
+        table = self.requests[next(self.numbers)] = shared + own
+        keys = b"".join([self.content(block) for block in table])
+        self.num_offered += count
+        return Offer(keys, keys, table, bytes(len(table)), bool(shared))
+
+    def content(self, block: int) -> bytes:
+        key = self.pool.blocks[block].block_hash
+        assert key is not None
+        return key
+
+    def save(self, *offers: Offer) -> None:
+        keys, block_ids, num_gone = self.held.choose(offers)
+        self.num_gone += num_gone
+        chosen = dict(zip(block_ids, split_keys(keys), strict=True))
+        assert len(chosen) == len(block_ids), "each once"
+        if block_ids:
+            number = next(self.numbers)
+            self.held.hold(number, block_ids)
+            self.saves[number] = chosen
+            self.num_saved += len(block_ids)
+
+    def check(self) -> None:
+        for chosen in self.saves.values():
+            for block, key in chosen.items():
+                assert self.content(block) == key
+                assert self.pool.blocks[block].ref_cnt
+
+    def end_saves(self, part: float) -> None:
+        for number in [one for one in self.saves if self.random.random() < part]:
+            self.held.free(number)
+            del self.saves[number]
+
+
+def test_held_blocks_keep_their_content_and_nothing_waits_for_ever() -> None:
+    num_waited = 0
+    for seed in range(SEEDS):
+        model = Model(seed)
+        for _ in range(model.random.randrange(5, 60)):
+            model.end_some()
+            model.save(*[offer for _ in range(model.random.randrange(3)) if (offer := model.start())])
+            num_waited += model.held.waits
+            model.check()
+            model.end_saves(0.5)
+        for request in list(model.requests):
+            model.pool.free_blocks([model.pool.blocks[block] for block in model.requests.pop(request)])
+        for _ in range(model.num_offered):
+            model.save()
+            model.end_saves(1.0)
+        assert not model.held.waits, seed
+        assert not model.held.holds
+        assert model.pool.get_num_free_blocks() == model.num_blocks, seed
+        assert model.num_saved + model.num_gone >= model.num_offered, "each was saved, or had gone"
+    assert num_waited > SEEDS
