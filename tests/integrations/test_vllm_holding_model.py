@@ -1,11 +1,9 @@
-"""Random requests beside saves: what PoolBlocks holds keeps its content, and what waits is saved in the end, or gone."""
+"""Random requests beside saves: what PoolBlocks holds keeps its content, and what waits is saved or goes."""
 
 from __future__ import annotations
 
 import itertools
 import random
-
-import numpy as np
 
 from kvservice.bench.vllm_steps import StandInPool
 from kvservice.client.store.values import split_keys
@@ -42,9 +40,9 @@ class Model:
             table = self.random.choice(list(self.requests.values()))
             shared = table[: self.random.randrange(len(table) + 1)]
             self.pool.touch([self.pool.blocks[block] for block in shared])
-            assert self.held.taken(np.array(shared, np.int64)) == 0, "they have their content"
+            assert self.held.taken(shared) == 0, "they have their content"
         own = self.pool.allocate(count)
-        self.num_gone += self.held.taken(np.array(own))
+        self.num_gone += self.held.taken(own)
         for block in own:
             self.pool.blocks[block].block_hash = next(self.keys)
         table = self.requests[next(self.numbers)] = shared + own

@@ -1,20 +1,17 @@
 """The blocks of vLLM's pool that are being saved, and those that wait for it.
 
 Only a part of the pool is held. Other blocks wait, and are held later if vLLM still has them in its prefix cache. A
-step may offer hundreds of blocks, so they are in arrays: Python would take longer for them than the step has.
+step may offer hundreds of blocks, so their keys stay together in bytes. Nothing here is done by numpy: it would take
+longer in a step that has not called it for a while, and gives the interpreter lock away for larger arrays.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from kvservice.client.store.values import KEY_BYTES
-from kvservice.integrations.vllm.steps import BlockIds
+from kvservice.client.store.values import KEY_BYTES, some_keys
 
 # How many times as many blocks may be held while requests use them, too. vLLM schedules a step while another computes,
 # and hears of a save one step later: the blocks of three steps are held, each of which fills a fifth of a small pool.
@@ -44,22 +41,23 @@ class Offer(NamedTuple):
     groups: bytes
     is_shared: bool
 
+    def part(self, first: int, stop: int) -> Offer:
+        """Return those from `first` to `stop`."""
+        part = slice(first, stop)
+        hashes, ids = some_keys(self.hashes, part), self.block_ids[part]
+        return Offer(some_keys(self.keys, part), hashes, ids, self.groups[part], self.is_shared)
 
-# Full blocks that may be saved, see Offer.
-_KEY = np.dtype(f"V{KEY_BYTES}")
-FULL_BLOCK = np.dtype([("key", _KEY), ("hash", _KEY), ("block_id", np.int64), ("group", np.uint8)])
-FullBlocks = npt.NDArray[Any]
+    def at(self, places: Sequence[int]) -> Offer:
+        """Return those at some places."""
+        if len(places) == len(self.block_ids):
+            return self
+        keys, hashes = (b"".join([of[KEY_BYTES * i : KEY_BYTES * i + KEY_BYTES] for i in places]) for of in self[:2])
+        ids, groups = [self.block_ids[i] for i in places], bytes([self.groups[i] for i in places])
+        return Offer(keys, hashes, ids, groups, self.is_shared)
 
-
-def full_blocks(offers: Sequence[Offer]) -> FullBlocks:
-    """Return the blocks of all offers."""
-    block_ids = _block_ids(offers)
-    blocks = np.empty(len(block_ids), FULL_BLOCK)
-    blocks["key"] = np.frombuffer(b"".join([offer.keys for offer in offers]), _KEY)
-    blocks["hash"] = np.frombuffer(b"".join([offer.hashes for offer in offers]), _KEY)
-    blocks["block_id"] = block_ids
-    blocks["group"] = np.frombuffer(b"".join([offer.groups for offer in offers]), np.uint8)
-    return blocks
+    def without(self, block_ids: set[int]) -> Offer:
+        """Return those that are not among these."""
+        return self.at([i for i, block_id in enumerate(self.block_ids) if block_id not in block_ids])
 
 
 class PoolBlocks:
@@ -77,10 +75,10 @@ class PoolBlocks:
         self._saves: dict[int, tuple[list[Any], list[int], float]] = {}
         self._num_held = 0
         # Blocks that wait, in the parts in which they came, by the number of the part. Some of a part do not wait any
-        # more. By the number of a block that waits: its part, counted from 1; otherwise 0.
-        self._waiting: dict[int, FullBlocks] = {}
-        self._part_of = np.zeros(num_blocks, np.int64)
-        self._num_parts = self._num_waiting = 0
+        # more: the number of its part is there for each block that does.
+        self._waiting: dict[int, Offer] = {}
+        self._part_of: dict[int, int] = {}
+        self._num_parts = 0
 
     @property
     def holds(self) -> bool:
@@ -88,7 +86,7 @@ class PoolBlocks:
 
     @property
     def waits(self) -> bool:
-        return self._num_waiting > 0
+        return bool(self._part_of)
 
     def is_cached(self, block_id: int, block_hash: bytes, group: int) -> bool:
         """Whether a block has what belongs to this hash: vLLM's prefix cache has it, wherever it was used before."""
@@ -99,85 +97,97 @@ class PoolBlocks:
         how many that waited are not there any more. The others wait. Shared ones that are held already are left out.
         It would be harmless, but useless, to hold and save a block twice."""
         block_ids, room = _block_ids(offers), min(self._room(), HELD_AT_ONCE)
-        is_new = not any(offer.is_shared for offer in offers) or self._are_new(block_ids)
-        if is_new and not self.waits and len(block_ids) <= room:
-            return b"".join([offer.keys for offer in offers]), block_ids, 0
-        blocks, num_gone = full_blocks(offers), 0
-        if not is_new:
-            _, first = np.unique(blocks["block_id"], return_index=True)
-            blocks = blocks[np.sort(first)]
-            held = self._held()
-            blocks = blocks[np.array([block_id not in held for block_id in blocks["block_id"].tolist()], np.bool_)]
+        if any(offer.is_shared for offer in offers):
+            seen, distinct = self._held(), set(block_ids)
+            if len(distinct) < len(block_ids) or not seen.isdisjoint(distinct):
+                offers = [_new(offer, seen) for offer in offers]
+        chosen, num_gone = list(offers), 0
         if self.waits:
-            self._end_waiting(blocks["block_id"])
+            self._end_waiting(block_ids)
             if room:
                 waited, num_gone = self._waited(min(room, AT_ONCE))
-                blocks = np.concatenate([waited, blocks])
-        self.wait(blocks[room:])
-        blocks = blocks[:room]
-        return blocks["key"].tobytes(), blocks["block_id"].tolist(), num_gone
-
-    def _are_new(self, block_ids: list[int]) -> bool:
-        """Whether none of these is held, and none occurs twice."""
-        distinct = set(block_ids)  # numpy would take longer than that in a step that has not called it for a while
-        return len(distinct) == len(block_ids) and self._held().isdisjoint(distinct)
+                chosen.insert(0, waited)
+        for place, offer in enumerate(chosen):
+            if (count := len(offer.block_ids)) > room:
+                chosen[place] = offer.part(0, room)
+                self.wait(offer.part(room, count))
+            room -= min(count, room)
+        return b"".join([offer.keys for offer in chosen]), _block_ids(chosen), num_gone
 
     def _held(self) -> set[int]:
         return set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))
 
-    def _waited(self, most: int) -> tuple[FullBlocks, int]:
-        """Take at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for saves alone,
-        or half of all."""
+    def _waited(self, most: int) -> tuple[Offer, int]:
+        """Take some of at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for
+        saves alone, or half of all."""
+        num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
+        num_spare, num_gone = max(num_free - min(self.most, num_blocks // 2), 0), 0
         number, part = next(iter(self._waiting.items()))
-        while not len(part := part[self._part_of[part["block_id"]] == number]):
+        while not any(self._part_of.get(block_id) == number for block_id in part.block_ids):
             del self._waiting[number]
             number, part = next(iter(self._waiting.items()))
-        blocks = part[:most]
-        used = self._blocks(blocks["block_id"].tolist())
-        pairs = zip(used, blocks["hash"].tolist(), blocks["group"].tolist(), strict=True)
-        is_there = np.array([block.block_hash == self._name_of(key, group) for block, key, group in pairs], np.bool_)
-        is_spare = np.array([not block.ref_cnt for block in used], np.bool_) & is_there
-        num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
-        num_spare = max(num_free - min(self.most, num_blocks // 2), 0)
-        stays = is_spare & (np.cumsum(is_spare) > num_spare)
-        self._waiting[number] = np.concatenate([blocks[stays], part[most:]])
-        self._end_waiting(blocks["block_id"][~stays])
-        return blocks[is_there & ~stays], int((~is_there).sum())
+        stop = 0
+        taken: list[int] = []
+        stay: list[int] = []
+        for place, block_id in enumerate(part.block_ids):
+            if len(taken) + len(stay) + num_gone == most:
+                break
+            stop = place + 1
+            if self._part_of.get(block_id) != number:
+                continue  # it does not wait any more
+            is_free = not self._pool.blocks[block_id].ref_cnt
+            if not self._has(part, place):
+                num_gone += 1
+            elif is_free and not num_spare:
+                stay.append(place)
+                continue
+            else:
+                num_spare -= is_free
+                taken.append(place)
+            del self._part_of[block_id]
+        left = _joined(part.at(stay), part.part(stop, len(part.block_ids)))
+        if left.block_ids:
+            self._waiting[number] = left
+        else:
+            del self._waiting[number]
+        return part.at(taken), num_gone
 
-    def wait(self, blocks: FullBlocks) -> None:
+    def wait(self, offer: Offer) -> None:
         """Let blocks wait for room."""
-        if len(blocks):
-            self._end_waiting(blocks["block_id"])
+        if offer.block_ids:
+            self._end_waiting(offer.block_ids)
             self._num_parts += 1
-            self._waiting[self._num_parts] = blocks
-            self._part_of[blocks["block_id"]] = self._num_parts
-            self._num_waiting += len(np.unique(blocks["block_id"]))
+            self._waiting[self._num_parts] = offer
+            self._part_of.update(dict.fromkeys(offer.block_ids, self._num_parts))
 
-    def taken(self, block_ids: BlockIds) -> int:
+    def taken(self, block_ids: Iterable[int]) -> int:
         """A request has these blocks now. Those of them with its tokens need not wait: it offers them itself. Returns
         how many waited and are not there any more."""
-        block_ids = block_ids[self._part_of[block_ids] > 0]
+        numbers = {block_id: self._part_of[block_id] for block_id in block_ids if block_id in self._part_of}
         num_gone = 0
-        for number in set(self._part_of[block_ids].tolist()):
+        for number in set(numbers.values()):
             part = self._waiting[number]
-            is_taken = np.isin(part["block_id"], block_ids) & (self._part_of[part["block_id"]] == number)
-            named = part[["block_id", "hash", "group"]][is_taken].tolist()
-            num_gone += sum(not self.is_cached(block_id, block_hash, group) for block_id, block_hash, group in named)
-        self._end_waiting(block_ids)
+            for place, block_id in enumerate(part.block_ids):
+                if numbers.get(block_id) == number:
+                    num_gone += not self._has(part, place)
+        self._end_waiting(numbers)
         return num_gone
 
     def forget_waiting(self) -> None:
         self._waiting.clear()
-        self._part_of[:] = self._num_waiting = 0
+        self._part_of.clear()
 
-    def _end_waiting(self, block_ids: BlockIds) -> None:
+    def _end_waiting(self, block_ids: Iterable[int]) -> None:
         """Let none of these blocks wait any more."""
-        waiting = block_ids[self._part_of[block_ids] > 0]
-        if len(waiting):
-            self._num_waiting -= len(np.unique(waiting))
-            self._part_of[waiting] = 0
-        if not self._num_waiting:
+        if self._part_of:
+            for block_id in block_ids:
+                self._part_of.pop(block_id, None)
+        if not self._part_of:
             self._waiting.clear()
+
+    def _has(self, offer: Offer, place: int) -> bool:
+        block_hash = offer.hashes[KEY_BYTES * place : KEY_BYTES * (place + 1)]
+        return self.is_cached(offer.block_ids[place], block_hash, offer.groups[place])
 
     def _room(self) -> int:
         """Return how many more blocks may be held."""
@@ -221,6 +231,19 @@ class PoolBlocks:
 
 def _block_ids(offers: Sequence[Offer]) -> list[int]:
     return list(itertools.chain.from_iterable([offer.block_ids for offer in offers]))
+
+
+def _new(offer: Offer, seen: set[int]) -> Offer:
+    """Return what is not among those seen before, and is among them from now on."""
+    new = offer.without(seen)
+    seen.update(new.block_ids)
+    return new
+
+
+def _joined(first: Offer, second: Offer) -> Offer:
+    groups = first.groups + second.groups
+    ids = first.block_ids + second.block_ids
+    return Offer(first.keys + second.keys, first.hashes + second.hashes, ids, groups, first.is_shared)
 
 
 def _num_unused(blocks: Sequence[Any]) -> int:

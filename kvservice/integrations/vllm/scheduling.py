@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvservice.client.store.values import KEY_BYTES, chosen_keys, num_keys, some_keys
 from kvservice.integrations.vllm.groups import CacheGroups, Wanted
-from kvservice.integrations.vllm.holding import HELD_AT_ONCE, FullBlocks, NameOf, Offer, PoolBlocks, full_blocks
+from kvservice.integrations.vllm.holding import HELD_AT_ONCE, NameOf, Offer, PoolBlocks
 from kvservice.integrations.vllm.lookup import StoreLookup
 from kvservice.integrations.vllm.settings import AdapterIdentities
 from kvservice.integrations.vllm.steps import (
@@ -136,7 +136,7 @@ class ConnectorScheduler:
         self._unsaved: set[str] = set()
         # Blocks of requests that ended while blocks were being filled that they had computed with: with the numbers of
         # these loads.
-        self._unsure: list[tuple[frozenset[int], FullBlocks]] = []
+        self._unsure: list[tuple[frozenset[int], Offer]] = []
         self._answers: dict[str, _Answer] = {}
         self._adapters = AdapterIdentities(by_name=options.adapters_by_name)
         self._epoch = b""
@@ -308,14 +308,14 @@ class ConnectorScheduler:
                 self._abandoned.discard(number)
                 if self._pool is not None:
                     self._pool.free(number)
-        known = [blocks for numbers, blocks in self._unsure if numbers.isdisjoint(self._loading)]
+        known = [offer for numbers, offer in self._unsure if numbers.isdisjoint(self._loading)]
         if known:
             self._unsure = [each for each in self._unsure if not each[0].isdisjoint(self._loading)]
-            for blocks in known:
+            for offer in known:
                 if self._pool is not None and self._pool.most and not wrong:
-                    self._pool.wait(blocks)
+                    self._pool.wait(offer)
                 else:
-                    self._num_skipped += len(blocks)
+                    self._num_skipped += len(offer.block_ids)
 
     def _can_be_in_step(self, request_id: str, num_blocks: int, others_compute: bool) -> bool:
         """Whether the step has room for a load, and every worker maps the memory in which the blocks lie."""
@@ -484,8 +484,8 @@ class ConnectorScheduler:
 
     def _taken(self, block_ids: Iterable[Iterable[int]]) -> None:
         """A request has these blocks now. If they are still those of its tokens, it offers them itself."""
-        taken = np.fromiter(itertools.chain.from_iterable(block_ids), np.int64)
-        self._unsure = [(numbers, blocks[~np.isin(blocks["block_id"], taken)]) for numbers, blocks in self._unsure]
+        taken = set(itertools.chain.from_iterable(block_ids))
+        self._unsure = [(numbers, offer.without(taken)) for numbers, offer in self._unsure]
         if self._pool is not None:
             self._num_skipped += self._pool.taken(taken)
 
@@ -519,7 +519,7 @@ class ConnectorScheduler:
         offer = self._offered(tracked, first, keys)
         if not filling or not offer.block_ids:
             return offer if offer.block_ids else None
-        self._unsure.append((filling, full_blocks([offer])))
+        self._unsure.append((filling, offer))
         return None
 
     def _offered(self, tracked: _Tracked, first: int, keys: bytes) -> Offer:
