@@ -1,21 +1,15 @@
 #include "wire/packed.h"
 
 #include "errors.h"
+#include "wire/encoding.h"
 
 namespace kvservice {
 namespace {
 
-constexpr int kMaxVarintBytes = 10;
-enum WireType : uint64_t { kVarint = 0, kFixed64 = 1, kLength = 2, kGroup = 3, kEndGroup = 4, kFixed32 = 5 };
-
 uint64_t varint(const uint8_t*& at, const uint8_t* end) {
   uint64_t value = 0;
-  for (int i = 0; i < kMaxVarintBytes && at < end; ++i) {
-    const uint64_t byte = *at++;
-    value |= (byte & 0x7F) << (7 * i);
-    if (byte < 0x80) return value;
-  }
-  throw ArgumentError("data", "is no message");
+  require(read_varint(at, end, value), "data", "is no message");
+  return value;
 }
 
 void skip(const uint8_t*& at, const uint8_t* end, uint64_t size) {
@@ -30,20 +24,20 @@ PackedField find_packed(const uint8_t* data, size_t size, uint32_t number) {
   int64_t depth = 0;  // of groups, which are unknown fields: what is in them is not of this message
   while (at < end) {
     const uint64_t tag = varint(at, end), kind = tag & 7;
-    if (kind == kLength) {
+    if (kind == kWireLength) {
       const uint64_t length = varint(at, end);
       const uint8_t* first = at;
       skip(at, end, length);
       if (depth == 0 && tag >> 3 == number) return {first, static_cast<size_t>(length)};
-    } else if (kind == kVarint) {
+    } else if (kind == kWireVarint) {
       varint(at, end);
-    } else if (kind == kGroup) {
+    } else if (kind == kWireGroup) {
       ++depth;
-    } else if (kind == kEndGroup) {
+    } else if (kind == kWireEndGroup) {
       require(--depth >= 0, "data", "is no message");
     } else {
-      require(kind == kFixed64 || kind == kFixed32, "data", "is no message");
-      skip(at, end, kind == kFixed64 ? 8 : 4);
+      require(kind == kWire64 || kind == kWire32, "data", "is no message");
+      skip(at, end, kind == kWire64 ? 8 : 4);
     }
   }
   require(depth == 0, "data", "is no message");

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 
+#include "wire/encoding.h"
+
 namespace kvservice {
 namespace {
 
-enum WireType : uint32_t { kWireVarint, kWire64, kWireLength, kWireGroup, kWireEndGroup, kWire32 };
-
 // The limit for unknown groups. The nesting of messages is bounded by their types.
 constexpr int kMaxGroupDepth = 32;
-constexpr int kMaxVarintBytes = 10;
 
 class Scan {
  public:
@@ -50,13 +49,7 @@ class Scan {
   }
 
   bool varint(const uint8_t*& at, const uint8_t* end, uint64_t& result) {
-    result = 0;
-    for (int i = 0; i < kMaxVarintBytes && at < end; ++i) {
-      const uint64_t byte = *at++;
-      result |= (byte & 0x7F) << (7 * i);
-      if (byte < 0x80) return true;
-    }
-    return fail(ScanResult::kMalformed);
+    return read_varint(at, end, result) || fail(ScanResult::kMalformed);
   }
 
   // Reads a length and advances `at` to the first byte behind it. `size` bytes from there are inside the message.

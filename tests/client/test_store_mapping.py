@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ from store_daemons import BLOCK_BYTES, OpenStore, blocks_of, keys_of, new_namesp
 from waiting import until
 
 from kvservice.client import KVClient, PutStatus
+from kvservice.client.store.link import default_threads
 from kvservice.errors import (
     ConnectionLostError,
     InvalidArgumentError,
@@ -222,3 +224,9 @@ def reader_identity(address: str) -> tuple[int, int]:
     with KVClient(address) as client, client.store(new_namespace()) as store:
         assert store.memory is not None
         return store.memory.identity
+
+
+def test_half_of_the_cores_copy_unless_a_client_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cores, num_threads in ((1, 1), (2, 1), (5, 2), (32, 16), (64, 16)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=num_cores: set(range(count)))
+        assert default_threads() == num_threads
