@@ -110,7 +110,7 @@ MirrorChanges StoreMirror::take_changes() {
   if (records_) {
     std::swap(taken, changes_);
     // A key that has come may have gone since.
-    const auto is_gone = [&](const Key& key) { return find(key) == nullptr; };
+    const auto is_gone = [&](const Key& key) { return find(key, hash_(key, namespace_number_)) == nullptr; };
     taken.come.erase(std::remove_if(taken.come.begin(), taken.come.end(), is_gone), taken.come.end());
     return taken;
   }
@@ -128,8 +128,8 @@ MirrorChanges StoreMirror::take_changes() {
   return taken;
 }
 
-const StoreMirror::Block* StoreMirror::find(const Key& key) const {
-  return table_.find(hash_(key, namespace_number_), [&](const Block& block) { return is_there(block, key); });
+const StoreMirror::Block* StoreMirror::find(const Key& key, uint64_t hash) const {
+  return table_.find(hash, [&](const Block& block) { return is_there(block, key); });
 }
 
 // Whether a record has this version and key, and its block can be read.
@@ -149,9 +149,8 @@ MirroredBlocks StoreMirror::lease(const char* keys, size_t num_keys, bool leadin
   return find_all(keys, num_keys, leading_only, true);
 }
 
-// Loads what find_all() reads for these keys into the cache, most of which was last used long ago.
-void StoreMirror::prefetch(const char* keys, size_t num_keys) const {
-  std::array<uint64_t, kTogether> hashes;
+// Loads what find_all() reads for these keys into the cache, most of which was last used long ago. Sets their hashes.
+void StoreMirror::prefetch(const char* keys, size_t num_keys, uint64_t* hashes) const {
   std::array<const Block*, kTogether> blocks;
   for (size_t i = 0; i < num_keys; ++i) {
     hashes[i] = hash_(Key::load(keys + i * kKeyBytes), namespace_number_);
@@ -170,28 +169,27 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
   MirroredBlocks result;
   result.found.resize(num_keys);
   const std::lock_guard lock(mutex_);
-  size_t num_prefetched = 0;
+  const uint32_t began = leases ? SharedLease::clock() : 0;
+  std::array<uint64_t, kTogether> hashes;
+  size_t first = 0, num_prefetched = 0;
   for (size_t i = 0; i < num_keys; ++i) {
     if (i == num_prefetched) {
       // Most prompts are new: without the first block, nothing else is looked at.
       const size_t count = std::min(num_keys - i, leading_only && i == 0 ? 1 : kTogether);
-      prefetch(keys + i * kKeyBytes, count);
+      prefetch(keys + i * kKeyBytes, count, hashes.data());
+      first = i;
       num_prefetched += count;
     }
     const Key key = Key::load(keys + i * kKeyBytes);
-    const Block* block = find(key);
-    const auto offset = [&] {
-      return static_cast<uint64_t>(block->slab * slab_bytes_ + layout_.first_block +
-                                   block->index * layout_.block_stride);
-    };
+    const Block* block = find(key, hashes[i - first]);
     if (block != nullptr && leases) {
-      SharedLease lease(record_at(offset()).shared_lease);
-      const uint32_t before = lease.take();
+      SharedLease lease(records(block->slab)[block->index].shared_lease);
+      const uint32_t before = lease.take(began);
       std::atomic_thread_fence(std::memory_order_seq_cst);
       if (before == SharedLease::kFull) {
         block = nullptr;
       } else if (!is_there(*block, key)) {
-        lease.undo(before);
+        lease.undo(before, began);
         block = nullptr;
       }
     }
@@ -200,20 +198,24 @@ MirroredBlocks StoreMirror::find_all(const char* keys, size_t num_keys, bool lea
       continue;
     }
     result.found[i] = 1;
-    result.offsets.push_back(offset());
+    result.offsets.push_back(
+        static_cast<uint64_t>(block->slab * slab_bytes_ + layout_.first_block + block->index * layout_.block_stride));
     result.versions.push_back(block->version);
   }
+  // If the process was stopped meanwhile, its leases end when their time is over, or have ended.
+  if (leases && SharedLease::is_long_ago(began)) return {std::vector<char>(num_keys), {}, {}};
   return result;
 }
 
 bool StoreMirror::renew(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions) {
   require(offsets.size() == versions.size(), "versions", "is not one per block");
+  const uint32_t began = SharedLease::clock();
   bool all = true;
   for (size_t i = 0; i < offsets.size(); ++i) {
     Record* const record = record_of(offsets[i], versions[i]);
-    all = record != nullptr && SharedLease(record->shared_lease).renew() && all;
+    all = record != nullptr && SharedLease(record->shared_lease).renew(began) && all;
   }
-  return all;
+  return all && !SharedLease::is_long_ago(began);
 }
 
 void StoreMirror::release(const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& versions) {

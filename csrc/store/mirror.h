@@ -60,15 +60,15 @@ class StoreMirror {
     uint32_t slab = 0, index = 0;
   };
 
-  const Record* records(uint32_t slab) const { return reinterpret_cast<const Record*>(memory_ + slab * slab_bytes_); }
+  Record* records(uint32_t slab) const { return reinterpret_cast<Record*>(memory_ + slab * slab_bytes_); }
   Record& record_at(uint64_t offset) const;
   Record* record_of(uint64_t offset, uint64_t version) const;
   void look_at(uint32_t slab);
   void add(const Block& seen, const Key& key);
   void note(std::vector<Key>& list, const Key& key);
   void forget(Block& block);
-  const Block* find(const Key& key) const;
-  void prefetch(const char* keys, size_t num_keys) const;
+  const Block* find(const Key& key, uint64_t hash) const;
+  void prefetch(const char* keys, size_t num_keys, uint64_t* hashes) const;
   bool is_there(const Block& block, const Key& key) const;
   MirroredBlocks find_all(const char* keys, size_t num_keys, bool leading_only, bool leases);
 

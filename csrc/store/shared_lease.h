@@ -21,23 +21,35 @@ class SharedLease {
 
   explicit SharedLease(std::atomic<uint32_t>& word) : word_(word) {}
 
-  bool exists() const { return counts(word_.load(std::memory_order_seq_cst)); }
+  // Now, in the units of the word, of all processes of the host. A call for many blocks reads it once.
+  static uint32_t clock() {
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<uint32_t>((time.tv_sec * 1000 + time.tv_nsec / 1'000'000) >> 4) & kTimeMask;
+  }
 
-  // Returns the word before, for undo(); kFull if there are too many.
-  uint32_t take() {
+  // Whether so much time has passed since `before` that leases taken or renewed with it may have ended too early.
+  static bool is_long_ago(uint32_t before) { return ((clock() - before) & kTimeMask) > kAhead; }
+
+  bool exists() const {
+    const uint32_t word = word_.load(std::memory_order_seq_cst);
+    return counts(word, clock());
+  }
+
+  // `now` is what clock() has returned. Returns the word before, for undo(); kFull if there are too many.
+  uint32_t take(uint32_t now) {
     uint32_t word = word_.load(std::memory_order_relaxed);
     do {
-      if (counts(word) && (word & kCountMask) == kCountMask) return kFull;
-    } while (!word_.compare_exchange_weak(word, taken(word), std::memory_order_seq_cst));
+      if (counts(word, now) && (word & kCountMask) == kCountMask) return kFull;
+    } while (!word_.compare_exchange_weak(word, taken(word, now), std::memory_order_seq_cst));
     return word;
   }
 
   // Takes a lease back that was taken just now. Nothing has changed then, unless others have taken or ended theirs
   // meanwhile: what looked like a block's record may have become the bytes of another block.
-  void undo(uint32_t before) {
-    const uint32_t now = word_.load(std::memory_order_relaxed);
-    uint32_t own = now;
-    if ((now & kCountMask) == (taken(before) & kCountMask) &&
+  void undo(uint32_t before, uint32_t now) {
+    uint32_t own = word_.load(std::memory_order_relaxed);
+    if ((own & kCountMask) == (taken(before, now) & kCountMask) &&
         word_.compare_exchange_strong(own, before, std::memory_order_seq_cst)) {
       return;
     }
@@ -45,11 +57,11 @@ class SharedLease {
   }
 
   // Returns false if it has ended.
-  bool renew() {
+  bool renew(uint32_t now) {
     uint32_t word = word_.load(std::memory_order_relaxed);
     do {
-      if (!counts(word)) return false;
-    } while (!word_.compare_exchange_weak(word, made(word & kCountMask, latest(word)), std::memory_order_seq_cst));
+      if (!counts(word, now)) return false;
+    } while (!word_.compare_exchange_weak(word, made(word & kCountMask, latest(word, now)), std::memory_order_seq_cst));
     return true;
   }
 
@@ -68,27 +80,20 @@ class SharedLease {
   // Times may be later than a clock that was read before: by up to a second.
   static constexpr uint32_t kAhead = 1000 >> 4;
 
-  // The time of all processes of the host. It is read after the word that it is compared with.
-  static uint32_t now() {
-    timespec time{};
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return static_cast<uint32_t>((time.tv_sec * 1000 + time.tv_nsec / 1'000'000) >> 4) & kTimeMask;
-  }
-
   static uint32_t made(uint32_t count, uint32_t time) { return time << 8 | count; }
 
-  static bool counts(uint32_t word) {
-    return (word & kCountMask) != 0 && ((now() - (word >> 8) + kAhead) & kTimeMask) < (kLifetimeMs >> 4) + kAhead;
+  static bool counts(uint32_t word, uint32_t now) {
+    return (word & kCountMask) != 0 && ((now - (word >> 8) + kAhead) & kTimeMask) < (kLifetimeMs >> 4) + kAhead;
   }
 
-  static uint32_t taken(uint32_t word) {
-    return counts(word) ? made((word & kCountMask) + 1, latest(word)) : made(1, now());
+  static uint32_t taken(uint32_t word, uint32_t now) {
+    return counts(word, now) ? made((word & kCountMask) + 1, latest(word, now)) : made(1, now);
   }
 
   // Now, or the time of leases that count, if that is later.
-  static uint32_t latest(uint32_t word) {
-    const uint32_t time = now(), before = word >> 8;
-    return ((before - time) & kTimeMask) <= kAhead ? before : time;
+  static uint32_t latest(uint32_t word, uint32_t now) {
+    const uint32_t before = word >> 8;
+    return ((before - now) & kTimeMask) <= kAhead ? before : now;
   }
 
   std::atomic<uint32_t>& word_;
