@@ -23,18 +23,22 @@ class Model:
         self.keys = (number.to_bytes(32, "big") for number in itertools.count(1))
         self.numbers = itertools.count()
         self.requests: dict[int, list[int]] = {}
+        # What requests have not offered yet: others may have offered some of it, which waits.
+        self.rests: dict[int, Offer] = {}
         self.saves: dict[int, dict[int, bytes]] = {}
         self.num_offered = self.num_saved = self.num_gone = 0
 
     def end_some(self) -> None:
         for request in [one for one in self.requests if self.random.random() < 0.3]:
+            if (rest := self.rests.pop(request, None)) is not None:
+                self.save(rest)
             self.pool.free_blocks([self.pool.blocks[block] for block in reversed(self.requests.pop(request))])
 
-    def start(self) -> Offer | None:
+    def start(self) -> None:
         """Start a request, perhaps with the first blocks of another."""
         count = self.random.randrange(1, max(2, self.num_blocks // 4))
         if count > self.pool.get_num_free_blocks():
-            return None
+            return
         shared: list[int] = []
         if self.requests and self.random.random() < 0.4:
             table = self.random.choice(list(self.requests.values()))
@@ -45,10 +49,21 @@ class Model:
         self.num_gone += self.held.taken(own)
         for block in own:
             self.pool.blocks[block].block_hash = next(self.keys)
-        table = self.requests[next(self.numbers)] = shared + own
+        number, table = next(self.numbers), shared + own
         keys = b"".join([self.content(block) for block in table])
         self.num_offered += count
-        return Offer(keys, keys, table, bytes(len(table)), bool(shared))
+        self.requests[number], self.rests[number] = table, Offer(keys, keys, table, bytes(len(table)), bool(shared))
+
+    def offers(self) -> list[Offer]:
+        """Return all or a part of what some requests have not offered yet."""
+        offers = []
+        for number in [one for one in self.rests if self.random.random() < 0.7]:
+            rest = self.rests.pop(number)
+            stop = self.random.choice([len(rest.block_ids), self.random.randrange(len(rest.block_ids) + 1)])
+            offers.append(rest.part(0, stop))
+            if stop < len(rest.block_ids):
+                self.rests[number] = rest.part(stop, len(rest.block_ids))
+        return offers
 
     def content(self, block: int) -> bytes:
         key = self.pool.blocks[block].block_hash
@@ -84,10 +99,13 @@ def test_held_blocks_keep_their_content_and_nothing_waits_for_ever() -> None:
         model = Model(seed)
         for _ in range(model.random.randrange(5, 60)):
             model.end_some()
-            model.save(*[offer for _ in range(model.random.randrange(3)) if (offer := model.start())])
+            for _ in range(model.random.randrange(3)):
+                model.start()
+            model.save(*model.offers())
             num_waited += model.held.waits
             model.check()
             model.end_saves(0.5)
+        model.save(*model.rests.values())
         for request in list(model.requests):
             model.pool.free_blocks([model.pool.blocks[block] for block in model.requests.pop(request)])
         for _ in range(model.num_offered):

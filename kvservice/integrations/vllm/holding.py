@@ -102,11 +102,10 @@ class PoolBlocks:
             if len(distinct) < len(block_ids) or not seen.isdisjoint(distinct):
                 offers = [_new(offer, seen) for offer in offers]
         chosen, num_gone = list(offers), 0
-        if self.waits:
-            self._end_waiting(block_ids)
-            if room:
-                waited, num_gone = self._waited(min(room, AT_ONCE))
-                chosen.insert(0, waited)
+        self._end_waiting(block_ids)
+        if self.waits and room:
+            waited, num_gone = self._waited(min(room, AT_ONCE))
+            chosen.insert(0, waited)
         for place, offer in enumerate(chosen):
             if (count := len(offer.block_ids)) > room:
                 chosen[place] = offer.part(0, room)
