@@ -139,6 +139,35 @@ def test_a_part_of_the_pool_is_held_and_other_saves_wait(engine: OpenEngine) -> 
     assert tight.pool.used == {6, 7}
 
 
+def test_blocks_that_wait_can_be_offered_again_by_others(engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = TightPool(engine)
+    monkeypatch.setitem(tight.made.scheduler._scheduler.step.__globals__, "HELD_AT_ONCE", 2)
+    first, second = FakeRequest("b", [8] * 9), FakeRequest("c", [8] * 9)
+    tight.pool.touch(tight.pool.blocks[6:8])
+    tight.pool.cache(first, [6, 7])
+    for request, found in ((first, 0), (second, 8)):
+        tight.made.matched(request, found)
+        tight.made.allocated(request, [6, 7])
+    # The first request offers all that a step may, which wait for room. There is room when the second one offers them.
+    assert saves(tight.made.step(FakeOutput({"b": 9, "c": 1}, new=[(first, [6, 7], 0), (second, [6, 7], 8)]))) == []
+    tight.save_first()
+    message = tight.made.step(FakeOutput({"b": 1, "c": 1}, cached=[("b", None, 9), ("c", None, 9)]))
+    assert saves(message) == [(chain([8] * 8), [6, 7])]
+
+
+def test_blocks_that_are_held_are_not_saved_again_after_a_load(engine: OpenEngine) -> None:
+    """vLLM says once more that a request has blocks when its asynchronous load has ended."""
+    store = FakeStore(dict.fromkeys(chain(TOKENS)[2:], bytes(64)))
+    made = engine(store, extra={"max_step_load_mib": 0})
+    first, second = FakeRequest("a", TOKENS[:9]), FakeRequest("b", TOKENS)
+    run(made, first, [1, 2, 3])
+    assert saves(made.step(FakeOutput({"a": 9}, new=[(first, [1, 2, 3], 0)]))) == [(chain(TOKENS)[:2], [1, 2])]
+    assert made.asked_for(second, 8) == (8, True)
+    made.allocated(second, [1, 2, 6, 7], 8)
+    made.allocated(second, [1, 2, 6, 7, 8])
+    assert saves(made.step(FakeOutput({"b": 2}, new=[(second, [1, 2, 6, 7, 8], 16)]))) == []
+
+
 def test_a_long_prompt_that_ends_is_held_in_parts(engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = TightPool(engine)
     pool = tight.made.scheduler._scheduler._pool

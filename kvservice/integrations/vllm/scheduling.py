@@ -223,7 +223,8 @@ class ConnectorScheduler:
             self._figures["prompt_tokens"] += request.num_tokens - first * self._block_size
             self._figures["found_tokens"] += num_external_tokens
             tracked = self._requests[request_id] = _Tracked(request)
-        tracked.request, tracked.num_shared = request, first
+        # After an asynchronous load vLLM says this again, without another question.
+        tracked.request, tracked.num_shared = request, max(tracked.num_shared, first)
         tracked.num_prompt = request.num_prompt_tokens // self._block_size
         tracked.keys = answer.keys or tracked.keys
         if self._options.saves:
