@@ -116,3 +116,19 @@ def test_held_blocks_keep_their_content_and_nothing_waits_for_ever() -> None:
         assert model.pool.get_num_free_blocks() == model.num_blocks, seed
         assert model.num_saved + model.num_gone >= model.num_offered, "each was saved, or had gone"
     assert num_waited > SEEDS
+
+
+def test_blocks_of_many_requests_that_wait_are_taken_together() -> None:
+    pool = StandInPool(100)
+    held = PoolBlocks(pool, lambda key, _: key, 0.1, lambda: 0.0)
+    table = pool.allocate(40)
+    for block in table:
+        pool.blocks[block].block_hash = key = block.to_bytes(32, "big")
+        held.wait(Offer(key, key, [block], bytes(1), False))
+    pool.free_blocks([pool.blocks[block] for block in table[:2]])
+    # Blocks that would be free stay until there are more of them. They are not in the way of others.
+    others = pool.allocate(55)
+    assert held.choose([])[1:] == (table[2:], 0)
+    pool.free_blocks([pool.blocks[block] for block in others])
+    assert held.choose([])[1:] == (table[:2], 0)
+    assert not held.waits

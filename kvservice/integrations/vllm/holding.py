@@ -105,7 +105,7 @@ class PoolBlocks:
         self._end_waiting(block_ids)
         if self.waits and room:
             waited, num_gone = self._waited(min(room, AT_ONCE))
-            chosen.insert(0, waited)
+            chosen = waited + chosen
         for place, offer in enumerate(chosen):
             if (count := len(offer.block_ids)) > room:
                 chosen[place] = offer.part(0, room)
@@ -116,40 +116,43 @@ class PoolBlocks:
     def _held(self) -> set[int]:
         return set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))
 
-    def _waited(self, most: int) -> tuple[Offer, int]:
-        """Take some of at most so many blocks that wait; see `choose`. As many blocks stay free as may be held for
+    def _waited(self, most: int) -> tuple[list[Offer], int]:
+        """Take some of the first `most` blocks that wait; see `choose`. As many blocks stay free as may be held for
         saves alone, or half of all."""
         num_free, num_blocks = int(self._pool.get_num_free_blocks()), int(self._pool.num_gpu_blocks)
         num_spare, num_gone = max(num_free - min(self.most, num_blocks // 2), 0), 0
-        number, part = next(iter(self._waiting.items()))
-        while not any(self._part_of.get(block_id) == number for block_id in part.block_ids):
-            del self._waiting[number]
-            number, part = next(iter(self._waiting.items()))
-        stop = 0
-        taken: list[int] = []
-        stay: list[int] = []
-        for place, block_id in enumerate(part.block_ids):
-            if len(taken) + len(stay) + num_gone == most:
-                break
-            stop = place + 1
-            if self._part_of.get(block_id) != number:
-                continue  # it does not wait any more
-            is_free = not self._pool.blocks[block_id].ref_cnt
-            if not self._has(part, place):
-                num_gone += 1
-            elif is_free and not num_spare:
-                stay.append(place)
-                continue
+        waited: list[Offer] = []
+        for number, part in list(self._waiting.items()):
+            stop = 0
+            taken: list[int] = []
+            stay: list[int] = []
+            for place, block_id in enumerate(part.block_ids):
+                if not most:
+                    break
+                stop = place + 1
+                if self._part_of.get(block_id) != number:
+                    continue  # it does not wait any more
+                most -= 1
+                is_free = not self._pool.blocks[block_id].ref_cnt
+                if not self._has(part, place):
+                    num_gone += 1
+                elif is_free and not num_spare:
+                    stay.append(place)
+                    continue
+                else:
+                    num_spare -= is_free
+                    taken.append(place)
+                del self._part_of[block_id]
+            if taken:
+                waited.append(part.at(taken))
+            left = _joined(part.at(stay), part.part(stop, len(part.block_ids)))
+            if left.block_ids:
+                self._waiting[number] = left
             else:
-                num_spare -= is_free
-                taken.append(place)
-            del self._part_of[block_id]
-        left = _joined(part.at(stay), part.part(stop, len(part.block_ids)))
-        if left.block_ids:
-            self._waiting[number] = left
-        else:
-            del self._waiting[number]
-        return part.at(taken), num_gone
+                del self._waiting[number]
+            if not most:
+                break
+        return waited, num_gone
 
     def wait(self, offer: Offer) -> None:
         """Let blocks wait for room."""
