@@ -122,7 +122,7 @@ class BlockPieces:
 def page_lock(address: int, num_bytes: int, *, device: int, read_only: bool) -> PageLock | None:
     """Page-lock memory of this process for all devices until the result is closed. Memory that is mapped for reading
     only needs `read_only`. Returns None if the system refuses."""
-    extension = _extension(device)
+    extension = use_device(device)
     try:
         lock: PageLock = extension.HostRegistration(address, num_bytes, read_only)
     except extension.CudaError:
@@ -130,8 +130,9 @@ def page_lock(address: int, num_bytes: int, *, device: int, read_only: bool) -> 
     return lock
 
 
-def _extension(device: int) -> ModuleType:
-    """Return the extension, with the device current in this thread."""
+def use_device(device: int) -> ModuleType:
+    """Make a device the current one of this thread. Otherwise CUDA would take memory of device 0 for it. Returns the
+    extension."""
     extension = load_extension()
     extension.set_device(device)
     return extension

@@ -51,6 +51,7 @@ from kvservice.ops.block_pieces import (
     StreamMark,
     page_lock,
     stream_mark,
+    use_device,
 )
 from kvservice.ops.cuda import HOST, DeviceArray
 
@@ -473,12 +474,14 @@ class GpuBlocks:
 
     def load(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Mark:
         """Fill blocks with the values at `addresses`."""
+        use_device(self._index)
         mark.native.make_wait(self._loads.cuda_stream)
         self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
         return self._mark(self._loads.cuda_stream)
 
     def save(self, addresses: Numbers, block_ids: BlockIds, mark: Mark) -> Save:
         """Copy blocks to `addresses`, and compute their checksums."""
+        use_device(self._index)
         mark.native.make_wait(self._saves.cuda_stream)
         with torch.cuda.stream(self._saves):
             sums = torch.empty((len(block_ids), SUMS_PER_BLOCK), dtype=torch.int64, device=self._device)
