@@ -24,7 +24,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.rela
 TESTS_ROOT = Path(__file__).parent
 TESTS = sorted(TESTS_ROOT.rglob("*.py"))
 # Limits over all tests together: on modules that they import by path, and on private names that they use.
-MAX_INSIDES, MAX_PRIVATE_NAMES = 97, 80
+MAX_INSIDES, MAX_PRIVATE_NAMES = 98, 80
 
 # Every package may import this in place of Python's own `json`, for writing.
 EVERYWHERE = {"plain_json"}

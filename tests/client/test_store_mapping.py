@@ -17,8 +17,8 @@ from each_row import each_row
 from store_daemons import BLOCK_BYTES, OpenStore, blocks_of, keys_of, new_namespace
 from waiting import until
 
+from kvservice import _ext
 from kvservice.client import KVClient, PutStatus
-from kvservice.client.store.link import default_threads
 from kvservice.errors import (
     ConnectionLostError,
     InvalidArgumentError,
@@ -226,7 +226,21 @@ def reader_identity(address: str) -> tuple[int, int]:
         return store.memory.identity
 
 
-def test_half_of_the_cores_copy_unless_a_client_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_cores, num_threads in ((1, 1), (2, 1), (5, 2), (32, 16), (64, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=num_cores: set(range(count)))
-        assert default_threads() == num_threads
+def test_half_of_the_cores_copy_unless_a_client_says_otherwise(
+    store_daemon: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, copy_in = store_daemon("write"), _ext.store_copy_in
+    used: list[int] = []
+
+    def counted(*arguments: Any) -> bytes:
+        used.append(arguments[-1])
+        return copy_in(*arguments)
+
+    monkeypatch.setattr(_ext, "store_copy_in", counted)
+    for num_cores in (1, 2, 5, 32, 64):
+        cores = set(range(num_cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        for copy_threads in (None, 3):
+            with KVClient(daemon.address) as client, client.store(new_namespace(), copy_threads=copy_threads) as store:
+                store.put(keys_of(1), blocks_of(1))
+    assert used == [1, 3, 1, 3, 2, 3, 16, 3, 16, 3]

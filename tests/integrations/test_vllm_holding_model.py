@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-from kvservice.bench.vllm_steps import StandInPool
+from vllm_connector import FakePool
+
 from kvservice.client.store.values import split_keys
 from kvservice.integrations.vllm.holding import Offer, PoolBlocks
 
@@ -18,7 +19,7 @@ class Model:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.num_blocks = self.random.choice([20, 60, 300])
-        self.pool = StandInPool(self.num_blocks)
+        self.pool = FakePool(self.num_blocks)
         self.held = PoolBlocks(self.pool, lambda key, _: key, self.random.choice([0.1, 0.3, 0.5]), lambda: 0.0)
         self.keys = (number.to_bytes(32, "big") for number in itertools.count(1))
         self.numbers = itertools.count()
@@ -34,6 +35,14 @@ class Model:
                 self.save(rest)
             self.pool.free_blocks([self.pool.blocks[block] for block in reversed(self.requests.pop(request))])
 
+    def allocate(self, count: int) -> list[int]:
+        """Return free blocks, which lose their content."""
+        blocks = self.random.sample([block for block in self.pool.blocks if not block.ref_cnt], count)
+        self.pool.touch(blocks)
+        for block in blocks:
+            block.block_hash = None
+        return [block.block_id for block in blocks]
+
     def start(self) -> None:
         """Start a request, perhaps with the first blocks of another."""
         count = self.random.randrange(1, max(2, self.num_blocks // 4))
@@ -45,7 +54,7 @@ class Model:
             shared = table[: self.random.randrange(len(table) + 1)]
             self.pool.touch([self.pool.blocks[block] for block in shared])
             assert self.held.taken(shared) == 0, "they have their content"
-        own = self.pool.allocate(count)
+        own = self.allocate(count)
         self.num_gone += self.held.taken(own)
         for block in own:
             self.pool.blocks[block].block_hash = next(self.keys)
@@ -119,16 +128,16 @@ def test_held_blocks_keep_their_content_and_nothing_waits_for_ever() -> None:
 
 
 def test_blocks_of_many_requests_that_wait_are_taken_together() -> None:
-    pool = StandInPool(100)
+    pool = FakePool(100)
     held = PoolBlocks(pool, lambda key, _: key, 0.1, lambda: 0.0)
-    table = pool.allocate(40)
+    table, others = list(range(40)), pool.blocks[40:95]
+    pool.touch(pool.blocks[:95])
     for block in table:
         pool.blocks[block].block_hash = key = block.to_bytes(32, "big")
         held.wait(Offer(key, key, [block], bytes(1), False))
     pool.free_blocks([pool.blocks[block] for block in table[:2]])
     # Blocks that would be free stay until there are more of them. They are not in the way of others.
-    others = pool.allocate(55)
     assert held.choose([])[1:] == (table[2:], 0)
-    pool.free_blocks([pool.blocks[block] for block in others])
+    pool.free_blocks(others)
     assert held.choose([])[1:] == (table[:2], 0)
     assert not held.waits
