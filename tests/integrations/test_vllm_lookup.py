@@ -479,6 +479,35 @@ def test_a_block_that_is_nowhere_is_a_miss_without_a_call(
         asked.close(60)
 
 
+def test_a_new_prompt_of_several_groups_is_a_miss_by_its_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+        namespace = new_namespace(64)
+        store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
+        prompt = keys_of(*range(1, 9))
+        store.put(prompt[2:], np.zeros((6, 64), np.uint8))
+        until(lambda: store.memory is not None)
+        asked = StoreLookup([StoreFinder((0, 0), store, background, ComputeTime(1.0))], 30.0, 30.0)
+        memory, looked_at = store.memory, []
+        assert memory is not None
+        find = memory.find
+
+        def noted(keys: bytes, *, max_age_s: float) -> Any:
+            looked_at.append(num_keys(keys))
+            return find(keys, max_age_s=max_age_s)
+
+        monkeypatch.setattr(memory, "find", noted)
+        assert asked.find("a", wanted(prompt, groups=TWO)) == Found(0, True)
+        assert looked_at == [1]
+        uses = asked._take_uses()
+        assert uses is not None
+        assert (uses.hits, uses.misses, uses.missing) == (0, 8, [prompt[TWO.full or 0]])
+        store.put(prompt[:2], np.zeros((2, 64), np.uint8))
+        memory.look()
+        assert asked.find("b", wanted(prompt, groups=TWO)) == Found(4, True)
+        assert looked_at == [1, 1, 8]
+        asked.close(60)
+
+
 def _noted(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
     def noted(*arguments: Any, **options: Any) -> Any:
         calls.append(name)

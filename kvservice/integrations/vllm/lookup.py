@@ -225,6 +225,10 @@ class StoreLookup:
         blocks below its memory, and if a memory is mapped for reading only."""
         leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
+            # Most prompts are new: without the first block, nothing else is looked at.
+            if wanted.groups.full is not None and self.sees_all and not self._see_any(wanted.key(0), max_age_s):
+                self._found(wanted, 0, 0, counted=True)
+                return _Promise(wanted, began + NOTHING_S)
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
@@ -252,6 +256,11 @@ class StoreLookup:
                 self._release(leases)
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
+
+    def _see_any(self, keys: bytes, max_age_s: float) -> bool:
+        """Whether any worker has one of these blocks in its mapped memory, or the daemon must be asked."""
+        seen = [finder.see(keys, max_age_s) for finder in self._finders]
+        return any(flags is None or flags.any() for flags in seen)
 
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
