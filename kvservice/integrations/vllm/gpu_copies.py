@@ -425,14 +425,14 @@ class Save:
     """A copy to host memory. It keeps the memory in which the GPU computes checksums: `values` are those of the blocks
     with the numbers `order`."""
 
-    event: Mark
+    mark: Mark
     sums: torch.Tensor
     values: torch.Tensor
     order: npt.NDArray[np.intp]
 
     def synchronize(self) -> None:
         """Wait for the end of the copy."""
-        self.event.synchronize()
+        self.mark.synchronize()
 
     def checksums(self) -> Numbers:
         """Return the checksum of each block, after the end of the copy."""
