@@ -108,7 +108,8 @@ def check_address(address: object) -> None:
                 f"{address!r}: the path of a socket has 1 to {_MAX_SOCKET_BYTES} bytes", field="address"
             )
         return
-    if address.startswith(("http://", "https://")) or ":" not in address:
+    scheme, slashes, _ = address.partition("://")
+    if ":" not in address or (slashes and scheme != "dns"):  # gRPC's own scheme
         raise InvalidArgumentError(
             f"{address!r} is neither the path of a socket, as unix:///path/of.sock or /path/of.sock, nor host:port",
             field="address",

@@ -210,6 +210,8 @@ def test_what_no_address_can_be_is_refused_here() -> None:
         "127.0.0.1",
         "http://kv:50051",
         "https://kv:1",
+        "ftp://kv:1",
+        "tcp://kv",
         "kv:x",
         "kv:",
         "kv:0",
