@@ -142,6 +142,7 @@ class Store:
     remove = blocking_core(BlockingCore.remove)
     clear = blocking_core(BlockingCore.clear)
     create_region = blocking_core(BlockingCore.create_region)
+    unregister_region = blocking_core(BlockingCore.unregister_region)
     close = blocking_core(BlockingCore.close)
 
     def __enter__(self) -> Store:

@@ -200,6 +200,29 @@ def test_values_in_a_region_are_copied_by_the_daemon(store_daemon: OpenStore) ->
     run(store_daemon("off").address, scenario)
 
 
+def test_a_store_gives_regions_up(store_daemon: OpenStore) -> None:
+    """More than it may have at a time. What lies in one is put as any other memory then."""
+
+    async def scenario(store: Any) -> None:
+        for number in range(40):
+            region = await store.create_region(2 * BLOCK_BYTES)
+            values = region.array((2, BLOCK_BYTES), "uint8")
+            values[...] = blocks_of(number, number + 100)
+            await store.unregister_region(region)
+            await store.unregister_region(region)
+            with seen_calls() as seen:
+                assert (await store.put(keys_of(number, number + 100), values) == DONE).all()
+            assert region.name not in regions_of(seen)
+        out = new_out(2)
+        assert (await store.get(keys_of(39, 139), out)).all()
+        np.testing.assert_array_equal(out, blocks_of(39, 139))
+        with pytest.raises(InvalidArgumentError) as refused:
+            await store.unregister_region(values)
+        assert refused.value.field == "region"
+
+    run(store_daemon("off").address, scenario)
+
+
 def test_a_region_that_cannot_be_unregistered_now_is_later(store_daemon: OpenStore) -> None:
     """The session keeps one region for copies, and gives it up when a call fails."""
 

@@ -179,6 +179,11 @@ async def both_ways(store: Any) -> None:
     """Put blocks and get them, and check every byte."""
     statuses = await store.put(keys_of(*NUMBERS), content(*NUMBERS))
     assert set(statuses.tolist()) == {DONE}
+    await check(store)
+
+
+async def check(store: Any) -> None:
+    """Get blocks, and check every byte."""
     out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
     assert (await store.get(keys_of(*NUMBERS), out)).all()
     np.testing.assert_array_equal(out, content(*NUMBERS))
@@ -224,6 +229,20 @@ async def test_bytes_that_change_on_the_way_are_sent_again(face: Face, daemon: t
         with damaged(way, 1):
             await both_ways(store)
         assert (store.transport, store.num_transfer_failures) == ("inline", 1)
+
+
+@in_a_loop
+async def test_a_region_that_is_given_up_ends_its_engine(face: Face, daemon: tuple[Daemon, str]) -> None:
+    async with store_of(face, daemon[1], new_namespace(BLOCK_BYTES)) as store:
+        region, engine = await region_and_engine(store, COUNT * BLOCK_BYTES)
+        values = region.array((COUNT, BLOCK_BYTES), "uint8")
+        values[...] = content(*NUMBERS)
+        await store.unregister_region(region)
+        await store.unregister_region(region)
+        until(lambda: is_gone(engine))
+        assert set((await store.put(keys_of(*NUMBERS), values)).tolist()) == {DONE}
+        await check(store)
+        assert (store.transport, store.num_transfer_failures) == ("transfer", 0)
 
 
 @in_a_loop

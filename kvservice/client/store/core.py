@@ -11,6 +11,7 @@ import numpy as np
 
 from kvservice.client.messages import flag, wait_time
 from kvservice.client.regions import SharedRegion, whole_bytes
+from kvservice.client.remote import RemoteRegion
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import Patience, StoreLink, blocks_in_request, keys_in_request, parts
 from kvservice.client.store.memory import MappedStore
@@ -568,6 +569,22 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         if not await self._access.attempt(work):
             raise DaemonAwayError("the store is out of reach")
         return regions[0]
+
+    async def unregister_region(self, region: SharedRegion, *, timeout_s: float | None = None) -> None:
+        """Give a region of `create_region` up, whose number is limited. Its arrays are still usable, as any other
+        memory; they must not be in use by a call. A daemon that is away has given it up already. Raises
+        InvalidArgumentError, and otherwise the errors of SessionCore.unregister_region."""
+        if not isinstance(region, SharedRegion):
+            raise InvalidArgumentError(f"is {type(region).__name__}, not a region", field="region")
+
+        async def work(link: StoreLink) -> None:
+            if isinstance(region, RemoteRegion):
+                if region in link.remote.regions:
+                    link.remote.drop(region)
+            elif link.regions.has(region):
+                await link.regions.unregister(region, timeout_s=timeout_s)
+
+        await self._access.attempt(work)
 
     async def close(self) -> None:
         """Close the session: its leases and reservations end. Arrays over the mapped memory stay readable; those of
