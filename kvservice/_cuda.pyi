@@ -120,8 +120,9 @@ class Event:
     def elapsed_ms(self, start: Event) -> float: ...
 
 class StreamMark:
-    """What is on a stream when this is made. That and `make_wait` take microseconds, unless a stream is full, and keep
-    the interpreter lock: a thread that computes would return it only after the 5 ms of the switch interval."""
+    """A mark stands for the work that is on a stream when it is made. That and `make_wait` take microseconds, unless a
+    stream is full, and keep the interpreter lock: a thread that computes would return it only after the 5 ms of the
+    switch interval."""
 
     def __init__(self, device: int, stream: int) -> None: ...
     def make_wait(self, stream: int) -> None:

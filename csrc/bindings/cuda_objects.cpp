@@ -84,8 +84,8 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// What is on a stream at one time. Events are used again, since making one takes longer than recording it: who waits
-// for the old work still does.
+// A mark stands for the work that was on a stream when it was made. Its event is used again for another mark, since
+// making one takes longer than recording it: who waits for the old work still does.
 class StreamMark {
  public:
   StreamMark(int device, uintptr_t stream) : device_(device) {

@@ -28,6 +28,7 @@ from kvservice.client.store.values import (
     distinct_keys,
     key_bytes,
     num_keys,
+    num_leading,
     some_keys,
 )
 from kvservice.errors import InvalidArgumentError, KVServiceError
@@ -433,6 +434,4 @@ def _num_seen(memory: MappedStore, keys: bytes) -> int | None:
     seen = memory.find(keys)
     if seen is not None and not seen.all():
         seen = memory.find(keys, max_age_s=0.0) if memory.tells_now else None
-    if seen is None:
-        return None
-    return len(seen) if seen.all() else int(seen.argmin())
+    return None if seen is None else num_leading(seen)

@@ -36,7 +36,7 @@ class PageLock(Protocol):
 
 
 class StreamMark(Protocol):
-    """What was on a stream at one time."""
+    """A mark stands for the work that was on a stream when it was made."""
 
     def make_wait(self, stream: int) -> None:
         """Let what is put on another stream from now on wait for it."""
@@ -46,7 +46,7 @@ class StreamMark(Protocol):
 
 
 def stream_mark(stream: int, *, device: int) -> StreamMark:
-    """Return what is on a stream now. No other thread gets the interpreter lock meanwhile."""
+    """Return a mark of what is on a stream now. No other thread gets the interpreter lock meanwhile."""
     mark: StreamMark = load_extension().StreamMark(device, stream)
     return mark
 

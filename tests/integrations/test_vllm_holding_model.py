@@ -24,7 +24,7 @@ class Model:
         self.keys = (number.to_bytes(32, "big") for number in itertools.count(1))
         self.numbers = itertools.count()
         self.requests: dict[int, list[int]] = {}
-        # What requests have not offered yet: others may have offered some of it, which waits.
+        # Requests have not offered these yet. Others may have offered some of the blocks, which wait then.
         self.rests: dict[int, Offer] = {}
         self.saves: dict[int, dict[int, bytes]] = {}
         self.num_offered = self.num_saved = self.num_gone = 0

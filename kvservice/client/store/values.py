@@ -99,7 +99,7 @@ class Lookup:
 
     @staticmethod
     def of(found: Flags, num_in_memory: int) -> Lookup:
-        return Lookup(len(found) if found.all() else int(found.argmin()), found, num_in_memory)
+        return Lookup(num_leading(found), found, num_in_memory)
 
 
 # The most keys that `missing` of SharedUses may have.
@@ -162,6 +162,11 @@ def chosen_keys(keys: bytes, chosen: npt.NDArray[Any]) -> bytes:
     """`chosen`: a flag per key, or the places of some keys."""
     some: npt.NDArray[np.uint8] = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen]
     return some.tobytes()
+
+
+def num_leading(flags: Flags) -> int:
+    """Return how many are set before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def flags_of(bitmap: bytes, count: int) -> Flags:

@@ -15,6 +15,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from kvservice.client.store.values import num_leading
 from kvservice.integrations.common import Addresses, EngineBlocks, digest_key
 from kvservice.integrations.lmcache.checks import PLUGIN, check_supported, chunk_namespace, plugin_options
 
@@ -151,8 +152,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return how many leading chunks are right."""
         if not chunks:
             return 0
-        found = self._blocks.load([_store_key(key) for key in keys], _addresses(chunks), self._piece_bytes)
-        return len(found) if found.all() else int(found.argmin())
+        return num_leading(self._blocks.load([_store_key(key) for key in keys], _addresses(chunks), self._piece_bytes))
 
     def _save(self, keys: Sequence[CacheEngineKey], chunks: Sequence[MemoryObj]) -> None:
         try:

@@ -406,8 +406,9 @@ class PageLocks:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was on a stream at one time, with the methods of torch.cuda.Event that are called here. vLLM's thread makes
-    them in each step: torch would give the interpreter lock away meanwhile, and get it back after milliseconds."""
+    """A mark stands for the work that was on a stream when it was made, and has the methods of torch.cuda.Event that
+    are called here. vLLM's thread makes marks in each step: torch would give the interpreter lock away meanwhile, and
+    get it back after milliseconds."""
 
     native: StreamMark
 

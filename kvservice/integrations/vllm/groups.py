@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.store.values import KEY_BYTES, chosen_keys, some_keys
+from kvservice.client.store.values import KEY_BYTES, chosen_keys, num_leading, some_keys
 from kvservice.errors import InvalidArgumentError
 
 Places = npt.NDArray[np.intp]
@@ -95,7 +95,7 @@ class CacheGroups:
         blocks = np.arange(1, len(found) + 1)[:, None]
         # How many blocks are found without a gap, up to each.
         runs = blocks - np.maximum.accumulate(np.where(found, 0, blocks), axis=0)
-        for count in range(len(found) if self.full is None else _num_leading(found[:, self.full]), 0, -1):
+        for count in range(len(found) if self.full is None else num_leading(found[:, self.full]), 0, -1):
             stop = first + count
             starts = self._starts(first, min(stop * self.block_size, most_tokens))
             if all(runs[count - 1, group] >= stop - start for group, start in enumerate(starts)):
@@ -128,7 +128,7 @@ class Wanted:
 
     def leading(self, found: npt.NDArray[np.bool_]) -> int:
         """Return how many of the first blocks are found of a group that needs all, or of the first group."""
-        return _num_leading(found.reshape(-1, self.groups.num)[:, self.groups.full or 0])
+        return num_leading(found.reshape(-1, self.groups.num)[:, self.groups.full or 0])
 
     def key(self, block: int) -> bytes:
         """Return the key of a block, of the same group."""
@@ -141,11 +141,6 @@ class Wanted:
             return some_keys(self.keys, slice(0, num_blocks))
         num_tokens = min((self.first + num_blocks) * self.groups.block_size, self.most_tokens)
         return chosen_keys(self.keys, self.groups.needed(self.first, num_tokens))
-
-
-def _num_leading(flags: npt.NDArray[np.bool_]) -> int:
-    """Return how many are set before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _group_of(spec: Any, block_size: int) -> Group:

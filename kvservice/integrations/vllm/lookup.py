@@ -38,6 +38,7 @@ from kvservice.client.store.values import (
     SharedUses,
     distinct_keys,
     num_keys,
+    num_leading,
     some_keys,
 )
 from kvservice.errors import KVServiceError
@@ -463,7 +464,7 @@ class StoreLookup:
                 leases[finder.rank] = finder.lease(keys, left_s(), counted=reads)
 
             self._of_each(of)
-            return min(map(_num_leading, leases.values()))
+            return min(map(_num_leased, leases.values()))
 
         def bring_up(num_blocks: int, num_in_memory: int) -> int:
             self._release(promise.leases)
@@ -529,7 +530,7 @@ class StoreLookup:
                 if num_blocks:
                     keys, wait_s = wanted.needed(num_blocks), finder.compute.wait_s(max(num_blocks - num_in_memory, 0))
                     lease = leases[finder.rank] = finder.lease(keys, self._timeout_s, wait_s=wait_s)
-                    if (num_leased := _num_leading(lease)) < num_keys(keys):
+                    if (num_leased := _num_leased(lease)) < num_keys(keys):
                         num_blocks = num_leased if wanted.groups.leading else 0
         except Exception as error:
             self._failed("blocks could not be brought into the daemon's memory", error)
@@ -615,7 +616,7 @@ class StoreLookup:
             logger.error("%s", what, exc_info=error)
 
 
-def _num_leading(lease: BlockLease) -> int:
+def _num_leased(lease: BlockLease) -> int:
     if isinstance(lease, SharedLease):
         return lease.num_blocks  # those before the first that is missing
-    return len(lease.found) if lease.found.all() else int(lease.found.argmin())
+    return num_leading(lease.found)
