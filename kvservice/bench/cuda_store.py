@@ -149,7 +149,7 @@ class StandIn:
         """Save blocks that the store does not have. Returns the seconds until they are there."""
         self.store.clear()
         start = time.perf_counter()
-        self._worker.start_saves(ConnectorStep(saves=(BlockSave(1, self._keys, self._saved),)))
+        self._worker.start_saves(ConnectorStep(saves=(BlockSave(1, self._keys, self._saved.tolist()),)))
         self._worker.wait_for_saves(TIMEOUT_S)
         taken = time.perf_counter() - start
         if self._worker.take_counters().blocks_saved != len(self._saved):

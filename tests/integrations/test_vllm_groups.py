@@ -131,7 +131,7 @@ def test_a_prefix_is_found_if_full_attention_has_all_and_the_window_its_last_blo
     made = engine(FakeStore())
     request = FakeRequest("a", TOKENS)
     (save,) = saved(made, request).saves
-    keys = dict(zip(save.block_ids.tolist(), split_keys(save.keys), strict=True))
+    keys = dict(zip(save.block_ids, split_keys(save.keys), strict=True))
     asked = made.asked[0]
     assert made.asked_for(FakeRequest("b", TOKENS)) == (20, False)
     assert sorted(asked.leased) == sorted(keys[block_id] for block_id in (1, 2, 3, 4, 5, 14, 15))
@@ -150,7 +150,7 @@ def test_a_prefix_is_found_if_full_attention_has_all_and_the_window_its_last_blo
 def test_what_vllm_has_itself_is_not_asked_for(engine: OpenEngine) -> None:
     made = engine(FakeStore())
     (save,) = saved(made, FakeRequest("a", TOKENS)).saves
-    keys = dict(zip(save.block_ids.tolist(), split_keys(save.keys), strict=True))
+    keys = dict(zip(save.block_ids, split_keys(save.keys), strict=True))
     assert made.matched(FakeRequest("b", TOKENS), 16) == 4
     assert made.asked[0].leased == [keys[5], keys[15]]
 
@@ -203,7 +203,7 @@ def test_of_a_recurrent_layer_the_state_at_the_end_of_the_prefix_is_enough(vllm_
     made.settle()
     (save,) = message.step.saves
     assert sorted(save.block_ids) == [1, 2, 3, 4, 5, 13, 15]
-    keys = dict(zip(save.block_ids.tolist(), split_keys(save.keys), strict=True))
+    keys = dict(zip(save.block_ids, split_keys(save.keys), strict=True))
     assert made.asked_for(FakeRequest("b", TOKENS)) == (20, True)
     made.allocated(FakeRequest("b", TOKENS), [21, 22, 23, 24, 25], 20, [0, 0, 0, 0, 35])
     (load,) = made.step().step.loads

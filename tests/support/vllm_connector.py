@@ -369,4 +369,4 @@ def run(made: Engine, request: FakeRequest, blocks: list[int], external: int = 0
 
 def saves(message: Any) -> list[tuple[list[bytes], list[int]]]:
     """Return the keys and blocks that the workers are told to save."""
-    return [(split_keys(save.keys), save.block_ids.tolist()) for save in message.step.saves]
+    return [(split_keys(save.keys), save.block_ids) for save in message.step.saves]

@@ -96,22 +96,30 @@ class PoolBlocks:
         """Return keys and numbers of the blocks for which there is room, first those that wait for it, then these; and
         how many that waited are not there any more. The others wait. Shared ones that are held already are left out.
         It would be harmless, but useless, to hold and save a block twice."""
-        block_ids, room = _block_ids(offers), min(self._room(), HELD_AT_ONCE)
+        block_ids, room, num_gone = _block_ids(offers), min(self._room(), HELD_AT_ONCE), 0
+        self._end_waiting(block_ids)
         if any(offer.is_shared for offer in offers):
             seen, distinct = self._held(), set(block_ids)
             if len(distinct) < len(block_ids) or not seen.isdisjoint(distinct):
                 offers = [_new(offer, seen) for offer in offers]
-        chosen, num_gone = list(offers), 0
-        self._end_waiting(block_ids)
+                block_ids = _block_ids(offers)
         if self.waits and room:
             waited, num_gone = self._waited(min(room, AT_ONCE))
-            chosen = waited + chosen
-        for place, offer in enumerate(chosen):
-            if (count := len(offer.block_ids)) > room:
-                chosen[place] = offer.part(0, room)
-                self.wait(offer.part(room, count))
-            room -= min(count, room)
-        return b"".join([offer.keys for offer in chosen]), _block_ids(chosen), num_gone
+            offers = [*waited, *offers]
+            block_ids = _block_ids(offers)
+        if len(block_ids) > room:
+            offers = self._fitting(offers, room)
+            block_ids = _block_ids(offers)
+        return b"".join([offer.keys for offer in offers]), block_ids, num_gone
+
+    def _fitting(self, offers: Sequence[Offer], room: int) -> list[Offer]:
+        """Return the first `room` blocks, and let the others wait."""
+        chosen = []
+        for offer in offers:
+            chosen.append(offer.part(0, room))
+            self.wait(offer.part(room, len(offer.block_ids)))
+            room -= len(chosen[-1].block_ids)
+        return chosen
 
     def _held(self) -> set[int]:
         return set(itertools.chain.from_iterable([ids for _, ids, _ in self._saves.values()]))

@@ -61,6 +61,9 @@ NUM_BRINGING = 8
 # since another engine may have stored them. The daemon's leases last longer.
 MAX_PROMISES = 128
 PROMISE_S, NOTHING_S = 10.0, 0.25
+# The prompts found in the mapped memory in one step. Each costs vLLM's thread 0.1 ms until it is loaded, and so many
+# keep the link to the GPU busy for longer than a step. Others that would be found ask again in the next step.
+FOUND_AT_ONCE = 8
 # The age at which a promise is renewed before it is answered again: the daemon may have restarted.
 FRESH_S = 1.0
 # Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
@@ -87,8 +90,9 @@ NOTHING = Found(0, True)
 
 @dataclass(eq=False, slots=True)
 class _Promise:
-    """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. `read` is what a load of
-    so many blocks reads, in which memory of each worker. `bringing` is the work of the thread that brings blocks up."""
+    """An answer, and the leases that keep it. `is_shared`: they were taken without the daemon. A load of the first
+    `num_read` blocks reads `leased`, of each worker in one of `memories`. `bringing` is the work of the thread that
+    brings blocks up."""
 
     wanted: Wanted
     until_s: float
@@ -96,7 +100,9 @@ class _Promise:
     found: Found = NOTHING
     leases: Leases = field(default_factory=dict)
     is_shared: bool = False
-    read: tuple[int, list[tuple[Any, LeasedBlocks]]] = (0, [])
+    num_read: int = 0
+    leased: dict[Rank, LeasedBlocks] = field(default_factory=dict)
+    memories: list[Any] = field(default_factory=list)
     bringing: Future[tuple[Found, Leases]] | None = None
 
 
@@ -137,9 +143,10 @@ class StoreLookup:
         memory."""
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
+        self._num_found = 0  # in the mapped memory, in this step
         self._promises: dict[str, _Promise] = {}  # the oldest first
-        # By the load, for each of its requests: the leases, and what it reads in which memory.
-        self._taken: dict[str | int, list[tuple[Leases, list[tuple[Any, LeasedBlocks]]]]] = {}
+        # By the load, those of its requests.
+        self._taken: dict[str | int, list[_Promise]] = {}
         self._expected: dict[str, _Expected] = {}
         self._expecting: Future[None] | None = None
         self._asks = True
@@ -150,7 +157,7 @@ class StoreLookup:
         self._engine: Mapping[str, int] = {}
         self._engine_told = Counter[str]()
         # The keys of each touch, and how many they are.
-        self._touched: dict[bytes, None] = {}
+        self._touched: list[bytes] = []
         self._num_touched = 0
         self._touch_s = -TOUCH_INTERVAL_S
         self._renewed_s = clock()
@@ -171,6 +178,16 @@ class StoreLookup:
     def sees_all(self) -> bool:
         """Whether no question needs the daemon now."""
         return bool(self._finders) and all(finder.sees_all for finder in self._finders)
+
+    @property
+    def has_found_enough(self) -> bool:
+        """Whether prompts that would be found had better ask in the next step."""
+        return self._num_found >= FOUND_AT_ONCE
+
+    def sees_any(self, keys: bytes, max_age_s: float = SEEN_S) -> bool:
+        """Whether any worker has one of these blocks in memory that it maps."""
+        seen = [finder.see(keys, max_age_s) for finder in self._finders]
+        return any(flags is not None and flags.any() for flags in seen)
 
     def expect(self, request_id: str, keys: bytes) -> None:
         """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
@@ -197,6 +214,7 @@ class StoreLookup:
         began = self._clock()
         if (shared := self._share(wanted, began, SEEN_S if hurries else LOOK_S)) is not None:
             self._keep(request_id, shared)
+            self._num_found += shared.found.num_blocks > 0
             return shared.found
         if not self._asks:
             return NOTHING
@@ -227,7 +245,7 @@ class StoreLookup:
         leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
             # Most prompts are new: without the first block, nothing else is looked at.
-            if wanted.groups.full is not None and self.sees_all and not self._see_any(wanted.key(0), max_age_s):
+            if wanted.groups.full is not None and self.sees_all and not self.sees_any(wanted.key(0), max_age_s):
                 self._found(wanted, 0, 0, counted=True)
                 return _Promise(wanted, began + NOTHING_S)
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
@@ -238,15 +256,15 @@ class StoreLookup:
                 return None
             keys = wanted.needed(num_blocks)
         leases: dict[Rank, SharedLease] = {}
+        fewest, most_leased = num_keys(keys), 0
         for finder in self._finders:
             if (lease := finder.share(keys, max_age_s)) is None:
                 self._release(leases)
                 return None
             leases[finder.rank] = lease
+            fewest, most_leased = min(fewest, lease.num_blocks), max(most_leased, lease.num_blocks)
         if not leases:
             return None
-        counts = [lease.num_blocks for lease in leases.values()]
-        fewest, most_leased = min(counts), max(counts)
         if leading:
             num_blocks, most = fewest, most_leased
         elif fewest < num_keys(keys):
@@ -258,11 +276,6 @@ class StoreLookup:
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
-    def _see_any(self, keys: bytes, max_age_s: float) -> bool:
-        """Whether any worker has one of these blocks in its mapped memory, or the daemon must be asked."""
-        seen = [finder.see(keys, max_age_s) for finder in self._finders]
-        return any(flags is None or flags.any() for flags in seen)
-
     def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
         none. A load may be of several requests. Returns the same as `places`."""
@@ -272,19 +285,16 @@ class StoreLookup:
             self.drop(request_id)
             return None
         # The load reads what vLLM was told about, even if the lease has ended since. It is checked afterwards.
-        if promise.read[0] != num_blocks and self.places(request_id, num_blocks) is None:
-            promise.read = 0, []
+        if promise.num_read != num_blocks and self.places(request_id, num_blocks) is None:
+            promise.leased, promise.memories = {}, []
         del self._promises[request_id]
-        reads = promise.read[1]
-        self._taken.setdefault(load, []).append((promise.leases, reads))
+        self._taken.setdefault(load, []).append(promise)
         if promise.is_shared:
             needed = promise.wanted.needed(num_blocks)
             self.touch(needed)
             with self._uses_lock:
                 self._uses.read += num_keys(needed)
-        if not reads:
-            return None
-        return {finder.rank: places for finder, (_, places) in zip(self._finders, reads, strict=True)}
+        return promise.leased or None
 
     def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
         """Return where what the first promised blocks of a request need lies for each worker; None: not every store is
@@ -297,32 +307,30 @@ class StoreLookup:
             if num_blocks < promise.found.num_blocks:
                 return None  # fewer blocks need others than are leased
             num_needed = num_keys(promise.wanted.needed(num_blocks))
-        found: dict[Rank, LeasedBlocks] = {}
-        reads = []
+        leased: dict[Rank, LeasedBlocks] = {}
+        memories = []
         for finder in self._finders:
             memory, lease = finder.memory, promise.leases.get(finder.rank)
             places = None if lease is None or memory is None else finder.places(memory, lease, num_needed)
             if places is None or places.num_blocks != num_needed:
                 return None
-            found[finder.rank] = places
-            reads.append((memory, places))
-        promise.read = num_blocks, reads
-        return found
+            leased[finder.rank] = places
+            memories.append(memory)
+        promise.num_read, promise.leased, promise.memories = num_blocks, leased, memories
+        return leased
 
     def lasts(self, load: str | int) -> bool:
         """Whether all blocks of a load are still those that were leased. It has ended: what it read was right, then."""
         return all(
-            memory is not None
-            and memory.identity == places.memory
-            and bool(memory.unchanged(places.offsets, places.versions).all())
-            for _, reads in self._taken[load]
-            for memory, places in reads
+            memory.identity == places.memory and bool(memory.unchanged(places.offsets, places.versions).all())
+            for promise in self._taken[load]
+            for memory, places in zip(promise.memories, promise.leased.values(), strict=True)
         )
 
     def release(self, load: str | int) -> None:
         """End the lease of a load."""
-        for leases, _ in self._taken.pop(load, ()):
-            self._release(leases)
+        for promise in self._taken.pop(load, ()):
+            self._release(promise.leases)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -341,15 +349,15 @@ class StoreLookup:
 
     def touch(self, keys: bytes) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
-        if keys and self._num_touched < MAX_GATHERED and keys not in self._touched:
-            self._touched[keys] = None
+        if keys and self._num_touched < MAX_GATHERED:
+            self._touched.append(keys)
             self._num_touched += num_keys(keys)
 
     def end_step(self, engine: Mapping[str, int] | None = None) -> None:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
         the `engine`, by the names of EngineReport of the contract, to operators."""
         self._engine = engine or self._engine
-        self._left_s = self._step_s
+        self._left_s, self._num_found = self._step_s, 0
         now = self._clock()
         old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
         for request_id in old:
@@ -357,7 +365,7 @@ class StoreLookup:
         self._ask_early(now)
         self._has_stepped = True
         if self._touched and now >= self._touch_s + TOUCH_INTERVAL_S:
-            touched, self._touched, self._num_touched, self._touch_s = self._touched, {}, 0, now
+            touched, self._touched, self._num_touched, self._touch_s = self._touched, [], 0, now
             self._queue.put(lambda: self._touch_and_count(distinct_keys(touched, MAX_TOUCHED)))
 
     def close(self, timeout_s: float) -> None:
@@ -601,8 +609,8 @@ class StoreLookup:
         now = self._clock()
         if now >= self._renewed_s + RENEW_S:
             self._renewed_s = now
-            for leases, _ in itertools.chain.from_iterable(list(self._taken.values())):
-                for lease in leases.values():
+            for promise in itertools.chain.from_iterable(list(self._taken.values())):
+                for lease in promise.leases.values():
                     if isinstance(lease, SharedLease):
                         lease.renew()
             if self._asks:

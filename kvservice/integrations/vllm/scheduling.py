@@ -100,10 +100,17 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _StepLoading:
-    """A load of a step, of which so many workers have ended their part."""
+    """A load of a step, of which so many workers have ended their part. It fills the blocks `targets` of its requests.
+    They become a set when somebody asks, since mostly nobody does."""
 
-    block_ids: set[int] = field(default_factory=set)
+    targets: list[list[int]] = field(default_factory=list)
     num_ended: int = 0
+    block_ids: set[int] = field(default_factory=set)
+
+    def fills_any(self, block_ids: Iterable[int]) -> bool:
+        while self.targets:
+            self.block_ids.update(self.targets.pop())
+        return not self.block_ids.isdisjoint(block_ids)
 
 
 class _Answer(NamedTuple):
@@ -190,6 +197,8 @@ class ConnectorScheduler:
         elif first >= (num_tokens - 1) // self._block_size:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             lookup.drop(request_id)
+        elif lookup.has_found_enough and lookup.sees_any(self._keys(request, first, first + 1)):
+            return None, False
         else:
             every = self._keys(request, 0, stop)
             keys = every[self._groups.key_bytes * first :]
@@ -237,11 +246,12 @@ class ConnectorScheduler:
             # The workers do not read these from the store. It must not take them for unused.
             self._lookup.touch(self._needed_keys(tracked, 0, first * self._block_size))
             for number, loading in self._loading.items():
-                if not all(loading.block_ids.isdisjoint(ids[:first]) for ids in block_ids):
+                if any(loading.fills_any(ids[:first]) for ids in block_ids):
                     tracked.relies_on |= {number}
         if answer.in_step and not self._step_load_number:
             self._number += 1
             self._step_load_number = self._number
+            self._loading[self._number] = _StepLoading()
         # One token less was answered if the blocks have all tokens.
         num_blocks = -(-num_external_tokens // self._block_size)
         leased = self._lookup.take(request_id, num_blocks, self._step_load_number if answer.in_step else request_id)
@@ -264,10 +274,9 @@ class ConnectorScheduler:
             self._loads.append(BlockLoad(request_id, keys, np.array(targets, np.int64), leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
-        assert {each.num_blocks for each in leased.values()} == {len(targets)}, "a load needs a place for each block"
         self._step_bytes += len(targets) * self._block_bytes
         self._step_loads.append((targets, leased))
-        self._loading.setdefault(self._step_load_number, _StepLoading()).block_ids.update(targets)
+        self._loading[self._step_load_number].targets.append(targets)
         tracked.relies_on |= {self._step_load_number}
 
     def received(
@@ -327,11 +336,15 @@ class ConnectorScheduler:
         if self._groups.leading and self._step_bytes + num_blocks * self._block_bytes > most:
             return False
         leased = self._lookup.places(request_id, num_blocks)
-        return leased is not None and all(
-            self._memories.get(worker) == leased[rank].memory
-            and self._step_bytes + leased[rank].num_blocks * self._block_bytes <= most
-            for worker, rank in self._blocks_of.items()
-        )
+        if leased is None:
+            return False
+        for worker, rank in self._blocks_of.items():
+            part = leased[rank]
+            if self._memories.get(worker) != part.memory:
+                return False
+            if self._step_bytes + part.num_blocks * self._block_bytes > most:
+                return False
+        return True
 
     def _others_compute(self, request_id: str = "") -> bool:
         """Whether vLLM computes for requests other than this one, or has scheduled it."""
@@ -381,6 +394,7 @@ class ConnectorScheduler:
         targets = np.fromiter(itertools.chain.from_iterable([each for each, _ in self._step_loads]), np.int64)
         parts = [leased for _, leased in self._step_loads]
         leased = {rank: LeasedBlocks.joined([part[rank] for part in parts]) for rank in parts[0]}
+        assert {each.num_blocks for each in leased.values()} == {len(targets)}, "a load needs a place for each block"
         return StepLoad(self._step_load_number, targets, leased)
 
     def count(self, counters: Mapping[str, float]) -> None:
@@ -510,7 +524,7 @@ class ConnectorScheduler:
             first = tracked.num_offered = min(stop, tracked.loaded.stop)
         if stop <= first:
             return None
-        filling = tracked.relies_on & self._loading.keys()
+        filling = tracked.relies_on and tracked.relies_on & self._loading.keys()
         if most is not None:
             if filling:
                 return None
@@ -567,7 +581,7 @@ class ConnectorScheduler:
             if block_ids:
                 self._number += 1
                 pool.hold(self._number, block_ids)
-                self._saves.append(BlockSave(self._number, keys, np.array(block_ids, np.int64)))
+                self._saves.append(BlockSave(self._number, keys, block_ids))
 
     def _keys(self, request: Any, first: int, stop: int) -> bytes:
         """Return the keys of the blocks from `first` to `stop` whose tokens are known, of all groups of a block one

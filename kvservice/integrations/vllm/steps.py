@@ -19,7 +19,7 @@ BlockIds = npt.NDArray[np.int64]
 """The numbers of blocks in vLLM's pool, `[num_blocks]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LeasedBlocks:
     """Blocks that the scheduler's side has leased in a rank's store: where they lie in the memory of the store, and
     their versions, as `MappedStore.read` takes them."""
@@ -71,7 +71,7 @@ class BlockSave:
 
     number: int
     keys: bytes
-    block_ids: BlockIds
+    block_ids: list[int]
 
 
 @dataclass(frozen=True)

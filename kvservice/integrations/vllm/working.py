@@ -11,6 +11,7 @@ No step waits for a save, but one whose blocks vLLM has taken back: see `Connect
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -342,7 +343,7 @@ class ConnectorWorker:
         while (job := self._take_save(began + SAVE_INTERVAL_S)) is not None:
             began = time.monotonic()
             keys = b"".join([save.keys for save in job.saves])
-            block_ids = np.concatenate([save.block_ids for save in job.saves])
+            block_ids = np.fromiter(itertools.chain.from_iterable([save.block_ids for save in job.saves]), np.int64)
             parts = self._parts(len(block_ids))
             job.num_parts = len(parts)
             for part in parts:
