@@ -159,7 +159,7 @@ class StandIn:
     def load_s(self) -> float:
         """Load the blocks. Returns the seconds until the worker reports them."""
         start = time.perf_counter()
-        step = ConnectorStep(loads=(BlockLoad("bench", self._keys, self._loaded),), computes=False)
+        step = ConnectorStep(loads=(BlockLoad("bench", self._keys, self._loaded.tolist()),), computes=False)
         self._worker.before_step(step)
         self._worker.start_loads(step)
         while time.perf_counter() < start + TIMEOUT_S:

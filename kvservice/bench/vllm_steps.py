@@ -229,7 +229,6 @@ class StandInEngine:
         self._scheduler.bind(self._pool, lambda block_hash, _: block_hash)
         self._scheduler.use(self._lookup, {RANK: RANK}, BLOCK_BYTES)
         self._scheduler.received(WorkerReport(memories={RANK: self._worker.memory}), (), frozenset())
-        self._waiting: list[StandInRequest] = []
         self._running: list[StandInRequest] = []
         self.num_found = 0
 
@@ -238,13 +237,11 @@ class StandInEngine:
         workload = self._workload
         most = RUNNING - workload.num
         return (
-            len(self._waiting) + len(self._running) <= most
-            and self._pool.get_num_free_blocks() >= (workload.num + 1) * workload.blocks_each
+            len(self._running) <= most and self._pool.get_num_free_blocks() >= (workload.num + 1) * workload.blocks_each
         )
 
     def step(self, admitted: Sequence[StandInRequest], compute_s: float) -> None:
-        """Compute the prompts of `admitted`, unless they are to ask again in the next step, and a token of each request
-        that runs."""
+        """Compute the prompts of `admitted`, and a token of each request that runs."""
         part, scheduler, worker = self._times.part, self._scheduler, self._worker
         new: list[Any] = []
         scheduled: dict[str, int] = {}
@@ -256,19 +253,16 @@ class StandInEngine:
             cached.num_computed_tokens.append(request.num_computed_tokens)
         for request in admitted:
             request.block_ids = self._pool.allocate(self._workload.blocks_each)
-        asking, self._waiting = [*self._waiting, *admitted], []
-        begun: list[tuple[StandInRequest, int]] = []
-        if asking:
+        num_found: list[int] = []
+        if admitted:
             with part("admission"):
-                for request in asking:
+                for request in admitted:
                     found, is_async = scheduler.num_matched_tokens(request, 0)
-                    if found is None:
-                        self._waiting.append(request)
-                        continue
+                    assert found is not None
                     assert not is_async, "loads are part of the step"
                     scheduler.allocated(request, request.list_blocks, found)
-                    begun.append((request, found))
-        for request, found in begun:
+                    num_found.append(found)
+        for request, found in zip(admitted, num_found, strict=True):
             self.num_found += found
             for block_id, block_hash in zip(request.block_ids, request.block_hashes, strict=False):
                 self._pool.blocks[block_id].block_hash = block_hash
@@ -290,7 +284,7 @@ class StandInEngine:
         with part("output"):
             scheduler.count(counters.as_dict())
             scheduler.received(report or WorkerReport(), ended.loaded, ended.wrong)
-        self._running += [request for request, _ in begun]
+        self._running += admitted
         for request in self._running:
             request.num_computed_tokens = request.num_tokens
             request.num_tokens += 1
@@ -307,7 +301,7 @@ class StandInEngine:
 
     def run_until_idle(self) -> None:
         """Run until nothing is saved or loaded."""
-        while self._waiting or self._running or self._scheduler.holds:
+        while self._running or self._scheduler.holds:
             self.step((), DECODE_S)
 
 

@@ -207,7 +207,7 @@ def test_of_a_recurrent_layer_the_state_at_the_end_of_the_prefix_is_enough(vllm_
     assert made.asked_for(FakeRequest("b", TOKENS)) == (20, True)
     made.allocated(FakeRequest("b", TOKENS), [21, 22, 23, 24, 25], 20, [0, 0, 0, 0, 35])
     (load,) = made.step().step.loads
-    assert load.block_ids.tolist() == [21, 22, 23, 24, 25, 35]
+    assert load.block_ids == [21, 22, 23, 24, 25, 35]
     assert split_keys(load.keys) == [keys[block_id] for block_id in (1, 2, 3, 4, 5, 15)]
     # The last token is computed, and there is no state before it.
     assert made.asked_for(FakeRequest("c", TOKENS[:20])) == (12, True)

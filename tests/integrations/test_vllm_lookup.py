@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fake_store import FakeLease, FakeStore
 from store_daemons import SMALL_STORE, keys_of, new_namespace
-from vllm_connector import Engine, KeyedRequest, connector_config
-from vllm_requests import BLOCK_SIZE, FULL, FakeOutput, FakeRequest, wanted
+from vllm_connector import Engine, connector_config
+from vllm_requests import BLOCK_SIZE, FakeRequest, wanted
 from waiting import until
 
 from kvservice.client import KVClient
@@ -24,7 +24,6 @@ from kvservice.integrations.vllm.finder import StoreFinder
 from kvservice.integrations.vllm.groups import CacheGroups, Group
 from kvservice.integrations.vllm.lookup import (
     EXPECTED_S,
-    FOUND_AT_ONCE,
     FRESH_S,
     MAX_KEYS_EACH,
     MAX_PROMISES,
@@ -36,7 +35,6 @@ from kvservice.integrations.vllm.lookup import (
     Found,
     StoreLookup,
 )
-from kvservice.integrations.vllm.scheduling import ConnectorScheduler, SchedulingOptions
 from kvservice.integrations.vllm.steps import LeasedBlocks
 from kvservice.launch import Daemon
 
@@ -507,40 +505,6 @@ def test_a_new_prompt_of_several_groups_is_a_miss_by_its_first_block(monkeypatch
         memory.look()
         assert asked.find("b", wanted(prompt, groups=TWO)) == Found(4, True)
         assert looked_at == [1, 1, 8]
-        asked.close(60)
-
-
-@pytest.mark.parametrize("groups", [FULL, TWO], ids=["one group", "two groups"])
-def test_a_step_finds_some_prompts_and_others_ask_again(groups: CacheGroups) -> None:
-    """A new prompt and one of which vLLM has all blocks need not wait for that."""
-    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
-        namespace = new_namespace(64)
-        store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
-        options = SchedulingOptions(
-            groups, loads=True, saves=True, max_step_bytes=0, max_beside_bytes=0, max_held=0, save_decode=False
-        )
-        scheduler = ConnectorScheduler(options)
-        request = KeyedRequest("stored", keys_of(1, 2, 3))
-        store.put(scheduler._keys(request, 0, 3), np.zeros((3 * groups.num, 64), np.uint8))
-        until(lambda: store.memory is not None)
-        asked = StoreLookup([StoreFinder((0, 0), store, background, ComputeTime(1.0))], 30.0, 30.0)
-        scheduler.use(asked, {(0, 0): (0, 0)}, 64)
-
-        def answers(prompts: Sequence[FakeRequest], num_computed_tokens: int = 0) -> list[int | None]:
-            return [scheduler.num_matched_tokens(prompt, num_computed_tokens)[0] for prompt in prompts]
-
-        prompts = [KeyedRequest(str(number), keys_of(1, 2, 3)) for number in range(2 * FOUND_AT_ONCE + 1)]
-        found = 3 * BLOCK_SIZE - 1
-        assert answers(prompts) == [found] * FOUND_AT_ONCE + [None] * (FOUND_AT_ONCE + 1)
-        assert answers([KeyedRequest("new", keys_of(9, 2, 3))]) == [0]
-        assert answers([KeyedRequest("had", keys_of(1, 2, 3))], 2 * BLOCK_SIZE) == [0]
-        scheduler.step(FakeOutput({}))
-        assert answers(prompts[FOUND_AT_ONCE:]) == [found] * FOUND_AT_ONCE + [None]
-        scheduler.step(FakeOutput({}))
-        assert answers(prompts[-1:]) == [found]
-        uses = asked._take_uses()
-        assert uses is not None
-        assert uses.hits == 3 * len(prompts) * groups.num, "each is counted once"
         asked.close(60)
 
 

@@ -158,7 +158,7 @@ def test_loads_are_asynchronous_by_their_bytes(engine: OpenEngine) -> None:
     made.allocated(second, [4, 5, 6, 7], 16)
     message = made.step()
     (load,) = message.step.loads
-    assert (load.request_id, split_keys(load.keys), load.block_ids.tolist()) == ("b", chain(TOKENS), [4, 5, 6, 7])
+    assert (load.request_id, split_keys(load.keys), load.block_ids) == ("b", chain(TOKENS), [4, 5, 6, 7])
     assert keyed(made, message) == (chain(TOKENS), [0, 1, 2, 3])
     # The leases end when all workers have the blocks.
     finished = set(made.compute(message).finished_recving)

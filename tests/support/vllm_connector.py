@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_store import FakeStore
@@ -287,7 +286,7 @@ class Engine:
 
     def load(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Begin to load the blocks of a request asynchronously."""
-        step = ConnectorStep(loads=(BlockLoad(request_id, b"".join(keys), np.array(block_ids)),), computes=False)
+        step = ConnectorStep(loads=(BlockLoad(request_id, b"".join(keys), list(block_ids)),), computes=False)
         for worker in self.workers:
             message = SimpleNamespace(step=step)
             worker.handle_preemptions(message)

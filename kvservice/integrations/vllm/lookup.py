@@ -61,9 +61,6 @@ NUM_BRINGING = 8
 # since another engine may have stored them. The daemon's leases last longer.
 MAX_PROMISES = 128
 PROMISE_S, NOTHING_S = 10.0, 0.25
-# The prompts found in the mapped memory in one step. Each costs vLLM's thread 0.1 ms until it is loaded, and so many
-# keep the link to the GPU busy for longer than a step. Others that would be found ask again in the next step.
-FOUND_AT_ONCE = 8
 # The age at which a promise is renewed before it is answered again: the daemon may have restarted.
 FRESH_S = 1.0
 # Requests that wait in vLLM's queue: the most that are asked for early, the most keys of each and of one call. An
@@ -101,8 +98,8 @@ class _Promise:
     leases: Leases = field(default_factory=dict)
     is_shared: bool = False
     num_read: int = 0
-    leased: dict[Rank, LeasedBlocks] = field(default_factory=dict)
-    memories: list[Any] = field(default_factory=list)
+    leased: Mapping[Rank, LeasedBlocks] | None = None
+    memories: Sequence[Any] = ()
     bringing: Future[tuple[Found, Leases]] | None = None
 
 
@@ -143,7 +140,6 @@ class StoreLookup:
         memory."""
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
-        self._num_found = 0  # in the mapped memory, in this step
         self._promises: dict[str, _Promise] = {}  # the oldest first
         # By the load, those of its requests.
         self._taken: dict[str | int, list[_Promise]] = {}
@@ -179,16 +175,6 @@ class StoreLookup:
         """Whether no question needs the daemon now."""
         return bool(self._finders) and all(finder.sees_all for finder in self._finders)
 
-    @property
-    def has_found_enough(self) -> bool:
-        """Whether prompts that would be found had better ask in the next step."""
-        return self._num_found >= FOUND_AT_ONCE
-
-    def sees_any(self, keys: bytes, max_age_s: float = SEEN_S) -> bool:
-        """Whether any worker has one of these blocks in memory that it maps."""
-        seen = [finder.see(keys, max_age_s) for finder in self._finders]
-        return any(flags is not None and flags.any() for flags in seen)
-
     def expect(self, request_id: str, keys: bytes) -> None:
         """A request has come, and will ask for blocks of this prompt; `keys` has one of each, without which the block
         is a miss. Ask early, for all that have come meanwhile."""
@@ -214,7 +200,6 @@ class StoreLookup:
         began = self._clock()
         if (shared := self._share(wanted, began, SEEN_S if hurries else LOOK_S)) is not None:
             self._keep(request_id, shared)
-            self._num_found += shared.found.num_blocks > 0
             return shared.found
         if not self._asks:
             return NOTHING
@@ -245,7 +230,7 @@ class StoreLookup:
         leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
             # Most prompts are new: without the first block, nothing else is looked at.
-            if wanted.groups.full is not None and self.sees_all and not self.sees_any(wanted.key(0), max_age_s):
+            if wanted.groups.full is not None and self.sees_all and not self._see_any(wanted.key(0), max_age_s):
                 self._found(wanted, 0, 0, counted=True)
                 return _Promise(wanted, began + NOTHING_S)
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
@@ -276,7 +261,12 @@ class StoreLookup:
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
-    def take(self, request_id: str, num_blocks: int, load: str | int) -> dict[Rank, LeasedBlocks] | None:
+    def _see_any(self, keys: bytes, max_age_s: float) -> bool:
+        """Whether any worker has one of these blocks in its mapped memory, or the daemon must be asked."""
+        seen = [finder.see(keys, max_age_s) for finder in self._finders]
+        return any(flags is None or flags.any() for flags in seen)
+
+    def take(self, request_id: str, num_blocks: int, load: str | int) -> Mapping[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
         none. A load may be of several requests. Returns the same as `places`."""
         self._expected.pop(request_id, None)
@@ -286,7 +276,7 @@ class StoreLookup:
             return None
         # The load reads what vLLM was told about, even if the lease has ended since. It is checked afterwards.
         if promise.num_read != num_blocks and self.places(request_id, num_blocks) is None:
-            promise.leased, promise.memories = {}, []
+            promise.leased, promise.memories = None, ()
         del self._promises[request_id]
         self._taken.setdefault(load, []).append(promise)
         if promise.is_shared:
@@ -294,7 +284,7 @@ class StoreLookup:
             self.touch(needed)
             with self._uses_lock:
                 self._uses.read += num_keys(needed)
-        return promise.leased or None
+        return promise.leased
 
     def places(self, request_id: str, num_blocks: int) -> dict[Rank, LeasedBlocks] | None:
         """Return where what the first promised blocks of a request need lies for each worker; None: not every store is
@@ -324,7 +314,7 @@ class StoreLookup:
         return all(
             memory.identity == places.memory and bool(memory.unchanged(places.offsets, places.versions).all())
             for promise in self._taken[load]
-            for memory, places in zip(promise.memories, promise.leased.values(), strict=True)
+            for memory, places in zip(promise.memories, (promise.leased or {}).values(), strict=True)
         )
 
     def release(self, load: str | int) -> None:
@@ -357,7 +347,7 @@ class StoreLookup:
         """Send what has gathered, and drop old promises. The next step may wait again. The daemon shows the figures of
         the `engine`, by the names of EngineReport of the contract, to operators."""
         self._engine = engine or self._engine
-        self._left_s, self._num_found = self._step_s, 0
+        self._left_s = self._step_s
         now = self._clock()
         old = [name for name, promise in self._promises.items() if now >= promise.until_s and promise.bringing is None]
         for request_id in old:

@@ -197,8 +197,6 @@ class ConnectorScheduler:
         elif first >= (num_tokens - 1) // self._block_size:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             lookup.drop(request_id)
-        elif lookup.has_found_enough and lookup.sees_any(self._keys(request, first, first + 1)):
-            return None, False
         else:
             every = self._keys(request, 0, stop)
             keys = every[self._groups.key_bytes * first :]
@@ -271,7 +269,7 @@ class ConnectorScheduler:
             self._waiting.add(request_id)
             keys = self._needed_keys(tracked, first, num_tokens)
             assert num_keys(keys) == len(targets), "a load needs a block for each key"
-            self._loads.append(BlockLoad(request_id, keys, np.array(targets, np.int64), leased))
+            self._loads.append(BlockLoad(request_id, keys, targets, leased))
             return
         assert leased is not None, "vLLM was told that they are leased for every worker"
         self._step_bytes += len(targets) * self._block_bytes

@@ -50,7 +50,7 @@ class BlockLoad:
 
     request_id: str
     keys: bytes
-    block_ids: BlockIds
+    block_ids: list[int]
     leased: Mapping[Rank, LeasedBlocks] | None = None
 
 

@@ -295,15 +295,16 @@ class ConnectorWorker:
         leased = None if load.leased is None or self._copier.verifies else load.leased[self._blocks_of]
         with self._lock:
             kept = None if leased is None else self._memories.get(leased.memory)
-        parts = self._parts(len(load.block_ids))
+        block_ids = np.array(load.block_ids, np.int64)
+        parts = self._parts(len(block_ids))
         work.num_parts = len(parts)
         for part in parts:
             if leased is None or kept is None:
                 some = some_keys(load.keys, part)
-                started = _started(self._copier.get, self._store, some, load.block_ids[part], work.mark)
+                started = _started(self._copier.get, self._store, some, block_ids[part], work.mark)
             else:
-                started = _started(self._copier.fetch, kept[0], leased[part], load.block_ids[part], work.mark)
-            started.add_done_callback(partial(self._part_loaded, work, load.block_ids[part]))
+                started = _started(self._copier.fetch, kept[0], leased[part], block_ids[part], work.mark)
+            started.add_done_callback(partial(self._part_loaded, work, block_ids[part]))
 
     def _part_loaded(self, work: _Load, block_ids: BlockIds, part: Future[Flags]) -> None:
         try:
