@@ -14,7 +14,7 @@ import pytest
 from fake_store import FakeLease, FakeStore
 from store_daemons import SMALL_STORE, keys_of, new_namespace
 from vllm_connector import Engine, connector_config
-from vllm_requests import BLOCK_SIZE, FakeRequest, wanted
+from vllm_requests import BLOCK_SIZE, FULL, FakeRequest, wanted
 from waiting import until
 
 from kvservice.client import KVClient
@@ -479,32 +479,53 @@ def test_a_block_that_is_nowhere_is_a_miss_without_a_call(
         asked.close(60)
 
 
-def test_a_new_prompt_of_several_groups_is_a_miss_by_its_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+@pytest.mark.parametrize("share_store", ["write", "read", "off"])
+@pytest.mark.parametrize("groups", [FULL, TWO], ids=["one group", "two groups"])
+def test_a_new_prompt_is_a_miss_by_its_first_block(groups: CacheGroups, share_store: str) -> None:
+    """If nothing is below the memory that is mapped. It counts once for each request, however often vLLM asks."""
+    with Daemon(**SMALL_STORE | {"share_store": share_store}) as daemon, KVClient(daemon.address) as client:
         namespace = new_namespace(64)
         store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
-        prompt = keys_of(*range(1, 9))
-        store.put(prompt[2:], np.zeros((6, 64), np.uint8))
-        until(lambda: store.memory is not None)
+        first, *others = keys_of(*range(1, 9))
+        store.put(others, np.zeros((7, 64), np.uint8))
+        if share_store != "off":
+            until(lambda: store.memory is not None)
         asked = StoreLookup([StoreFinder((0, 0), store, background, ComputeTime(1.0))], 30.0, 30.0)
-        memory, looked_at = store.memory, []
-        assert memory is not None
-        find = memory.find
+        sees = share_store != "off"
+        for request_id in ("a", "a", "b"):
+            assert asked.is_miss(request_id, first, 8) == sees
+        assert not asked.is_miss("c", others[0], 7)
+        uses = asked._take_uses() or SharedUses()
+        assert (uses.hits, uses.misses, uses.missing) == ((0, 16, [first, first]) if sees else (0, 0, []))
+        asked.take("a", 0, "a")
+        asked.forget("b")
+        for request_id in ("a", "b"):
+            assert asked.is_miss(request_id, first, 8) == sees
+        assert (asked._take_uses() or SharedUses()).misses == (16 if sees else 0), "they are other look-ups"
+        store.put(first, np.zeros((1, 64), np.uint8))
+        if (memory := store.memory) is not None:
+            memory.look()
+        assert not asked.is_miss("a", first, 8)
+        assert asked.find("a", wanted([first, *others], groups=groups)) == Found(8 // groups.num, True)
+        asked.close(60)
 
-        def noted(keys: bytes, *, max_age_s: float) -> Any:
-            looked_at.append(num_keys(keys))
-            return find(keys, max_age_s=max_age_s)
 
-        monkeypatch.setattr(memory, "find", noted)
-        assert asked.find("a", wanted(prompt, groups=TWO)) == Found(0, True)
-        assert looked_at == [1]
+def test_a_miss_is_one_of_all_workers() -> None:
+    """What some workers have is looked up: the daemon counts that as not whole."""
+    first, second = keys_of(1, 2)
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
+        namespaces = new_namespace(64), new_namespace(64)
+        stores = [[client.store(namespace, timeout_s=30.0) for _ in range(2)] for namespace in namespaces]
+        stores[1][0].put(first, np.zeros((1, 64), np.uint8))
+        until(lambda: all(store.memory is not None for store, _ in stores))
+        finders = [StoreFinder((0, rank), store, other, ComputeTime(1.0)) for rank, (store, other) in enumerate(stores)]
+        asked = StoreLookup(finders, 30.0, 30.0)
+        assert not asked.is_miss("a", first, 2)
+        assert asked.find("a", wanted([first, second])) == Found(0, True)
+        assert asked.is_miss("b", second, 1)
         uses = asked._take_uses()
         assert uses is not None
-        assert (uses.hits, uses.misses, uses.missing) == (0, 8, [prompt[TWO.full or 0]])
-        store.put(prompt[:2], np.zeros((2, 64), np.uint8))
-        memory.look()
-        assert asked.find("b", wanted(prompt, groups=TWO)) == Found(4, True)
-        assert looked_at == [1, 1, 8]
+        assert (uses.misses, uses.not_whole, uses.missing) == (3, 1, [second])
         asked.close(60)
 
 

@@ -205,6 +205,12 @@ class MappedStore:
         self._look_around(self._mirror, max_age_s)
         return flags_of(self._mirror.find(keys, False)[0], num_keys(keys))
 
+    def has(self, key: bytes, *, max_age_s: float = LOOK_S) -> bool:
+        """Whether `find` finds a block. For a memory that `tells_all`."""
+        assert self._mirror is not None
+        self._look_around(self._mirror, max_age_s)
+        return any(self._mirror.find(key, False)[0])
+
     def lease(self, keys: bytes, *, leading_only: bool = False, max_age_s: float = LOOK_S) -> SharedLease | None:
         """Lease blocks that `find` finds, with `leading_only` those before the first that it does not find, without
         asking the daemon, which does not count that as a use. None: the memory is mapped for reading only, or the

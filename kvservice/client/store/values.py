@@ -120,6 +120,10 @@ class SharedUses:
     not_whole: int = 0
     engine: Mapping[str, int] | None = None
 
+    def add_missing(self, key: bytes) -> None:
+        if len(self.missing) < MAX_MISSING:
+            self.missing.append(key)
+
 
 def key_bytes(keys: Any) -> bytes:
     """Return the keys one after the other. Raises InvalidArgumentError."""

@@ -54,6 +54,11 @@ class StoreFinder:
         memory = self.memory
         return memory is not None and memory.tells_all and memory.writable
 
+    def is_nowhere(self, key: bytes, max_age_s: float) -> bool:
+        """Whether it is seen, without the daemon, that there is no such block."""
+        memory = self.memory
+        return memory is not None and memory.tells_all and not memory.has(key, max_age_s=max_age_s)
+
     def see(self, keys: bytes, max_age_s: float) -> Flags | None:
         """Return which blocks are there, from the mapped memory; None: ask the daemon."""
         return None if (memory := self.memory) is None else memory.find(keys, max_age_s=max_age_s)

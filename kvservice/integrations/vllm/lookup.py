@@ -1,5 +1,7 @@
 """The scheduler's questions to the store: which blocks are there, and may they stay until they are loaded.
 
+    is_miss ── the first block is seen to be nowhere ─▶ a miss
+
     find ── seen in the mapped memory ─▶ leased, the answer is a promise ── vLLM allocates: take ─▶ released when loaded
       │                                                                  └── vLLM does not: kept a while, then dropped
       ├── not seen, and nothing is below memory ─▶ a miss
@@ -33,7 +35,6 @@ import numpy as np
 
 from kvservice.client.store.memory import LOOK_S, SharedLease
 from kvservice.client.store.values import (
-    MAX_MISSING,
     Flags,
     SharedUses,
     distinct_keys,
@@ -141,6 +142,8 @@ class StoreLookup:
         self._finders, self._step_s, self._timeout_s, self._clock = tuple(finders), step_s, timeout_s, clock
         self._left_s = step_s
         self._promises: dict[str, _Promise] = {}  # the oldest first
+        # Requests whose miss is counted. They may ask again in each step.
+        self._missed: set[str] = set()
         # By the load, those of its requests.
         self._taken: dict[str | int, list[_Promise]] = {}
         self._expected: dict[str, _Expected] = {}
@@ -181,6 +184,21 @@ class StoreLookup:
         if keys and len(self._expected) < MAX_EXPECTED and not self.sees_all:
             self._expected[request_id] = _Expected(some_keys(keys, slice(0, MAX_KEYS_EACH)))
             self._ask_early(self._clock())
+
+    def is_miss(self, request_id: str, key: bytes, num_keys: int, *, hurries: bool = False) -> bool:
+        """Whether it is seen in the mapped memories that no worker has this first block of a prompt, without which none
+        of its `num_keys` can be used. Most prompts are new: nothing else is looked at. Otherwise `find` tells."""
+        if not self._finders or request_id in self._promises:
+            return False
+        for finder in self._finders:
+            if not finder.is_nowhere(key, SEEN_S if hurries else LOOK_S):
+                return False
+        if request_id not in self._missed:
+            self._missed.add(request_id)
+            with self._uses_lock:
+                self._uses.misses += num_keys
+                self._uses.add_missing(key)
+        return True
 
     def find(self, request_id: str, wanted: Wanted, *, reads: bool = False, hurries: bool = False) -> Found | None:
         """Return how many of the first blocks can be used: every worker has what is needed for it, which is leased from
@@ -229,10 +247,6 @@ class StoreLookup:
         blocks below its memory, and if a memory is mapped for reading only."""
         leading, keys, num_blocks, most = wanted.groups.leading, wanted.keys, len(wanted), 0
         if not leading:
-            # Most prompts are new: without the first block, nothing else is looked at.
-            if wanted.groups.full is not None and self.sees_all and not self._see_any(wanted.key(0), max_age_s):
-                self._found(wanted, 0, 0, counted=True)
-                return _Promise(wanted, began + NOTHING_S)
             seen = [flags for finder in self._finders if (flags := finder.see(keys, max_age_s)) is not None]
             if not seen or len(seen) < len(self._finders):
                 return None
@@ -261,15 +275,11 @@ class StoreLookup:
             return _Promise(wanted, began + NOTHING_S)
         return _Promise(wanted, began + PROMISE_S, began + FRESH_S, Found(num_blocks, True), leases, is_shared=True)
 
-    def _see_any(self, keys: bytes, max_age_s: float) -> bool:
-        """Whether any worker has one of these blocks in its mapped memory, or the daemon must be asked."""
-        seen = [finder.see(keys, max_age_s) for finder in self._finders]
-        return any(flags is None or flags.any() for flags in seen)
-
     def take(self, request_id: str, num_blocks: int, load: str | int) -> Mapping[Rank, LeasedBlocks] | None:
         """Keep the lease of a request until this load is released, since it loads `num_blocks` blocks; 0: it loads
         none. A load may be of several requests. Returns the same as `places`."""
         self._expected.pop(request_id, None)
+        self._missed.discard(request_id)
         promise = self._promises.get(request_id)
         if promise is None or not num_blocks or promise.bringing is not None:
             self.drop(request_id)
@@ -325,6 +335,7 @@ class StoreLookup:
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._expected.pop(request_id, None)
+        self._missed.discard(request_id)
         self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
@@ -410,8 +421,8 @@ class StoreLookup:
                 uses.misses += num_missing * width
             if num_missing and most > num_blocks:
                 uses.not_whole += 1
-            elif num_missing and len(uses.missing) < MAX_MISSING:
-                uses.missing.append(wanted.key(num_blocks))
+            elif num_missing:
+                uses.add_missing(wanted.key(num_blocks))
 
     def _touch_and_count(self, keys: bytes) -> None:
         """On the thread: tell the daemon what was used. It counts for all ranks alike, but reasons of misses once."""

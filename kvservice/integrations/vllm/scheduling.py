@@ -191,19 +191,20 @@ class ConnectorScheduler:
         in any case, to get the logits: one token less is answered if the blocks have all."""
         request_id, num_tokens, lookup = request.request_id, request.num_tokens, self._lookup
         first, stop = num_computed_tokens // self._block_size, self._groups.num_full_blocks(num_tokens)
-        keys, every = b"", b""
+        self._answers[request_id] = _Answer(first)
         if not self._options.loads or lookup is None or getattr(request, "skip_reading_prefix_cache", False):
-            pass
-        elif first >= (num_tokens - 1) // self._block_size:
+            return 0, False
+        if first >= (num_tokens - 1) // self._block_size:
             # vLLM has all blocks that it could use, for example those of a request that was preempted.
             lookup.drop(request_id)
-        else:
-            every = self._keys(request, 0, stop)
-            keys = every[self._groups.key_bytes * first :]
-        if lookup is None or not keys:
-            self._answers[request_id] = _Answer(first)
             return 0, False
         hurries = self._others_compute(request_id)
+        if self._is_miss(lookup, request, first, stop, hurries=hurries):
+            return 0, False
+        every = self._keys(request, 0, stop)
+        keys = every[self._groups.key_bytes * first :]
+        if not keys:
+            return 0, False
         fits = self._step_bytes + len(keys) // KEY_BYTES * self._block_bytes <= self._options.max_step_bytes
         wanted = Wanted(keys, self._groups, first, num_tokens - 1)
         found = lookup.find(request_id, wanted, reads=fits, hurries=hurries)
@@ -215,6 +216,14 @@ class ConnectorScheduler:
         if num_computed_tokens + num_found == num_tokens:
             num_found -= 1
         return num_found, num_found > 0 and not in_step
+
+    def _is_miss(self, lookup: StoreLookup, request: Any, first: int, stop: int, *, hurries: bool) -> bool:
+        """Whether the store is known to have no block that this request could use, by the first that it needs."""
+        if self._groups.full is None:
+            return False  # no block is always needed
+        key = some_keys(self._keys(request, first, first + 1), slice(self._groups.full, self._groups.full + 1))
+        num_keys = (stop - first) * self._groups.num
+        return not key or lookup.is_miss(request.request_id, key, num_keys, hurries=hurries)
 
     def allocated(
         self, request: Any, list_blocks: Callable[[], Sequence[Sequence[int]]], num_external_tokens: int
