@@ -209,7 +209,7 @@ class MappedStore:
         """Whether `find` finds a block. For a memory that `tells_all`."""
         assert self._mirror is not None
         self._look_around(self._mirror, max_age_s)
-        return any(self._mirror.find(key, False)[0])
+        return self._mirror.find(key, False)[0] != b"\0"
 
     def lease(self, keys: bytes, *, leading_only: bool = False, max_age_s: float = LOOK_S) -> SharedLease | None:
         """Lease blocks that `find` finds, with `leading_only` those before the first that it does not find, without

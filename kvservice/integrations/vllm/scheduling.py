@@ -221,7 +221,9 @@ class ConnectorScheduler:
         """Whether the store is known to have no block that this request could use, by the first that it needs."""
         if self._groups.full is None:
             return False  # no block is always needed
-        key = some_keys(self._keys(request, first, first + 1), slice(self._groups.full, self._groups.full + 1))
+        key = self._keys(request, first, first + 1)
+        if self._groups.num > 1:
+            key = some_keys(key, slice(self._groups.full, self._groups.full + 1))
         num_keys = (stop - first) * self._groups.num
         return not key or lookup.is_miss(request.request_id, key, num_keys, hurries=hurries)
 
