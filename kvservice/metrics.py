@@ -318,6 +318,12 @@ def _blocks(blocks: BlocksStats) -> Iterator[Metric]:
         "state",
         states.items(),
     )
+    yield gauge(
+        "quarantined_blocks",
+        "Blocks, active or shared ones, that wait for the end of a process whose session was lost: it may still write "
+        "them.",
+        blocks.quarantined_blocks,
+    )
     held = blocks.active_blocks + blocks.shared_blocks
     yield gauge("block_usage_ratio", "Share of the pool's blocks that sequences hold.", held / blocks.num_blocks)
     capacity = {"device": blocks.num_blocks, "swap": blocks.num_swap_blocks}

@@ -18,6 +18,7 @@ allocation   new sequences: allocated, forked, rearranged
 
 state        BlockState: session namespaces, rows of sequences, pins and the intent of the operation in progress
 pool         ref counts, free blocks, the prefix index, the eviction queue, ages
+quarantine   blocks that processes of lost sessions may still write, while these live
 quotas       TenantQuota: what the namespaces of a tenant may have together
 events       EventJournal: changes of the index
 kept         values that survive the process; the tables of extra keys and of pins
@@ -47,6 +48,7 @@ from kvservice.blocks.plans import (
 from kvservice.blocks.pool import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.pool import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks.quarantine import WaitingForWriters
 from kvservice.blocks.quotas import TenantQuota, quota_exceeded
 from kvservice.blocks.recovery import Recovery
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, Waits, finish, in_turn
@@ -110,6 +112,7 @@ __all__ = [
     "SwapPlan",
     "TenantQuota",
     "TenantSalt",
+    "WaitingForWriters",
     "Waits",
     "chain_hashes",
     "extra_keys_by_block",

@@ -220,6 +220,26 @@ def close_namespace_in_slices(state: BlockState, namespace: SessionNamespace) ->
     return len(rows)
 
 
+def quarantine_writable(state: BlockState, namespace: SessionNamespace) -> tuple[int, set[int]]:
+    """Let the blocks that processes of a session may still write wait for their end, and end the session's steps.
+    Called before the session is closed or another client gets it, unless its client has said that it writes no more.
+
+    Such a block has slots of tokens that are not computed, see quarantine.py. If the session goes on, its next step
+    that writes there gets a copy. Returns how many blocks wait, and for whom.
+    """
+    if not state.quarantine.writers(namespace.number):
+        return 0, set()
+    state.enter(namespace)
+    rows = np.array(list(namespace.rows.values()), np.int64)
+    namespace.supersede(list(namespace.steps))
+    state.sequences.steps[rows] = NO_STEP
+    resident = rows[state.sequences.swapped[rows] == 0]
+    _, blocks = state.sequences.table_entries(resident, state.sequences.num_computed[resident] >> state.shift)
+    held = state.quarantine.hold(namespace.number, blocks)
+    state.quarantine.forget_writers(namespace.number)
+    return held
+
+
 def move_to_disk_in_slices(state: BlockState, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
     """Free sequences that the caller has saved on a disk, and list them in `namespace.on_disk`.
 

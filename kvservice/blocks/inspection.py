@@ -179,6 +179,7 @@ def stats(state: BlockState) -> BlocksStats:
         shared_blocks=device.num_shared,
         cached_blocks=device.num_cached,
         pinned_blocks=device.num_pinned_cached,
+        quarantined_blocks=state.quarantine.num_blocks,
         num_swap_blocks=swap.num_blocks,
         used_swap_blocks=swap.num_active,
         sequences=state.config.max_sequences - len(sequences.free_rows),

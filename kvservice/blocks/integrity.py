@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.blocks.plans import Int64Array, LiveStep
+from kvservice.blocks.plans import BoolArray, Int64Array, LiveStep
 from kvservice.blocks.pool import BlockPool, CachingBlockPool, token_bytes
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import (
@@ -189,10 +189,12 @@ def _sums(state: BlockState, size: int) -> Slices[None]:
     yield from _check_rows(state, size)
     device, swap = _Holders(state.device), _Holders(state.swap)
     yield from _count_holders(state, device, swap, size)
+    device.add_references(state.quarantine.held)
     for holders in (device, swap):
         yield from holders.mark_free(size)
         yield from holders.check(size)
     yield from _check_pins(state, size)
+    _check_quarantine(state)
 
 
 def _check_rows(state: BlockState, size: int) -> Slices[None]:
@@ -254,6 +256,10 @@ class _Holders:
         require(same.all(), "a block is at two different entries of tables")
         np.add.at(self._counts, blocks, 1)
 
+    def add_references(self, held: BoolArray) -> None:
+        """Count a reference of each of these blocks bool[num_blocks] that is no table's."""
+        self._counts += held
+
     def mark_free(self, size: int) -> Slices[None]:
         pool = self._pool
         require(0 <= pool.num_free <= pool.num_blocks, "the count of free blocks is wrong")
@@ -272,7 +278,7 @@ class _Holders:
             counts, free = self._counts[window], self._free[window]
             require(
                 np.array_equal(counts, pool.ref_count[window]),
-                "a block's ref count is not the number of tables that hold it",
+                "a block's ref count is not the number of tables that hold it, and of its quarantine",
             )
             states = free.astype(np.int8) + (counts > 0)
             if device is not None:
@@ -330,6 +336,14 @@ def _check_pins(state: BlockState, size: int) -> Slices[None]:
         yield
     require(num_pinned == state.pins.num_pinned, "the count of pinned blocks is wrong")
     require(state.pins.num_pinned <= state.config.max_pinned_blocks, "more blocks are pinned than may be")
+
+
+def _check_quarantine(state: BlockState) -> None:
+    held = [one.blocks for one in state.quarantine]
+    blocks = np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
+    require(np.array_equal(blocks, np.flatnonzero(state.quarantine.held)), "a block in quarantine waits not once")
+    require(len(blocks) == state.quarantine.num_blocks, "the count of blocks in quarantine is wrong")
+    require(not state.device.indexed[blocks].any(), "a block in quarantine can be found")
 
 
 # ---- Assertions, and iteration in slices

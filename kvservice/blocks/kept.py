@@ -34,7 +34,8 @@ class KeptMaps:
     """Maps whose changes survive the process one by one. A plain dict ends with the process.
 
     extra_keys: by row. pins: by number of the namespace and id of the pin. lost: ids of lost sequences, by number of
-    the namespace. steps: saved live steps, by number of the namespace.
+    the namespace. steps: saved live steps, by number of the namespace. writers: the processes that fetched the pool for
+    writing, by number of the namespace. quarantine: blocks that wait for some of them, see quarantine.py.
 
     reserve(num_bytes, num_values) makes room for values, so that to set them does not fail. It raises
     ResourceExhaustedError.
@@ -44,6 +45,8 @@ class KeptMaps:
     pins: MutableMapping[int, bytes] = field(default_factory=dict)
     lost: MutableMapping[int, bytes] = field(default_factory=dict)
     steps: MutableMapping[int, bytes] = field(default_factory=dict)
+    writers: MutableMapping[int, bytes] = field(default_factory=dict)
+    quarantine: MutableMapping[int, bytes] = field(default_factory=dict)
     reserve: Callable[[int, int], object] = lambda *_: None
 
 

@@ -39,6 +39,7 @@ class BlockManager(BlockState):
     # Namespaces: open_namespace, and for restarts end_operation, are methods of the state.
     close_namespace = freeing.close_namespace
     close_namespace_in_slices = freeing.close_namespace_in_slices
+    quarantine_writable = freeing.quarantine_writable
     recover = recovery.recover
     save_steps = recovery.save_steps
 

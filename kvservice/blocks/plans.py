@@ -253,7 +253,7 @@ class BlocksStats:
 
     num_blocks = free + active + shared + cached + pinned. An active block is in one table or being loaded, a shared
     block in several. A cached block is in no table but in the prefix index; a pinned block is cached, and protected
-    from eviction.
+    from eviction. A quarantine counts as a table, and `quarantined_blocks` are those that are in one.
     """
 
     num_blocks: int = 0
@@ -262,6 +262,7 @@ class BlocksStats:
     shared_blocks: int = 0
     cached_blocks: int = 0
     pinned_blocks: int = 0
+    quarantined_blocks: int = 0
     num_swap_blocks: int = 0
     used_swap_blocks: int = 0
     sequences: int = 0

@@ -151,9 +151,9 @@ class BlockOwners:
             numbers[number] = self.numbers.get(name, NOBODY)
         self.of = numbers[other.of]
 
-    def claim(self, blocks: Int64Array, quota: TenantQuota) -> None:
+    def claim(self, blocks: Int64Array, tenant: str) -> None:
         """Let a tenant own those of the blocks that it holds that are nobody's, before the first `count`."""
-        self.of[blocks[self.of[blocks] == NOBODY]] = self._number(quota)
+        self.of[blocks[self.of[blocks] == NOBODY]] = self.numbers.get(tenant, NOBODY)
 
     def count(self, used: BoolArray, cached: BoolArray) -> None:
         """Count all blocks: which ones are not free, and which can be evicted, bool[num_blocks] each."""

@@ -10,7 +10,7 @@ become free, the intent ends after its rows are valid, and unfinished blocks are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Collection, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvservice.blocks.state import (
     FLAGS,
     NAMESPACE,
     NUM_BLOCKS,
+    NUM_COMPUTED,
     RESTORE,
     SCHEDULED,
     SEQUENCE_ID,
@@ -64,16 +65,22 @@ class _Tables:
 
 
 def recover(
-    state: BlockState, open_namespaces: Mapping[int, MutableSequence[int]], *, with_steps: bool = False
+    state: BlockState,
+    open_namespaces: Mapping[int, MutableSequence[int]],
+    *,
+    with_steps: bool = False,
+    living: Collection[int] = (),
 ) -> Recovery:
     """Make the state of an earlier process whole, before any other operation of this manager.
 
     `open_namespaces` maps the numbers of namespaces that live on to their counters; the sequences and pins of all
-    others end. `with_steps` says that the process before ended with `save_steps`; otherwise all steps end. May be
-    interrupted and repeated. Raises InternalError if the tables are invalid.
+    others end. `with_steps` says that the process before ended with `save_steps`; otherwise all steps end. `living` are
+    the writers that have not ended, see quarantine.py. May be interrupted and repeated. Raises InternalError if the
+    tables are invalid.
     """
     lost = {number: unpack_ids(state.kept.lost.get(number, b"")) for number in open_namespaces}
     num_lost_before = sum(map(len, lost.values()))
+    state.quarantine.recover(living)
     _undo_operation(state, lost)
     tables = _tables(state)
     ended = _end_sequences(state, tables, lost)
@@ -144,9 +151,20 @@ def _end_sequences(state: BlockState, tables: _Tables, lost: dict[int, set[int]]
     owned = np.isin(states[:, NAMESPACE], list(lost)) & (states[:, FLAGS] & SCHEDULED == 0)
     _lose(state, states[owned & torn], lost)
     ended: BoolArray = (states[:, NAMESPACE] != 0) & (torn | ~owned)
+    _quarantine_ended(state, tables, ended)
     states[ended, NAMESPACE] = 0
     states[states[:, NAMESPACE] == 0] = 0
     return ended
+
+
+def _quarantine_ended(state: BlockState, tables: _Tables, ended: BoolArray) -> None:
+    """Let blocks of sequences that end wait for processes that may still write them: their clients have not asked for
+    it, and may be in the middle of a step."""
+    states = state.sequences.states[tables.rows]
+    uncomputed = tables.entries >= states[:, NUM_COMPUTED] >> state.shift
+    writable = ended[tables.rows] & ~tables.swapped & uncomputed
+    for number in state.quarantine.sessions():
+        state.quarantine.hold(number, tables.blocks[writable & (states[:, NAMESPACE] == number)], recovering=True)
 
 
 def _unfinished_blocks(state: BlockState) -> BoolArray:
@@ -161,7 +179,8 @@ def _derive(state: BlockState, tables: _Tables, ended: BoolArray) -> None:
     gone = ended[tables.rows] & ~tables.swapped
     depths[tables.blocks[gone]] = tables.entries[gone]
     held = ~ended[tables.rows]
-    state.device.recover_cache(tables.blocks[held & ~tables.swapped], depths)
+    waiting = np.flatnonzero(state.quarantine.held)
+    state.device.recover_cache(np.concatenate([tables.blocks[held & ~tables.swapped], waiting]), depths)
     state.swap.recover(tables.blocks[held & tables.swapped])
     state.sequences.recover()
 
@@ -204,6 +223,9 @@ def _forget(state: BlockState, open_namespaces: Mapping[int, MutableSequence[int
     state.kept.steps.clear()
     for number in [number for number in state.kept.lost if number not in open_namespaces]:
         del state.kept.lost[number]
+    for number in state.quarantine.sessions():
+        if number not in open_namespaces:
+            state.quarantine.forget_writers(number)
     state.lane_finished_ids[:] = NO_STEP
     state.unsubmitted[:] = False
     state.unfinished_device[:] = 0

@@ -29,6 +29,7 @@ from kvservice.blocks.plans import (
     numpy_memory,
 )
 from kvservice.blocks.pool import BlockPool, CachingBlockPool
+from kvservice.blocks.quarantine import BlockQuarantine
 from kvservice.blocks.quotas import BlockOwners, TenantQuota
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -539,6 +540,7 @@ class BlockState:
             "unfinished_swap", (config.num_swap_blocks,), np.int32, private=True
         )
         self.pins = PinTable(self.device, clock, kept.pins)
+        self.quarantine = BlockQuarantine(self.device, kept.writers, kept.quarantine)
         self.namespaces: set[SessionNamespace] = set()
         self.counters = BlocksStats()
         self.generation = 0
@@ -629,7 +631,9 @@ class BlockState:
             owners.inherit(self.device.owners)
         quotas = {namespace.quota for namespace in self.namespaces if namespace.quota is not None}
         for quota in sorted(quotas, key=lambda quota: quota.tenant):
-            owners.claim(quota.blocks(self.sequences), quota)
+            owners.claim(quota.blocks(self.sequences), quota.tenant)
+        for held in self.quarantine:
+            owners.claim(held.blocks, held.tenant)
         self.device.set_owners(owners)
 
     def end_operation(self) -> None:
@@ -668,6 +672,18 @@ class BlockState:
             self.kept.lost[number] = pack_ids(lost)
         else:
             self.kept.lost.pop(number, None)
+
+    def add_writer(self, namespace: SessionNamespace, writer: int) -> None:
+        """Note a process that is about to fetch the pool for writing in a session, by its name."""
+        tenant = "" if namespace.quota is None else namespace.quota.tenant
+        self.quarantine.add_writer(namespace.number, tenant, writer)
+
+    def writer_ended(self, writer: int) -> int:
+        """Note that a process has ended. Returns how many blocks waited for it only, and do not wait any more."""
+        self.enter(None)
+        before = self.quarantine.num_blocks
+        self.quarantine.ended(writer)
+        return before - self.quarantine.num_blocks
 
     def expire_pins(self) -> None:
         """Remove expired pins before an operation without a namespace."""

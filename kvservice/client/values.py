@@ -66,6 +66,7 @@ class PoolStats:
     swapped_out_blocks: int
     swapped_in_blocks: int
     evicted_blocks: int
+    quarantined_blocks: int
 
 
 @dataclass

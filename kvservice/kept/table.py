@@ -66,6 +66,12 @@ class Section(IntEnum):
     """Processes that can write to the memory of the block store."""
     STORE_SESSION_WRITERS = 15
     """The names of such processes by session."""
+    POOL_WRITERS = 16
+    """Processes that can write to the memory of the pool."""
+    SESSION_WRITERS = 17
+    """The names of such processes by namespace number."""
+    QUARANTINE = 18
+    """Blocks of the pool that wait for the end of such processes."""
 
 
 # ---- the table

@@ -26,6 +26,7 @@ interface Pool {
   shared_blocks: number;
   cached_blocks: number;
   pinned_blocks: number;
+  quarantined_blocks: number;
   num_swap_blocks: number;
   used_swap_blocks: number;
   sequences: number;

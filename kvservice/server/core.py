@@ -252,7 +252,7 @@ def _block_maps(kept: KeptState) -> KeptMaps:
     section = kept.table.section
     return KeptMaps(
         section(Section.EXTRA_KEYS), section(Section.PINS), section(Section.LOST_SEQUENCES), section(Section.STEPS),
-        kept.table.reserve,
+        section(Section.SESSION_WRITERS), section(Section.QUARANTINE), kept.table.reserve,
     )  # fmt: skip
 
 

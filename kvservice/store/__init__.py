@@ -17,7 +17,7 @@ index        KeyIndex: what the native class does
 from kvservice.store.index import BEING_WRITTEN, DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, KeyIndex
 from kvservice.store.leases import LeaseClock
 from kvservice.store.namespaces import EngineFigures, ModelFigures, NamespaceIdentity, StoredNamespace
-from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
+from kvservice.store.records import Records, StoreRecords, StoreSections, WriterRecord
 from kvservice.store.session import Reservation, SessionStore, StoreRecovery, recover
 from kvservice.store.store import BlockStore, GhostKeys, Quarantine, check_keys
 from kvservice.store.table import StoreConfig
@@ -37,6 +37,7 @@ __all__ = [
     "ModelFigures",
     "NamespaceIdentity",
     "Quarantine",
+    "Records",
     "Reservation",
     "SessionStore",
     "StoreConfig",

@@ -88,8 +88,8 @@ class ReservationRecord(NamedTuple):
 
 
 class WriterRecord(NamedTuple):
-    """A process that can write to the memory of the store, by its name for the quarantine. `start` is its start time in
-    ticks since the boot of the host: with it the pid names one process."""
+    """A process that can write to memory, by its name for the quarantine. `start` is its start time in ticks since the
+    boot of the host: with it the pid names one process."""
 
     pid: int
     start: int

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import EventJournal, Slices
+from kvservice.blocks import EventJournal, Slices, WaitingForWriters
 from kvservice.blocks.events import StoreChange
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, PRESENT, WORD_BYTES, IndexStats, KeyIndex
@@ -493,15 +493,14 @@ def chosen(packed: bytes, item_bytes: int, flags: np.ndarray[Any, np.dtype[np.bo
 # slots wait also while the daemon restarts.
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Held:
     reservation_id: int
     namespace: StoredNamespace
     slots: bytes
-    writers: set[int]
 
 
-class Quarantine:
+class Quarantine(WaitingForWriters[_Held]):
     """Reserved slots that are freed after their writers have ended. `abort` frees slots; `condemn` removes their keys,
     after which `release` frees them."""
 
@@ -512,27 +511,19 @@ class Quarantine:
         release: Callable[[bytes], None],
         records: StoreRecords,
     ) -> None:
+        super().__init__()
         self._abort, self._condemn, self._release = abort, condemn, release
         self._records = records
-        self._living: set[int] = set()
-        self._held: list[_Held] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def began(self, writer: int) -> None:
-        """Note a process that can write from now on."""
-        self._living.add(writer)
 
     def hold(self, reservation_id: int, namespace: StoredNamespace, slots: bytes, writers: frozenset[int]) -> None:
         """Forget the keys of the slots of a reservation, and free them after all of `writers` have ended: at once if
-        none lives. A process that was killed has usually ended before its session is."""
-        living = self._living & writers
+        none lives."""
+        living = self.living(writers)
         if not living:
             self._records.reservations.discard(reservation_id)
             self._abort(slots)
             return
-        self._add(reservation_id, namespace, slots, living)
+        self._add(_Held(reservation_id, namespace, slots), living)
         self._condemn(slots)
 
     def restore(
@@ -545,27 +536,22 @@ class Quarantine:
     ) -> bool:
         """Hold slots of the process before, unless all writers have ended. `condemned` slots are leased once, and
         `reserved` ones are not condemned yet. Returns whether the slots are held."""
-        living = self._living & writers
+        living = self.living(writers)
         if living:
-            self._add(reservation_id, namespace, reserved + condemned, living)
+            self._add(_Held(reservation_id, namespace, reserved + condemned), living)
             self._condemn(reserved)
         return bool(living)
 
-    def _add(self, reservation_id: int, namespace: StoredNamespace, slots: bytes, writers: set[int]) -> None:
-        self._records.reservations[reservation_id] = ReservationRecord(0, namespace.number, tuple(writers), slots)
-        namespace.num_quarantined += len(slots) // WORD_BYTES
-        self._held.append(_Held(reservation_id, namespace, slots, writers))
+    def _add(self, held: _Held, writers: set[int]) -> None:
+        number = held.namespace.number
+        self._records.reservations[held.reservation_id] = ReservationRecord(0, number, tuple(writers), held.slots)
+        held.namespace.num_quarantined += len(held.slots) // WORD_BYTES
+        self._wait(held, writers)
 
-    def ended(self, writer: int) -> None:
-        """Free the slots that waited for this writer only."""
-        self._living.discard(writer)
-        for held in list(self._held):
-            held.writers.discard(writer)
-            if not held.writers:
-                self._held.remove(held)
-                held.namespace.num_quarantined -= len(held.slots) // WORD_BYTES
-                self._records.reservations.discard(held.reservation_id)
-                self._release(held.slots)
+    def _free(self, held: _Held) -> None:
+        held.namespace.num_quarantined -= len(held.slots) // WORD_BYTES
+        self._records.reservations.discard(held.reservation_id)
+        self._release(held.slots)
 
 
 # ---- why blocks are missing: counted for the first missing block of each look-up

@@ -180,6 +180,8 @@ def _bars(pool: PoolSnapshot) -> Table:
 def _legend(pool: PoolSnapshot) -> Columns:
     counts = [(state, sign, colour, getattr(pool, f"{state}_blocks")) for state, sign, colour in _STATES]
     counts.append((*_SWAPPED, pool.used_swap_blocks))
+    if pool.quarantined_blocks:
+        counts.append(("in quarantine", "!", "bold red", pool.quarantined_blocks))
     return items(
         Text.assemble((sign, colour), f" {fmt.count(number)} {state}") for state, sign, colour, number in counts
     )

@@ -360,7 +360,7 @@ class SchedulerSnapshot(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., swapped: _Optional[int] = ..., stalled: _Optional[int] = ..., steps: _Optional[int] = ..., added: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., refused: _Optional[int] = ..., recompute_preemptions: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., stalls: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
-    __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining")
+    __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining", "quarantined_blocks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class PoolSnapshot(_message.Message):
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     free_blocks: int
     active_blocks: int
@@ -393,7 +394,8 @@ class PoolSnapshot(_message.Message):
     regions: int
     region_bytes: int
     draining: bool
-    def __init__(self, num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., used_swap_blocks: _Optional[int] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., lanes: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    quarantined_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., used_swap_blocks: _Optional[int] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., lanes: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., draining: bool = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class Rates(_message.Message):
     __slots__ = ("window_s", "computed_tokens", "query_tokens", "hit_tokens", "hit_share", "evicted_blocks", "cow_copies", "swapped_out_bytes", "swapped_in_bytes", "out_of_blocks", "calls", "errors", "lane_calls")

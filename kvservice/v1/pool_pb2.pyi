@@ -69,7 +69,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "cow_copies", "swapped_out_blocks", "swapped_in_blocks", "evicted_blocks")
+    __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "cow_copies", "swapped_out_blocks", "swapped_in_blocks", "evicted_blocks", "quarantined_blocks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class GetStatsResponse(_message.Message):
     SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     free_blocks: int
     active_blocks: int
@@ -106,7 +107,8 @@ class GetStatsResponse(_message.Message):
     swapped_out_blocks: int
     swapped_in_blocks: int
     evicted_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., used_swap_blocks: _Optional[int] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., cow_copies: _Optional[int] = ..., swapped_out_blocks: _Optional[int] = ..., swapped_in_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+    quarantined_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., used_swap_blocks: _Optional[int] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., cow_copies: _Optional[int] = ..., swapped_out_blocks: _Optional[int] = ..., swapped_in_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
 
 class PingRequest(_message.Message):
     __slots__ = ("payload",)

@@ -19,6 +19,7 @@ from kvservice.blocks import SCHEDULED, BlockManager, BlocksConfig, EventJournal
 BLOCKS_FOLDER = str(Path(kvservice.blocks.__file__).parent)
 Array = npt.NDArray[Any]
 Key = tuple[int, int]
+MAPS = ("extra_keys", "pins", "lost", "steps", "writers", "quarantine")
 
 
 class Memory:
@@ -66,14 +67,14 @@ class KeptManager(BlockManager):
 
     def __init__(self, config: BlocksConfig, clock: Callable[[], float], state: State | None = None) -> None:
         self.memory = Memory(b"" if state is None else state.content)
-        extra_keys, pins, lost, steps = ({}, {}, {}, {}) if state is None else map(dict, state.maps)
-        maps = KeptMaps(extra_keys, pins, lost, steps)
+        maps = KeptMaps()
+        for name, values in zip(MAPS, () if state is None else state.maps, strict=state is not None):
+            getattr(maps, name).update(values)
         journal = EventJournal(window=1 << 20, with_tokens=True)
         super().__init__(config, clock=clock, journal=journal, memory=self.memory, kept=maps)
 
     def kept_state(self) -> State:
-        kept = self.kept
-        maps = tuple(dict(one) for one in (kept.extra_keys, kept.pins, kept.lost, kept.steps))
+        maps = tuple(dict(getattr(self.kept, name)) for name in MAPS)
         return State(self.memory.buffer[: self.memory.used].tobytes(), maps)
 
 

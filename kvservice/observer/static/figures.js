@@ -20,6 +20,7 @@ export class Figures {
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
       ["Pool held", format.percent(held)],
+      ...(pool.quarantined_blocks ? inQuarantine(pool) : []),
       ["Tokens", format.compact(pool.tokens)],
       ["Sequences", format.count(pool.sequences - pool.swapped_sequences) + swapped],
       ["Sessions", format.count(pool.sessions)],
@@ -38,6 +39,15 @@ export class Figures {
       ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
   }
+}
+
+/**
+ * Blocks that a process may still write whose session was lost.
+ * @param {Snapshot["pool"]} pool
+ * @returns {[string, string][]}
+ */
+function inQuarantine({ quarantined_blocks }) {
+  return [["In quarantine", format.plural(quarantined_blocks, "block")]];
 }
 
 /**
