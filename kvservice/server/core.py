@@ -193,7 +193,8 @@ def _open(
         files = _open_saved_files(config, device, wall, time.monotonic if clock is None else clock.time)
         engine = CacheEngine(config, device, kept.arrays, _block_maps(kept))
         store = open_store(config, engine.journal, kept, clock)
-        memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
+        section = kept.table.section
+        memory = SessionMemory.of(config, kept.arrays, section(Section.SESSIONS), section(Section.POOL_WRITERS))
         blocks = None if store is None else store.blocks
         sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks, tenants)
         if not kept.taken:
@@ -213,8 +214,11 @@ def _open(
                 sessions.apply_tenants()
                 num_sequences = sum(len(one.namespace) for one in sessions)
                 counts = replace(counts, sessions=len(sessions), sequences=num_sequences)
-            except KVServiceError as error:  # the state is at fault, although the error may name an option
-                raise KeptStateError(str(error)) from error
+            except BaseException as error:
+                sessions.writers.close()
+                if isinstance(error, KVServiceError):  # the state is at fault, although the error may name an option
+                    raise KeptStateError(str(error)) from error
+                raise
             # systemd does not say how the process before ended, but the state does.
             ended = report.ended or (UPGRADE if kept.clean else "")
             report = replace(report, kept=counts, lost=lost, ended=ended)

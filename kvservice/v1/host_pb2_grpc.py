@@ -114,6 +114,12 @@ class HostServiceServicer(object):
         the pool (on a GPU, its CUDA virtual-memory allocation) and the tables, which are read-only. From now on the
         responses that open a step contain the place of the step in the tables. QUOTA_EXCEEDED above
         max_pool_mappings and max_shared_mib, both over all sessions.
+
+        For writing, the process that fetches the descriptors must be one that the daemon sees: not one in another PID
+        namespace, unless that is below the daemon's own. If the session is lost, taken over by another client, or closed
+        without its holder, the blocks with slots of tokens that are not computed are in quarantine until the processes end
+        that fetched the pool for writing in the session. UnmapPool, Detach and a Close with the holder promise that the
+        client writes no more: then nothing waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

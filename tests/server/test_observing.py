@@ -149,7 +149,7 @@ def check_a_snapshot(daemon: Daemon, client: KVClient, kv: Session, other: Sessi
 
     found, stats = get_snapshot(daemon), client.stats()
     pool = {name: getattr(found.pool, name) for name in vars(stats) if hasattr(found.pool, name)}
-    assert len(pool) == 12
+    assert len(pool) == 13
     assert pool == {name: vars(stats)[name] for name in pool}
     assert not found.pool.draining
     engine, idle = sorted(found.sessions, key=lambda session: session.session_id)

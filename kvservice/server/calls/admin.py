@@ -91,6 +91,7 @@ class AdminCalls:
         ttl_s = request.ttl_s or limit
         self._sessions.check_detach(session, ttl_s)
         size = await self._saved.save(session, ttl_s) if request.durable else SavedSize(0, 0)
+        session.shared.unmap_pool()
         self._sessions.keep_for(session, ttl_s)
         return session_pb2.DetachResponse(num_sequences=size.num_sequences, num_bytes=size.num_bytes)
 

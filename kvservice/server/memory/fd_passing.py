@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from kvservice.config import ServeConfig
@@ -35,6 +37,7 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.server.loop import Clock
 from kvservice.server.memory.budget import SpareDescriptor
+from kvservice.store import Records, WriterRecord
 
 logger = logging.getLogger(__name__)
 
@@ -209,14 +212,20 @@ class FdServer:
             finally:
                 del self._silent[peer.uid][asyncio.current_task()]  # type: ignore[arg-type]
             if token in self._offers:
-                offer = self._offers.pop(token)
-                try:
-                    offer.on_fetch(connection)
-                    socket.send_fds(connection, [b"\0"], list(offer.descriptors))
-                finally:
-                    _close(offer.descriptors)
+                self._hand_over(self._offers.pop(token), connection)
             elif (introduction := self._introduce(token, peer)) is not None:
                 connection.send(introduction)
+
+    def _hand_over(self, offer: _Offer, connection: socket.socket) -> None:
+        """Send what is offered. Raises OSError."""
+        try:
+            offer.on_fetch(connection)
+            socket.send_fds(connection, [b"\0"], list(offer.descriptors))
+        except OSError as error:
+            self._log.write(logging.WARNING, "memory is not handed over: %s", error.strerror)
+            raise
+        finally:
+            _close(offer.descriptors)
 
     def close(self) -> None:
         """Close the socket and all offered descriptors."""
@@ -231,6 +240,91 @@ class FdServer:
 def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+# ---- the processes that fetched memory for writing
+
+MAX_WRITERS = 256
+# The fields of /proc/PID/stat after the name of the program, which ends with the last parenthesis.
+_START_FIELD = 19
+
+
+class Writers:
+    """Watches the processes that fetched some memory for writing: what they may still write is not used for others
+    before they have ended, see kvservice.blocks.quarantine. They are still known after a restart of the daemon."""
+
+    def __init__(self, memory: str, records: Records[WriterRecord], ended: Callable[[int], object]) -> None:
+        """`memory` names the memory. `ended` gets the name of a process that has ended."""
+        self._memory, self._records, self._on_end = memory, records, ended
+        # The descriptor (pidfd_open(2)) and name of each process, by its pid, which no other process gets meanwhile.
+        self._watched: dict[int, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def add(self, connection: socket.socket) -> int:
+        """Watch the process at the other end of a unix socket. Returns its name, which is that of no other process,
+        also after a restart. Raises OSError if the process is not visible from here, or if there are MAX_WRITERS."""
+        pid = pid_of(connection)
+        if pid not in self._watched:
+            if not pid:
+                reason = f"a process may not write to {self._memory}: it is in a PID namespace that is not visible here"
+                raise OSError(errno.ESRCH, reason)
+            if len(self._watched) >= MAX_WRITERS:
+                raise OSError(errno.EMFILE, f"{MAX_WRITERS} processes can write to {self._memory}")
+            descriptor, name = os.pidfd_open(pid), secrets.randbits(63)
+            self._records[name] = WriterRecord(pid, _start_of(pid))
+            self._watch(descriptor, pid, name)
+        return self._watched[pid][1]
+
+    def recover(self) -> set[int]:
+        """Watch the processes that the daemon's process before knew, if they live. Returns their names."""
+        for name, record in self._records.items():
+            try:
+                descriptor = os.pidfd_open(record.pid)
+            except OSError:
+                self._records.discard(name)
+                continue
+            if _start_of(record.pid) == record.start:
+                self._watch(descriptor, record.pid, name)
+            else:  # another process has the pid now
+                os.close(descriptor)
+                self._records.discard(name)
+        return {name for _, name in self._watched.values()}
+
+    def pids(self, names: Collection[int]) -> list[int]:
+        """Return the pids of those of these processes that have not ended."""
+        return sorted(pid for pid, (_, name) in self._watched.items() if name in names)
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        while self._watched:
+            self._forget(next(iter(self._watched)))
+
+    def _watch(self, descriptor: int, pid: int, name: int) -> None:
+        self._watched[pid] = descriptor, name
+        asyncio.get_running_loop().add_reader(descriptor, self._ended, pid)
+
+    def _forget(self, pid: int) -> int:
+        """Return the name of the process."""
+        descriptor, name = self._watched.pop(pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        return name
+
+    def _ended(self, pid: int) -> None:
+        name = self._forget(pid)
+        self._on_end(name)
+        self._records.discard(name)
+
+
+def _start_of(pid: int) -> int:
+    """Return the start time of a process in ticks since the boot, or 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat.rpartition(b")")[2].split()[_START_FIELD])
 
 
 # ---- the user of a session's client, and what this user may share

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
+import socket
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -17,9 +19,10 @@ from kvservice.blocks import BlockManager, SessionNamespace, Slices, StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices import CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
 from kvservice.errors import FailedPreconditionError, PoolNotSharedError, QuotaExceededError, ResourceExhaustedError
+from kvservice.logs import LogBudget
 from kvservice.server.loop import Clock
 from kvservice.server.memory.budget import Budget, BudgetedMemory, descriptors_needed
-from kvservice.server.memory.fd_passing import FdServer, OnFetch, SessionUser, Trust
+from kvservice.server.memory.fd_passing import FdServer, OnFetch, SessionUser, Trust, Writers
 from kvservice.server.memory.remote import Transfers
 from kvservice.server.memory.step_tables import TABLE_BYTES, Run, SharedStepTables
 from kvservice.telemetry.tables import LANE, SessionRow
@@ -43,6 +46,8 @@ class Sharing:
     mappings: PoolMappings
     clock: Clock
     transfers: Transfers
+    writers: Writers
+    log: LogBudget
 
 
 class SharedWithClient:
@@ -56,16 +61,17 @@ class SharedWithClient:
         namespace: SessionNamespace,
         sharing: Sharing,
         row: SessionRow,
+        session_id: int,
     ) -> None:
         self._config = config
         self._device = device
         self._manager = manager
         self._namespace = namespace
         self.budget, self._fd_server, self._lanes = sharing.budget, sharing.fd_server, sharing.lanes
-        self._mappings = sharing.mappings
+        self._mappings, self._writers, self._log = sharing.mappings, sharing.writers, sharing.log
         self.transfers = sharing.transfers
         self._lane_number = sharing.lanes.new_number()
-        self._row = row
+        self._row, self._session_id = row, session_id
         self.user = SessionUser(sharing.trust, sharing.clock)
         self._shared: LaneSession | None = None
         self._lane: LaneServer | None = None
@@ -169,7 +175,7 @@ class SharedWithClient:
         memory = self._table_memory or self._make_tables()
         try:
             with descriptors_needed(), self._device.exported_pool() as pool:
-                token = self._offer_pool(pool.descriptor, memory)
+                token = self._offer_pool(pool.descriptor, memory, writable)
         except BaseException:
             if self._table_memory is None:
                 memory.close()
@@ -188,16 +194,24 @@ class SharedWithClient:
             raise QuotaExceededError(f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit)
         return self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
 
-    def _offer_pool(self, pool_descriptor: int, tables: BudgetedMemory) -> bytes:
+    def _offer_pool(self, pool_descriptor: int, tables: BudgetedMemory, writable: bool) -> bytes:
         copy = os.dup(pool_descriptor)
         try:
             table_descriptor = tables.descriptor()
         except BaseException:
             os.close(copy)
             raise
-        return self._fd_server.offer([copy, table_descriptor], self)
+        return self._fd_server.offer([copy, table_descriptor], self, self._add_writer if writable else _any_process)
+
+    def _add_writer(self, connection: socket.socket) -> None:
+        self._manager.add_writer(self._namespace, self._writers.add(connection))
 
     def unmap_pool(self) -> None:
+        """End the mapping at the client's request, which promises with it that it writes to the pool no more."""
+        self._manager.quarantine.forget_writers(self._namespace.number)
+        self._close_tables()
+
+    def _close_tables(self) -> None:
         if self._tables is not None and self._table_memory is not None:
             self._tables.close()
             self._table_memory.close()
@@ -279,10 +293,28 @@ class SharedWithClient:
         if self._shared is not None:
             self._shared.set_draining()
 
-    def close(self) -> None:
+    def close(self, *, writers_done: bool = False) -> None:
+        """Close all of it. `writers_done`: the client has promised that it does not write to the pool any more; else
+        the blocks that it may write wait for its end."""
         self._fd_server.withdraw_all(self)
-        self.close_lane()
-        self.unmap_pool()
+        try:
+            self.close_lane()
+        finally:
+            self._close_tables()
+            if writers_done:
+                self._manager.quarantine.forget_writers(self._namespace.number)
+            num_blocks, writers = self._manager.quarantine_writable(self._namespace)
+        if num_blocks:
+            self._log.write(
+                logging.WARNING,
+                "%d blocks of session %d are in quarantine: process %s may still write them, until it ends",
+                num_blocks, self._session_id, ", ".join(map(str, self._writers.pids(writers))),
+                extra={"session_id": self._session_id},
+            )  # fmt: skip
+
+
+def _any_process(_: socket.socket) -> None:
+    """Hand memory for reading over to any process of the user."""
 
 
 # ---- the lanes of all sessions

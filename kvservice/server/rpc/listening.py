@@ -26,10 +26,9 @@ from kvservice.keeper.private_paths import (
     refuse_descriptors,
 )
 from kvservice.kept import KeptFiles
-from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, FdServer
+from kvservice.server.memory.fd_passing import BACKLOG, MAX_OFFERS_OF_SESSION, MAX_WRITERS, FdServer
 from kvservice.server.rpc.peers import own_sockets
 from kvservice.server.rpc.slots import DOOR_CONNECTIONS
-from kvservice.server.tiering.store import MAX_WRITERS
 
 
 class ConfigError(KVServiceError):
@@ -403,6 +402,8 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
         needed["max_transfers"] = _OF_TRANSFER * config.max_transfers
     if config.share_pool != "off":
         needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
+    if config.share_pool == "write":
+        needed["max_pool_mappings"] += MAX_WRITERS
     if config.shares_store != "off":
         needed["share_store"] = _OF_STORE * config.max_sessions
     if config.shares_store in ("auto", "write"):

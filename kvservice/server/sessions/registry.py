@@ -37,7 +37,7 @@ from kvservice.logs import LogBudget
 from kvservice.saved import SessionValues
 from kvservice.server.loop import Clock, SystemClock, in_slices
 from kvservice.server.memory.budget import Budget
-from kvservice.server.memory.fd_passing import FdServer, Peer, Trust
+from kvservice.server.memory.fd_passing import FdServer, Peer, Trust, Writers
 from kvservice.server.memory.host import Lanes, PoolMappings, SharedWithClient, Sharing
 from kvservice.server.memory.region import RegionTotals
 from kvservice.server.memory.regions import Regions
@@ -45,7 +45,7 @@ from kvservice.server.memory.remote import Transfers
 from kvservice.server.sessions.replies import Replies
 from kvservice.server.sessions.session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.tenants import Role, Tenant, TenantRules, Tenants, chosen_tenant
-from kvservice.store import BlockStore, SessionStore
+from kvservice.store import BlockStore, Records, SessionStore, WriterRecord
 from kvservice.telemetry.link import ShownPart
 from kvservice.telemetry.tables import ATTACHED, NO_LIMIT, TENANT_LIMITS, QuotaUse, SessionRow
 
@@ -98,9 +98,11 @@ class SessionRegistry:
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
         self.budget = Budget(config.max_shared_mib)
         self.transfers = Transfers(config, self._clock.time)
+        self.writers = Writers("the pool", Records(memory.writers, WriterRecord.unpack), self._writer_ended)
         self._sharing = Sharing(
-            trust, self.budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers
-        )
+            trust, self.budget, self.fd_server, self.lanes, PoolMappings(), self._clock, self.transfers, self.writers,
+            LogBudget(logger),
+        )  # fmt: skip
         self._sessions: dict[bytes, ServerSession] = {}
         # Identifies this process for clients, see AttachResponse. Never 0.
         self.daemon_start = secrets.randbits(63) + 1
@@ -250,7 +252,11 @@ class SessionRegistry:
         records = self._memory.kept_records()
         rows = self._memory.table.recover({row: (one.session_id, one.name, one.tenant) for row, one in records.items()})
         counters = {number + 1: row.counters for number, row in rows.items()}
-        recovery = self._manager.recover(counters, with_steps=with_steps)
+        recovery = self._manager.recover(counters, with_steps=with_steps, living=self.writers.recover())
+        quarantine = self._manager.quarantine
+        if quarantine.num_blocks:
+            pids = ", ".join(map(str, self.writers.pids(quarantine.waited_for())))
+            logger.warning("%d blocks are in quarantine until process %s ends", quarantine.num_blocks, pids)
         now, grace = self._clock.time(), self._config.session_grace_s
         for number, record in records.items():
             session = self._make(record, rows[number], recovery.namespaces[number + 1])
@@ -286,7 +292,8 @@ class SessionRegistry:
         def check_regions() -> None:
             self._tenancy(record.tenant).check("max_regions", use.regions.count, field="name")
 
-        shared = SharedWithClient(self._config, self._device, self._manager, namespace, self._sharing, row)
+        sharing, session_id = self._sharing, record.session_id
+        shared = SharedWithClient(self._config, self._device, self._manager, namespace, sharing, row, session_id)
         return ServerSession(
             session_id=record.session_id,
             token=record.token,
@@ -515,11 +522,17 @@ class SessionRegistry:
 
     def close_for_in_slices(self, token: bytes, holder: int) -> Slices[None]:
         """Close a session if `holder` still holds it; holder 0 closes it in any case. The holder of its stream promises
-        with this that it has stopped to write to the store. Raises the errors of `attach`."""
+        with this that it has stopped to write to the pool and to the store. Raises the errors of `attach`."""
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
         yield from self.close_in_slices(session, writers_done=0 != holder == session.holder)
+
+    def _writer_ended(self, writer: int) -> None:
+        if num_blocks := self._manager.writer_ended(writer):
+            logger.info(
+                "%d blocks have left the quarantine: the process that might have written them is gone", num_blocks
+            )
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
         session = self._sessions.get(token)
@@ -544,7 +557,7 @@ class SessionRegistry:
     ) -> Slices[None]:
         """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
         first word is the reason, as in the metrics. Unless it is ASLEEP, the session's file goes too. `writers_done`:
-        see SessionStore.close."""
+        see ServerSession.unshare."""
         is_hidden = session.token in self._hidden
         sessions = self._hidden if is_hidden else self._sessions
         assert sessions.get(session.token) is session, "it is closed already"

@@ -61,18 +61,25 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class SessionMemory:
-    """The memory of all sessions: shared rows, replies, and records by row number."""
+    """The memory of all sessions: shared rows, replies, records by row number, and records of the processes that
+    fetched the pool for writing."""
 
     table: SessionTable
     replies: KeptReplies
     records: MutableMapping[int, bytes]
+    writers: MutableMapping[int, bytes]
 
     @staticmethod
-    def of(config: ServeConfig, memory: ArrayMemory, records: MutableMapping[int, bytes]) -> SessionMemory:
+    def of(
+        config: ServeConfig,
+        memory: ArrayMemory,
+        records: MutableMapping[int, bytes],
+        writers: MutableMapping[int, bytes],
+    ) -> SessionMemory:
         """Raises ResourceExhaustedError."""
         try:
             table = SessionTable(config.max_sessions, config.max_labels, memory.kept)
-            return SessionMemory(table, KeptReplies(config.max_sessions, memory), records)
+            return SessionMemory(table, KeptReplies(config.max_sessions, memory), records, writers)
         except MemoryError as error:
             raise ResourceExhaustedError(
                 f"no memory for {config.max_sessions} sessions: {error}", field="max_sessions"
@@ -188,8 +195,9 @@ class ServerSession:
 
     def unshare(self, *, writers_done: bool = False) -> None:
         """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
-        and reservations in the store. `writers_done`: see SessionStore.close."""
-        self.shared.close()
+        and reservations in the store. `writers_done`: the client has promised that it writes no more; else what it may
+        still write, in the pool and in the store, waits for its end."""
+        self.shared.close(writers_done=writers_done)
         self.regions.close()
         if self.store is not None:
             self.store.close(writers_done=writers_done)
