@@ -138,7 +138,8 @@ def _refused(answer: bytes = b"") -> KVServiceError:
     if answer == EXHAUSTED:
         return ResourceExhaustedError("the daemon has no file descriptor left")
     return RegionsNotAllowedError(
-        f"the daemon hands nothing over to user {os.geteuid()} (allow_client_shm, trusted_uids), or not for this token"
+        f"the daemon hands nothing over to user {os.geteuid()} (allow_client_shm, trusted_uids), or not for this token,"
+        " or nothing for writing to a process in another PID namespace"
     )
 
 
