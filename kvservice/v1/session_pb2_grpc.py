@@ -106,7 +106,8 @@ class SessionServiceServicer(object):
 
     def Detach(self, request, context):
         """Says how long a session waits for a client after the end of its stream and, with `durable`, writes its sequences
-        to the daemon's disk first. The call can also go over the session's stream, as the last one before its end.
+        to the daemon's disk first. The call can also go over the session's stream, as the last one before its end. It ends
+        a mapping of the pool, as UnmapPool does.
 
         With `durable` the response comes when the file is whole and on the disk. Steps of the session end; tokens that are
         not computed stay pending. Meanwhile other calls of the session fail with FAILED_PRECONDITION, reason SESSION_BUSY.
