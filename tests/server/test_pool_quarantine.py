@@ -27,7 +27,7 @@ from kvservice.client import KVClient, Sequence, Session
 from kvservice.launch import Daemon
 from kvservice.server.memory.fd_passing import Writers
 from kvservice.store import Records, WriterRecord
-from kvservice.v1 import blocks_pb2, host_pb2, pool_pb2, session_pb2
+from kvservice.v1 import blocks_pb2, host_pb2, pool_pb2, scheduler_pb2, session_pb2
 
 GRACE_S = 20.0
 WRITER = 77
@@ -146,6 +146,29 @@ def test_a_session_that_is_taken_over_and_lost_leaves_the_blocks_of_both(life: L
     assert quarantined(life) == 6
     assert (life.manager.writer_ended(WRITER), life.manager.writer_ended(WRITER + 1)) == (3, 3)
     assert quarantined(life) == 0
+
+
+def test_a_scheduler_that_is_taken_over_makes_its_batch_again_elsewhere(life: Life, clock: ManualClock) -> None:
+    async def scenario() -> None:
+        session = life.open()
+        life.manager.add_writer(session.namespace, WRITER)
+        one = scheduler_pb2.ScheduledRequest(request_id=5, token_ids=PROMPT, max_tokens=4, width=1)
+        await life.call(session, "open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+        await life.call(session, "add_requests", scheduler_pb2.AddRequestsRequest(requests=[one]))
+        first = await life.call(session, "schedule", scheduler_pb2.ScheduleRequest())
+        is_taken_over(life, session, clock)
+        assert quarantined(life) == 2
+        again = await life.call(session, "schedule", scheduler_pb2.ScheduleRequest(retry=True))
+        assert again.step.step_id > first.step.step_id
+        blocks = session.namespace.steps[again.step.step_id].plan.slot_mapping // BLOCK_SIZE
+        assert not life.manager.quarantine.held[blocks].any()
+        await life.write(session, again.step.step_id, len(PROMPT))
+        report = scheduler_pb2.StepReport(batch=again.batch, token_ids=[7])
+        after = await life.call(session, "schedule", scheduler_pb2.ScheduleRequest(reports=[report]))
+        assert list(after.sequence_ids) == list(again.sequence_ids)
+
+    asyncio.run(scenario())
+    assert quarantined(life) == 2
 
 
 def test_a_process_that_nobody_can_watch_gets_no_memory_for_writing() -> None:
