@@ -25,8 +25,9 @@ class Operations(Rig):
         weights = {
             self.allocate: 4, self.fill: 5, self.append: 4, self.advance: 3, self.follow: 2, self.reopen: 2,
             self.truncate: 2, self.fork: 3, self.rearrange: 2, self.swap_out: 2, self.swap_in: 3, self.free: 3,
-            self.pin: 3, self.unpin: 3, self.expire: 2, self.reset: 1, self.touch: 1, self.close: 1,
-            self.allocate_found: 1, self.restart_now: 1, self.load: 3, self.ahead: 3,
+            self.pin: 5, self.unpin: 3, self.expire: 2, self.reset: 1, self.touch: 1, self.close: 2,
+            self.allocate_found: 1, self.restart_now: 1, self.load: 3, self.ahead: 3, self.begin_writing: 3,
+            self.take_over: 1, self.end_writing: 2,
         }  # fmt: skip
         self.random.choices(list(weights), list(weights.values()))[0](number)
         self.quiet()
@@ -371,7 +372,9 @@ class Operations(Rig):
         if self.random.random() < 0.4:
             space = self.spaces[number]
             keys = [(number, name) for name in [*space.rows, *space.lost]]
-            self.during("close", lambda: self.manager.close_namespace(space), keys, closing=number)
+            self.during("quarantine", lambda: self.manager.quarantine_writable(space))
+            if (space := self.spaces[number]) in self.manager.namespaces:
+                self.during("close", lambda: self.manager.close_namespace(space), keys, closing=number)
             self.closed(number)
 
     def closed(self, number: int) -> None:
@@ -379,9 +382,30 @@ class Operations(Rig):
             self.open.discard(number)
             self.spaces.pop(number)
 
-    def restart_now(self, _: int) -> None:
-        """A restart between two operations loses no sequence."""
+    def begin_writing(self, number: int) -> None:
+        """Let a process fetch the pool for writing."""
+        self.next_id += 1
+        self.living.add(writer := self.next_id)
+        self.during("add_writer", lambda: self.manager.add_writer(self.spaces[number], writer))
+
+    def take_over(self, number: int) -> None:
+        """Another client goes on with the session."""
+        self.during("quarantine", lambda: self.manager.quarantine_writable(self.spaces[number]))
+
+    def end_writing(self, _: int) -> None:
+        """A process that could write ends, sometimes while the daemon is down."""
+        if self.living:
+            self.living.discard(writer := self.random.choice(sorted(self.living)))
+            if self.random.random() < 0.3:
+                self.go_on_from(self.manager.kept_state())
+            else:
+                self.during("writer_ended", lambda: self.manager.writer_ended(writer))
+
+    def restart_now(self, number: int) -> None:
+        """A restart between two operations loses no sequence, but those of a session that was about to be closed."""
         self.quiet()
+        if self.random.random() < 0.3:
+            self.open.discard(number)
         self.go_on_from(self.manager.kept_state())
 
 

@@ -48,6 +48,9 @@ class Rig:
         # The K/V of each full block with a hash that was ever computed, and its tokens.
         self.contents: dict[bytes, tuple[list[int], list[int]]] = {}
         self.next_id = 1
+        # The processes that can write to the pool and live, and the blocks that waited for one before the operation.
+        self.living: set[int] = set()
+        self.waited = self.manager.quarantine.held.copy()
 
     def make(self, state: State | None) -> KeptManager:
         return KeptManager(CONFIG, lambda: self.now, state)
@@ -58,7 +61,7 @@ class Rig:
         """Run an operation, and check the states at each line of it. Returns None if it was refused, or if the rig went
         on from one of its lines."""
         before, index, kept_pins = views(self.manager), dict(self.manager.device.index.blocks), pins(self.manager)
-        lost = self.lost(self.manager)
+        lost, self.waited = self.lost(self.manager), self.manager.quarantine.held.copy()
         try:
             result, states = traced(self.manager, call, self.seen)
         except KVServiceError:
@@ -90,6 +93,7 @@ class Rig:
         self.num_checked += 1
         made = self.recover(state, open_numbers)
         made.check_integrity()
+        assert made.quarantine.held[self.waited & self.manager.quarantine.held].all()
         found, lost = views(made), self.lost(made)
         assert not lost & found.keys()
         for key in before.keys() | after.keys() | lost_before | lost:
@@ -119,7 +123,7 @@ class Rig:
 
     def recover(self, state: State, open_numbers: set[int]) -> KeptManager:
         made = self.make(state)
-        recovery = made.recover({number: [0] * NUM_COUNTERS for number in open_numbers})
+        recovery = made.recover({number: [0] * NUM_COUNTERS for number in open_numbers}, living=self.living)
         assert recovery.num_sequences == len(views(made))
         assert recovery.num_pins == len(pins(made))
         return made
@@ -156,13 +160,14 @@ class Rig:
         """Restart from a state of kept memory. That may end at any line, too."""
         made = self.make(state)
         opened = {number: [0] * NUM_COUNTERS for number in self.open}
-        _, states = traced(made, lambda: made.recover(opened), self.seen_in_recovery)
+        _, states = traced(made, lambda: made.recover(opened, living=self.living), self.seen_in_recovery)
         expected = views(made), self.lost(made), pins(made), made.device.index.blocks
         for one in (*states, *(torn(states, made.memory.items(), self.rng) if self.tear else ())):
             self.num_checked += 1
             again = self.recover(one, self.open)
             again.check_integrity()
             assert (views(again), self.lost(again), pins(again), again.device.index.blocks) == expected
+            assert np.array_equal(again.quarantine.held, made.quarantine.held)
         self.manager = made
         self.spaces = {space.number: space for space in made.namespaces}
         self.num_lost += len(self.lost(made))
