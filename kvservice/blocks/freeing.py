@@ -228,6 +228,7 @@ def quarantine_writable(state: BlockState, namespace: SessionNamespace) -> tuple
     that writes there gets a copy. Returns how many blocks wait, and for whom.
     """
     if not state.quarantine.writers(namespace.number):
+        state.quarantine.forget_writers(namespace.number)
         return 0, set()
     state.enter(namespace)
     rows = np.array(list(namespace.rows.values()), np.int64)

@@ -14,6 +14,8 @@ the session may write, so each block waits once.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, MutableMapping
@@ -24,6 +26,9 @@ import numpy as np
 
 from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.blocks.pool import CachingBlockPool
+from kvservice.errors import ResourceExhaustedError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
@@ -67,12 +72,12 @@ class WaitingForWriters(ABC, Generic[T]):
     def ended(self, writer: int) -> None:
         """Free what waited for this process only."""
         self._living.discard(writer)
-        for entry in list(self._waiting):
-            item, writers = entry
+        for _, writers in self._waiting:
             writers.discard(writer)
-            if not writers:
-                self._waiting.remove(entry)
-                self._free(item)
+        freed = [item for item, writers in self._waiting if not writers]
+        self._waiting = [(item, writers) for item, writers in self._waiting if writers]
+        for item in freed:
+            self._free(item)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,17 +125,19 @@ class BlockQuarantine(WaitingForWriters[HeldBlocks]):
         self.held: BoolArray = np.zeros(device.num_blocks, np.bool_)
         self.num_blocks = 0
         self._device, self._sessions, self._records = device, sessions, records
+        self._keys = itertools.count(1)
 
     # ---- the writers of a session
 
     def add_writer(self, number: int, tenant: str, writer: int) -> None:
         """Note a process that is about to fetch the pool for writing in a session."""
         self.began(writer)
-        self._sessions[number] = KeptWriters(tenant, self.writers(number) | {writer}, _NO_BLOCKS).pack()
+        writers = frozenset(self.writers(number) | {writer})
+        self._sessions[number] = KeptWriters(tenant, writers, _NO_BLOCKS).pack()
 
-    def writers(self, number: int) -> frozenset[int]:
-        """Return the processes that may write to the sequences of a session."""
-        return frozenset() if (record := self._session(number)) is None else record.writers
+    def writers(self, number: int) -> set[int]:
+        """Return the processes that live and may write to the sequences of a session."""
+        return set() if (record := self._session(number)) is None else self.living(record.writers)
 
     def forget_writers(self, number: int) -> None:
         """Note that the processes of a session write no more: its client has said so, or what they may write waits."""
@@ -146,16 +153,18 @@ class BlockQuarantine(WaitingForWriters[HeldBlocks]):
         """Let those of these blocks wait that processes of a session may write, while these live. The caller gives up
         the blocks later. `recovering`: the references of all blocks are derived later. Returns how many blocks wait,
         and for whom."""
-        record = self._session(number)
-        writers = set[int]() if record is None else self.living(record.writers)
+        record, writers = self._session(number), self.writers(number)
         blocks = np.unique(blocks[~self._device.indexed[blocks] & ~self.held[blocks]])
         if record is None or not writers or not len(blocks):
             return 0, set()
         if not recovering:
             self._device.incref(blocks)
-        key = max(self._records, default=0) + 1
+        key = next(self._keys)
         self._add(HeldBlocks(key, record.tenant, blocks), set(writers))
-        self._records[key] = KeptWriters(record.tenant, frozenset(writers), blocks).pack()
+        try:
+            self._records[key] = KeptWriters(record.tenant, frozenset(writers), blocks).pack()
+        except ResourceExhaustedError as error:  # the session ends all the same
+            logger.warning("%d blocks are in quarantine until the daemon restarts, no longer: %s", len(blocks), error)
         return len(blocks), writers
 
     def _add(self, held: HeldBlocks, writers: set[int]) -> None:
@@ -177,15 +186,18 @@ class BlockQuarantine(WaitingForWriters[HeldBlocks]):
         for writer in living:
             self.began(writer)
         for number in list(self._sessions):
-            if not self.living(self.writers(number)):
+            if not self.writers(number):
                 del self._sessions[number]
+        self._keys = itertools.count(max(self._records, default=0) + 1)
         for key in list(self._records):
             self._restore(key, KeptWriters.unpack(self._records[key]))
 
     def _restore(self, key: int, record: KeptWriters) -> None:
         writers = self.living(record.writers)
-        if writers:
-            self._add(HeldBlocks(key, record.tenant, record.blocks), writers)
+        # A version that knows no quarantine may have used the blocks meanwhile.
+        blocks = record.blocks[~self._device.indexed[record.blocks]]
+        if writers and len(blocks):
+            self._add(HeldBlocks(key, record.tenant, blocks), writers)
         else:
             del self._records[key]
 

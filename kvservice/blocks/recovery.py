@@ -160,11 +160,12 @@ def _end_sequences(state: BlockState, tables: _Tables, lost: dict[int, set[int]]
 def _quarantine_ended(state: BlockState, tables: _Tables, ended: BoolArray) -> None:
     """Let blocks of sequences that end wait for processes that may still write them: their clients have not asked for
     it, and may be in the middle of a step."""
-    states = state.sequences.states[tables.rows]
-    uncomputed = tables.entries >= states[:, NUM_COMPUTED] >> state.shift
-    writable = ended[tables.rows] & ~tables.swapped & uncomputed
+    writable = np.flatnonzero(ended[tables.rows] & ~tables.swapped)
+    states = state.sequences.states[tables.rows[writable]]
+    uncomputed = tables.entries[writable] >= states[:, NUM_COMPUTED] >> state.shift
+    numbers, blocks = states[uncomputed, NAMESPACE], tables.blocks[writable[uncomputed]]
     for number in state.quarantine.sessions():
-        state.quarantine.hold(number, tables.blocks[writable & (states[:, NAMESPACE] == number)], recovering=True)
+        state.quarantine.hold(number, blocks[numbers == number], recovering=True)
 
 
 def _unfinished_blocks(state: BlockState) -> BoolArray:

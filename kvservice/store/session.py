@@ -238,7 +238,8 @@ class SessionStore:
     def add_writer(self, writer: int) -> None:
         """Note a process that fetches the memory of the store for writing. Its name is that of no earlier process."""
         self._store.quarantine.began(writer)
-        self.opening.writers |= {writer}
+        # Without those that have ended, so that they do not become more and more.
+        self.opening.writers = frozenset(self._store.quarantine.living(self.opening.writers) | {writer})
         self._records.session_writers[self._session_id] = NameList(self.opening.writers)
 
     # ---- a restart of the daemon

@@ -16,12 +16,14 @@ from kvservice.blocks import (
     NUM_COUNTERS,
     AllocationRequest,
     AllocStatus,
+    BlockManager,
     BlocksConfig,
+    KeptMaps,
     SessionNamespace,
     StepPlan,
     TenantQuota,
 )
-from kvservice.errors import OutOfBlocksError, QuotaExceededError, StaleStepError
+from kvservice.errors import OutOfBlocksError, QuotaExceededError, ResourceExhaustedError, StaleStepError
 
 CONFIG = BlocksConfig(
     num_blocks=24, block_size=4, num_layers=1, num_swap_blocks=12, watermark=0.0, max_sequences=9,
@@ -184,6 +186,73 @@ def test_a_session_that_goes_on_holds_a_block_that_waits_no_second_time() -> Non
     assert lose(manager, space) == (0, set())
     assert manager.writer_ended(FROZEN) == 2
     assert (held(manager), free(manager)) == ([], CONFIG.num_blocks)
+
+
+def test_who_takes_over_from_a_process_that_has_ended_goes_on_with_its_steps() -> None:
+    manager = made()
+    space = manager.open_namespace()
+    manager.add_writer(space, FROZEN)
+    allocate(manager, space, 1, 6)
+    step = manager.open_step(space, [1])
+    manager.writer_ended(FROZEN)
+    assert manager.quarantine_writable(space) == (0, set())
+    manager.mark_all_layers(space, step.step_id)
+    assert dict(manager.kept.writers) == {}
+
+
+def test_a_session_remembers_no_process_that_has_ended() -> None:
+    """Its client may fetch the pool with a new process again and again."""
+    manager = made()
+    space = manager.open_namespace()
+    for writer in range(1, 100):
+        manager.add_writer(space, writer)
+        manager.writer_ended(writer)
+    manager.add_writer(space, FROZEN)
+    kept = len(manager.kept.writers[space.number])
+    manager.add_writer(space, OTHER)
+    assert len(manager.kept.writers[space.number]) == kept + 8
+
+
+class Full(dict[int, bytes]):
+    """No memory is left for a value."""
+
+    def __setitem__(self, key: int, value: bytes) -> None:
+        raise ResourceExhaustedError("full")
+
+
+def test_blocks_wait_also_if_there_is_no_memory_to_keep_that(caplog: pytest.LogCaptureFixture) -> None:
+    manager = BlockManager(CONFIG, kept=KeptMaps(quarantine=Full()))
+    for writer in (FROZEN, OTHER):
+        space = manager.open_namespace()
+        manager.add_writer(space, writer)
+        manager.allocate(space, [AllocationRequest(1, np.arange(6))])
+        assert manager.quarantine_writable(space) == (2, {writer})
+        manager.close_namespace(space)
+    assert caplog.messages == ["2 blocks are in quarantine until the daemon restarts, no longer: full"] * 2
+    manager.check_integrity()
+    assert [manager.writer_ended(writer) for writer in (OTHER, FROZEN)] == [2, 2]
+    assert manager.stats().free_blocks == CONFIG.num_blocks
+
+
+def test_blocks_that_a_version_without_quarantine_has_used_do_not_wait() -> None:
+    manager = made()
+    space = manager.open_namespace()
+    manager.add_writer(space, FROZEN)
+    allocate(manager, space, 1, 8)
+    lose(manager, space)
+    records, waiting = dict(manager.kept.quarantine), held(manager)
+    manager.writer_ended(FROZEN)
+    space = manager.open_namespace()
+    compute(manager, space, 1, 4)
+    used = blocks_of(manager, space, 1)
+    assert set(used) < set(waiting)
+    manager.end_operation()
+    manager.kept.quarantine.update(records)
+    after = made(manager.kept_state())
+    after.recover({space.number: [0] * NUM_COUNTERS}, living=[FROZEN])
+    assert held(after) == sorted(set(waiting) - set(used))
+    assert after.writer_ended(FROZEN) == 1
+    held(after)
 
 
 def test_calls_tell_what_is_left() -> None:
