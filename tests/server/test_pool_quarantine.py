@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +21,16 @@ import pytest
 from daemon_lives import Life, end_stream, finish
 from kept_daemon import next_process
 from manual_clock import ManualClock
+from open_files import num_open_files
 from raw_store import fd_socket, present
 from raw_wire import Refusal
 from small_pool import SMALL_POOL
 from waiting import until
 
 from kvservice.client import KVClient, Sequence, Session
+from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
-from kvservice.server.memory.fd_passing import Writers
+from kvservice.server.memory.fd_passing import FdServer, Writers
 from kvservice.store import Records, WriterRecord
 from kvservice.v1 import blocks_pb2, host_pb2, pool_pb2, scheduler_pb2, session_pb2
 
@@ -179,6 +184,40 @@ def test_a_process_that_nobody_can_watch_gets_no_memory_for_writing() -> None:
     with pytest.raises(OSError, match="a process may not write to the pool: it is in a PID namespace"):
         writers.add(hidden)
     assert (len(writers), records) == (0, {})
+
+
+class Full(dict[int, bytes]):
+    """No memory is left for a value."""
+
+    def __setitem__(self, key: int, value: bytes) -> None:
+        raise ResourceExhaustedError("full")
+
+
+def test_a_process_of_which_there_is_no_record_gets_no_memory_for_writing(
+    tmp_path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        writers = Writers("the pool", Records(Full(), WriterRecord.unpack), lambda _: None)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "fds"))
+        listener.listen()
+        listener.setblocking(False)
+        server = FdServer(frozenset({os.geteuid()}), lambda *_: None, clock)
+        server.listen(listener)
+        serving = asyncio.create_task(server.serve())
+        num_before = num_open_files()
+        token = server.offer([os.open(os.devnull, os.O_RDONLY)], writers, writers.add)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / "fds"))
+            connection.send(token)
+            connection.setblocking(False)
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+        assert (len(writers), num_open_files()) == (0, num_before)
+        serving.cancel()
+        server.close()
+
+    asyncio.run(scenario())
+    assert caplog.messages == ["memory is not handed over: full"]
 
 
 # ---- processes

@@ -32,6 +32,7 @@ from kvservice.errors import (
     PoolNotSharedError,
     QuotaExceededError,
     RegionsNotAllowedError,
+    ResourceExhaustedError,
     StoreNotSharedError,
 )
 from kvservice.logs import LogBudget
@@ -94,7 +95,7 @@ MAX_SILENT_OF_USER = 32
 BACKLOG = 128
 
 
-OnFetch: TypeAlias = Callable[[socket.socket], None]
+OnFetch: TypeAlias = Callable[[socket.socket], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +218,13 @@ class FdServer:
                 connection.send(introduction)
 
     def _hand_over(self, offer: _Offer, connection: socket.socket) -> None:
-        """Send what is offered. Raises OSError."""
+        """Send what is offered, if that is possible."""
         try:
             offer.on_fetch(connection)
             socket.send_fds(connection, [b"\0"], list(offer.descriptors))
-        except OSError as error:
-            self._log.write(logging.WARNING, "memory is not handed over: %s", error.strerror)
-            raise
+        except (OSError, ResourceExhaustedError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._log.write(logging.WARNING, "memory is not handed over: %s", reason)
         finally:
             _close(offer.descriptors)
 
@@ -256,26 +257,32 @@ class Writers:
     def __init__(self, memory: str, records: Records[WriterRecord], ended: Callable[[int], object]) -> None:
         """`memory` names the memory. `ended` gets the name of a process that has ended."""
         self._memory, self._records, self._on_end = memory, records, ended
-        # The descriptor (pidfd_open(2)) and name of each process, by its pid, which no other process gets meanwhile.
-        self._watched: dict[int, tuple[int, int]] = {}
+        # The descriptor (pidfd_open(2)) and name of each process.
+        self._watched: dict[WriterRecord, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._watched)
 
     def add(self, connection: socket.socket) -> int:
         """Watch the process at the other end of a unix socket. Returns its name, which is that of no other process,
-        also after a restart. Raises OSError if the process is not visible from here, or if there are MAX_WRITERS."""
+        also after a restart. Raises OSError if the process is not visible from here, or if there are MAX_WRITERS, and
+        ResourceExhaustedError."""
         pid = pid_of(connection)
-        if pid not in self._watched:
-            if not pid:
-                reason = f"a process may not write to {self._memory}: it is in a PID namespace that is not visible here"
-                raise OSError(errno.ESRCH, reason)
+        if not pid:
+            reason = f"a process may not write to {self._memory}: it is in a PID namespace that is not visible here"
+            raise OSError(errno.ESRCH, reason)
+        process = WriterRecord(pid, _start_of(pid))
+        if process not in self._watched:
             if len(self._watched) >= MAX_WRITERS:
                 raise OSError(errno.EMFILE, f"{MAX_WRITERS} processes can write to {self._memory}")
-            descriptor, name = os.pidfd_open(pid), secrets.randbits(63)
-            self._records[name] = WriterRecord(pid, _start_of(pid))
-            self._watch(descriptor, pid, name)
-        return self._watched[pid][1]
+            name = secrets.randbits(63)
+            self._records[name] = process
+            try:
+                self._watch(os.pidfd_open(pid), process, name)
+            except OSError:
+                self._records.discard(name)
+                raise
+        return self._watched[process][1]
 
     def recover(self) -> set[int]:
         """Watch the processes that the daemon's process before knew, if they live. Returns their names."""
@@ -286,7 +293,7 @@ class Writers:
                 self._records.discard(name)
                 continue
             if _start_of(record.pid) == record.start:
-                self._watch(descriptor, record.pid, name)
+                self._watch(descriptor, record, name)
             else:  # another process has the pid now
                 os.close(descriptor)
                 self._records.discard(name)
@@ -294,26 +301,26 @@ class Writers:
 
     def pids(self, names: Collection[int]) -> list[int]:
         """Return the pids of those of these processes that have not ended."""
-        return sorted(pid for pid, (_, name) in self._watched.items() if name in names)
+        return sorted(process.pid for process, (_, name) in self._watched.items() if name in names)
 
     def close(self) -> None:
         """Watch no process any more."""
         while self._watched:
             self._forget(next(iter(self._watched)))
 
-    def _watch(self, descriptor: int, pid: int, name: int) -> None:
-        self._watched[pid] = descriptor, name
-        asyncio.get_running_loop().add_reader(descriptor, self._ended, pid)
+    def _watch(self, descriptor: int, process: WriterRecord, name: int) -> None:
+        self._watched[process] = descriptor, name
+        asyncio.get_running_loop().add_reader(descriptor, self._ended, process)
 
-    def _forget(self, pid: int) -> int:
+    def _forget(self, process: WriterRecord) -> int:
         """Return the name of the process."""
-        descriptor, name = self._watched.pop(pid)
+        descriptor, name = self._watched.pop(process)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
         return name
 
-    def _ended(self, pid: int) -> None:
-        name = self._forget(pid)
+    def _ended(self, process: WriterRecord) -> None:
+        name = self._forget(process)
         self._on_end(name)
         self._records.discard(name)
 
