@@ -109,6 +109,7 @@ def _undo_operation(state: BlockState, lost: dict[int, set[int]]) -> None:
     """Undo the operation in progress, or drop its sequences, and record these in `lost`."""
     kind, rows, before = state.intents.read()
     if kind == DROP:
+        _quarantine_dropped(state, rows, before)
         _lose(state, before, lost)
         state.sequences.states[rows] = 0
     elif kind == CREATE:
@@ -157,13 +158,28 @@ def _end_sequences(state: BlockState, tables: _Tables, lost: dict[int, set[int]]
     return ended
 
 
+def _quarantine_dropped(state: BlockState, rows: Int64Array, before: Int64Array) -> None:
+    """Do as `_quarantine_ended` for the sequences of the operation in progress. Their client may be in a step that the
+    operation opens another one after. Its blocks are not among those that the operation replaces in the tables."""
+    rows, before = rows[before[:, SWAPPED] == 0], before[before[:, SWAPPED] == 0]
+    first = before[:, NUM_COMPUTED] >> state.shift
+    which, entries = ragged(first, np.maximum(before[:, NUM_BLOCKS] - first, 0))
+    blocks = state.sequences.block_tables[rows[which], entries].astype(np.int64)
+    found = (blocks >= 0) & (blocks < state.device.num_blocks)  # others are of the swap tier
+    _quarantine(state, blocks[found], before[which[found], NAMESPACE])
+
+
 def _quarantine_ended(state: BlockState, tables: _Tables, ended: BoolArray) -> None:
     """Let blocks of sequences that end wait for processes that may still write them: their clients have not asked for
     it, and may be in the middle of a step."""
     writable = np.flatnonzero(ended[tables.rows] & ~tables.swapped)
     states = state.sequences.states[tables.rows[writable]]
     uncomputed = tables.entries[writable] >= states[:, NUM_COMPUTED] >> state.shift
-    numbers, blocks = states[uncomputed, NAMESPACE], tables.blocks[writable[uncomputed]]
+    _quarantine(state, tables.blocks[writable[uncomputed]], states[uncomputed, NAMESPACE])
+
+
+def _quarantine(state: BlockState, blocks: Int64Array, numbers: Int64Array) -> None:
+    """Let blocks int64[n] wait for the processes of the sessions with these namespace numbers int64[n]."""
     for number in state.quarantine.sessions():
         state.quarantine.hold(number, blocks[numbers == number], recovering=True)
 

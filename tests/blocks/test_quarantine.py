@@ -341,6 +341,41 @@ def test_a_restart_hands_no_block_out_that_waits() -> None:
         assert (held(dead), free(dead)) == ([], CONFIG.num_blocks - 1)
 
 
+def test_sequences_that_an_interrupted_operation_loses_wait_for_the_step_before_it() -> None:
+    """A step follows one that its client is about to write, and copies a shared block of another sequence. Without its
+    process in between, both sequences are lost."""
+    manager = made()
+    space = manager.open_namespace()
+    manager.add_writer(space, FROZEN)
+    allocate(manager, space, 1, 6)
+    compute(manager, space, 2, 6, first=50)
+    manager.fork(space, [2], [3])
+    step = manager.open_step(space, [1])
+    writable = {int(slot) // CONFIG.block_size for slot in step.slot_mapping}
+    manager.end_operation()
+
+    def follow() -> None:
+        manager.advance(space, [1, 3], [0, 7], [1, 1], follows=step.step_id)
+
+    _, states = traced(manager, follow, Seen())
+    num_lost = 0
+    for state in states:
+        after = made(state)
+        _, between = traced(after, functools.partial(recover, after, space), Seen())
+        for one in (after, *map(made, between)):
+            if one is not after:
+                recover(one, space)
+            (found,) = one.namespaces
+            used = set(blocks_of(one, found, 1)) if 1 in found else set()
+            assert writable <= used | set(held(one))
+            num_lost += 1 not in found
+    assert num_lost > 4
+
+
+def recover(manager: KeptManager, space: SessionNamespace) -> None:
+    manager.recover({space.number: [0] * NUM_COUNTERS}, living=[FROZEN])
+
+
 @pytest.mark.parametrize("lost", ["scheduled", "torn"])
 def test_sequences_that_a_restart_ends_wait_for_the_client_that_may_be_in_a_step(lost: str) -> None:
     manager = made()
