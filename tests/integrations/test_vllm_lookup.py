@@ -482,7 +482,7 @@ def test_a_block_that_is_nowhere_is_a_miss_without_a_call(
 @pytest.mark.parametrize("share_store", ["write", "read", "off"])
 @pytest.mark.parametrize("groups", [FULL, TWO], ids=["one group", "two groups"])
 def test_a_new_prompt_is_a_miss_by_its_first_block(groups: CacheGroups, share_store: str) -> None:
-    """If nothing is below the memory that is mapped. It counts once for each request, however often vLLM asks."""
+    """The mapped memory tells that, since nothing is below it. A request counts once, however often vLLM asks."""
     with Daemon(**SMALL_STORE | {"share_store": share_store}) as daemon, KVClient(daemon.address) as client:
         namespace = new_namespace(64)
         store, background = (client.store(namespace, timeout_s=30.0) for _ in range(2))
@@ -511,7 +511,7 @@ def test_a_new_prompt_is_a_miss_by_its_first_block(groups: CacheGroups, share_st
 
 
 def test_a_miss_is_one_of_all_workers() -> None:
-    """What some workers have is looked up: the daemon counts that as not whole."""
+    """A block that some workers have is looked up, so that the daemon counts it as not whole."""
     first, second = keys_of(1, 2)
     with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, KVClient(daemon.address) as client:
         namespaces = new_namespace(64), new_namespace(64)
